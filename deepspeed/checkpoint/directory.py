@@ -5,7 +5,7 @@
     <folder>/latest               text: the tag of the newest checkpoint
     <folder>/<tag>/               one checkpoint; nested folders if the tag has slashes
     <folder>/zero_to_fp32.py      consolidates without this package
-    <folder>/.saving-*            a save on its way, or killed
+    <folder>/.saving-*            a save in flight, or killed
     <folder>/.replaced-*/         the former content of a tag that is being saved again
 """
 

@@ -41,7 +41,7 @@ class Exchange:
         return gather_objects(self._transport, value, label=doing)
 
     def together(self, doing: str, action: Callable[[], T]) -> list[T]:
-        """Runs ``action`` on every rank and gives everybody all results.
+        """Runs ``action`` on every rank and gives every rank all results.
 
         Args:
             doing: What is being done, as "... failed" continues it.

@@ -189,7 +189,7 @@ def _entries(run_state: RunState, listed: Roster, exclude_frozen: bool) -> list[
 
 @dataclass(frozen=True)
 class Step:
-    """One tile on its way to rank 0.
+    """One tile in flight to rank 0.
 
     Attributes:
         listed: Its bucket.

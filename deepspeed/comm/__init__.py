@@ -2,9 +2,9 @@
 
 The functions take the arguments of their namesakes in :mod:`torch.distributed` and act on torch's process groups, so
 the two may be mixed freely. ``collectives`` has them; ``recorder`` and ``summary`` are the communication log. The
-rest stands in folders: ``start`` (how a process joins its job), ``job`` (which ranks share what), ``transports`` (how
-buffers are sent), ``watch`` (waits that end in a sentence), ``codecs`` (values in fewer bits), and ``host`` (what makes
-ranks of one CPU host fast).
+rest is in subpackages: ``start`` (how a process joins its job), ``job`` (meshes and process groups), ``transports``
+(how buffers are sent), ``watch`` (the watchdog), ``codecs`` (compression), and ``host`` (fast transfers on one CPU
+host).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The collectives and point-to-point operations: torch's, with the communication log and the job's watch in between.
+"""Collectives and point-to-point operations: torch's, with the communication log and the watchdog around them.
 
 Every function takes the arguments of its namesake in :mod:`torch.distributed` and the keywords ``prof``, ``log_name``
 and ``debug`` of :func:`deepspeed.comm.recorder.recorded`. All ranks of ``group`` (None: all ranks) must call a
@@ -30,7 +30,7 @@ Handle = Any  # a torch Work, or None if the operation is complete
 
 
 class _UnsupportedOp(enum.Enum):
-    """A reduction that nothing performs; a placeholder in tables of operations."""
+    """A reduction that no backend performs; a placeholder in tables of operations."""
 
     UNUSED = "unused"
 
@@ -50,12 +50,12 @@ class ReduceOp:
 
 
 def _operations() -> Any:
-    """Returns what has the collectives: ``torch.distributed``, or what a fake job has in its place."""
+    """Returns the module with the collectives: ``torch.distributed``, or a fake job's substitute."""
     return Job.current().ranks.operations
 
 
 def _flat(name: str, ours: Any) -> Any:
-    """Returns ``ours``, or what a simulation of the other ranks does under this name of ``torch.distributed``."""
+    """Returns ``ours``, or under a fake job its substitute for this name of ``torch.distributed``."""
     return ours if _operations() is torch_dist else getattr(_operations(), name)
 
 
@@ -281,7 +281,7 @@ def all_to_all(
 
 
 class _CopyOut:
-    """A flat exchange under way; waiting for it also copies the parts to where the caller wants them."""
+    """A flat exchange in flight; ``wait`` also copies the parts into the caller's tensors."""
 
     def __init__(self, work: Any, flat: torch.Tensor, outputs: list[torch.Tensor]) -> None:
         self._work = work

@@ -373,7 +373,7 @@ class LauncherLink:
         connection.close()
 
     def _greet(self, connection: JsonConnection, selector: selectors.BaseSelector, sent: list[dict[str, Any]]) -> None:
-        """Reads the answer to the challenge. Takes in a launcher of this run, and drops everybody else."""
+        """Reads the answer to the challenge. Admits a launcher of this run, and drops all other processes."""
         messages, is_open = connection.receive()
         if not messages:
             if not is_open:

@@ -398,7 +398,7 @@ class LocalRun:
     # --- other machines ---------------------------------------------------------------------------------------------
 
     def _report(self, failure: Failure) -> None:
-        """Reports a failure to the hub, or as the hub to everybody, once."""
+        """Reports a failure to the hub, or as the hub to every rank, once."""
         if self._link is not None and not self._has_reported:
             self._has_reported = True
             self._link.send(event="verdict" if self._link.is_hub else "failed", **failure.to_message())

@@ -42,7 +42,7 @@ class IoSettings:
 
 
 class Transfer:
-    """A read or write on its way. Its buffer must stay as it is until :meth:`wait` has returned."""
+    """A read or write in flight. Its buffer must stay as it is until :meth:`wait` has returned."""
 
     def __init__(self, requests: list[Future[None]]) -> None:
         self._requests = requests

@@ -25,7 +25,7 @@ from deepspeed.zero.storage import FlatBuffer, Memory, MemoryTracker, StorageKin
 from deepspeed.zero.update.loop import Operands, PendingCopy, UpdateSlice, UpdateStrategy
 from deepspeed.zero.update.masters import MasterBucket
 
-_STAGING = 2  # one copy on its way, one being filled
+_STAGING = 2  # one copy in flight, one being filled
 
 
 class HostMemory(Memory):
@@ -96,7 +96,7 @@ class StagingPool:
         self._free.append(staging)
 
     def settle(self, result: HeldBuffer, *, drop: bool = False) -> None:
-        """Adds what is on its way to ``result``, or throws it away."""
+        """Adds what is in flight to ``result``, or throws it away."""
         with self._lock:
             for _ in range(len(self._waiting)):
                 if self._waiting[0][0] is result:

@@ -142,7 +142,7 @@ def _register(mapped: _PageBuffer, buffer: torch.Tensor) -> None:
 
 
 def _unlock(runtime: Any, address: int, synchronize: Callable[[], Any]) -> None:
-    """Ends a lock when no copy from or to the pages is on its way; an engine that was dropped waited for none."""
+    """Ends a lock when no copy from or to the pages is in flight; an engine that was dropped waited for none."""
     if not sys.is_finalizing():  # the pages end with the process, and the driver may be gone already
         synchronize()
         runtime.cudaHostUnregister(address)

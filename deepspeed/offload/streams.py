@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 
 
 class CopyHandle:
-    """A copy on its way.
+    """A copy in flight.
 
     Args:
         event: Recorded after it; None if it is done.

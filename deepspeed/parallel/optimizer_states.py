@@ -18,7 +18,7 @@ def refuse_whole_states(optimizer: Any, size: int, key: str) -> None:
         key: What the configuration calls ``size``.
 
     Raises:
-        DeepSpeedConfigError: It has states of parameters.
+        DeepSpeedConfigError: The optimizer has such states.
     """
     states = getattr(optimizer, "state", None) or {}
     if size > 1 and any(isinstance(value, torch.Tensor) for state in states.values() for value in state.values()):

@@ -1,4 +1,4 @@
-"""Cutting a row of items into consecutive parts, as pipelines cut layers into stages. Plain arithmetic."""
+"""Cuts a list of items into consecutive parts, as pipelines cut layers into stages. Plain arithmetic."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Returns the parts whose weights differ little: the heaviest and the lightest are close.
 
-    Of the ways to cut what lies before each item only the best is kept, so the result is nearly the best of all and
-    not always it. Among equals the one with the lighter heaviest part wins. With items enough no part is empty.
+    Only the best cut before each item is kept, so the result is nearly but not always optimal. Among equals the one
+    with the lighter heaviest part wins. With enough items no part is empty.
 
     Args:
         weights: Weight of each item, 0 or more.

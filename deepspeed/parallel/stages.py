@@ -1,4 +1,4 @@
-"""What the stages of a pipeline exchange about their layers, before anything is made together.
+"""Exchanges facts about layers between the stages of a pipeline, before collective set-up.
 
 Groups are made by all ranks of a job in one order, but a stage sees its own layers only: it may have no experts and
 nothing to cut, or layers of other sizes than the rest.
@@ -28,7 +28,7 @@ def is_pipeline(model: nn.Module) -> bool:
 
 
 def gather_from_stages(model: nn.Module, device: torch.device, mine: Any, *, label: str) -> list[Any]:
-    """Returns everybody's ``mine``, where ranks hold different layers.
+    """Returns every rank's ``mine``, where ranks hold different layers.
 
     Else this rank's only, and nothing is communicated.
 
@@ -56,14 +56,14 @@ def raise_for_all_stages(
     *,
     label: str,
 ) -> None:
-    """Raises on every rank what is wrong with the layers of any stage.
+    """Raises on every rank if some stage has a problem with its layers.
 
     Args:
         model: This rank's model. Every rank of the job must call it.
         device: Where it computes.
         count: What was found on this rank.
         problem: What is wrong with it.
-        nothing: The kind of ``problem`` that only counts if no stage has found anything.
+        nothing: The kind of ``problem`` that counts only if no stage has found anything.
         label: Names the operation in timeout messages.
 
     Raises:

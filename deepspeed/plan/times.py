@@ -120,7 +120,7 @@ def _to_neighbours(nbytes: int, machine: Machine, mesh: Mesh, rank: int) -> tupl
 
 
 _WEIGHT_GRADIENTS = 1 / 3
-"""Most of a step's arithmetic that gradients of weights can take; while one is computed, a sum may be on its way."""
+"""Most of a step's arithmetic that gradients of weights can take; while one is computed, a sum may be in flight."""
 
 
 def exposed_seconds(flow: StepTotals, moved: Sequence[PlannedTransfer], machine: Machine) -> float:

@@ -504,7 +504,7 @@ class GatherCount:
 
     Attributes:
         live: Elements of buckets that are gathered or in flight.
-        arriving: Elements of each bucket that is on its way, by the index of the bucket, oldest first.
+        arriving: Elements of each bucket that is in flight, by the index of the bucket, oldest first.
         arriving_numel: Their sum.
     """
 

@@ -9,9 +9,9 @@
 | 3       | sharded       | sharded    | sharded                    |
 +---------+---------------+------------+----------------------------+
 
-A fourth column, *private*, is there only where gradients are sent in fewer bits than they have (``comm.codecs.codec``):
-the error that a rank keeps of what it has sent. It is as long as the whole at every stage, different on every rank, and
-never compared or gathered. Checkpoints keep it for runs of the same size.
+If gradients are sent by a lossy codec (``comm.codecs.codec``), there is a further state, *private*: the error feedback
+of each rank. It has the full length at every stage, differs between ranks, and is never compared or gathered.
+Checkpoints keep it for runs of the same size.
 
 Offload chooses another tier for what is sharded: masters, optimizer state and reduced gradients (``master_tier``), at
 stage 3 also the compute parameters (``param_tier``), and at every stage the frozen ones that are described so
@@ -52,7 +52,7 @@ class Tier(Enum):
 
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.FILE}
-"""By the name of a device in the configuration."""
+"""The tiers by the name of a device in the configuration."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class BucketPlacement:
     """Lists where the states of one bucket are kept.
 
     Attributes:
-        is_sharded: The full compute parameters exist only while they are used.
+        is_sharded: Whether the full compute parameters exist only while they are used.
         param_tier: Memory of the compute parameters between uses.
         master_tier: Memory of master and optimizer state.
         gradient_tier: Memory of the reduced gradient.
@@ -72,7 +72,7 @@ class BucketPlacement:
 
     @property
     def gradient_tier(self) -> Tier:
-        """Gradients are read by the update only, which runs on the host unless the masters are on the device."""
+        """The tier of the masters: only the update reads reduced gradients."""
         return Tier.DEVICE if self.master_tier is Tier.DEVICE else Tier.HOST
 
 
@@ -119,7 +119,7 @@ class Placement:
 
         Args:
             zero: The section, without contradictions.
-            ranks: Data-parallel ranks; None: not known, so that what only matters between several groups is left out.
+            ranks: Data-parallel ranks; None: unknown, so that settings for several groups are left out.
         """
         optimizer, param = zero.offload_optimizer, zero.offload_param
         neighbours = zero.mics_shard_size if zero.mics_shard_size > 0 else zero.zero_hpz_partition_size
@@ -213,12 +213,12 @@ class Placement:
     def of_unfrozen(
         self, layout: ModelLayout, placed: Sequence[BucketPlacement], index: int
     ) -> tuple[BucketPlacement, ...]:
-        """Returns the placements once a bucket is trained that was frozen; the others stay where they are.
+        """Returns the placements after a frozen bucket starts to be trained; the others do not change.
 
         Its master leaves the device if those that are there have not reached their share.
 
         Args:
-            layout: In which it is trainable already.
+            layout: The layout in which it is already trainable.
             placed: The placements until now.
             index: The index of the bucket.
         """

@@ -1,6 +1,6 @@
-"""One model under ZeRO: how it is built, and while it runs what a backward opens and settles and what calls refuse.
+"""The ZeRO runtime of one model: builds it, opens and ends backwards, and refuses calls out of order.
 
-:func:`build_runtime` puts it together; where the states lie is in ``zero.model_states``.
+:func:`build_runtime` builds it; ``zero.model_states`` places the states.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from deepspeed.zero.update.masters import MasterBucket
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """A part of the model that is run by itself, such as a chunk of a pipeline.
+    """A part of the model that runs separately, such as a chunk of a pipeline.
 
     Attributes:
         reaches: Parameters that a backward of it may reach.
@@ -64,7 +64,7 @@ class MicroBatch:
             of a model that is run part by part.
         is_first: No backward of this update came before.
         is_last: The update follows this backward.
-        part: What of the model it is a backward of; None: all of it.
+        part: The part of the model that the backward belongs to; None: all of it.
     """
 
     index: int
@@ -92,7 +92,7 @@ class BackwardTracker:
         self._open_backward: Callable[[], None] | None = None
 
     def attach(self, open_backward: Callable[[], None]) -> None:
-        """Takes the function that opens a backward if none is open; without one, gradient hooks open none."""
+        """Sets the function that opens a backward if none is open; None: gradient hooks open none."""
         self._open_backward = open_backward
 
     def watch(self, outputs: Any, entry: int = 0) -> None:
@@ -103,7 +103,7 @@ class BackwardTracker:
             entry: Number of the module among those that may be called by themselves; 0 is the model.
         """
         for tensor in tensors_in(outputs):
-            if tensor.requires_grad and not tensor.is_leaf:  # on a parameter hooks would pile up, forward by forward
+            if tensor.requires_grad and not tensor.is_leaf:  # on a parameter, each forward would add another hook
                 tensor.register_hook(lambda _gradient: self._reached(entry))
 
     def seen(self) -> None:
@@ -118,26 +118,26 @@ class BackwardTracker:
 
 
 class ZeroRuntime:
-    """Owns the sharded life of one model. Made by :func:`build_runtime`.
+    """Manages the sharded states of one model. Made by :func:`build_runtime`.
 
     Attributes:
         model: The model.
         placement: The ZeRO row.
         device: Where the model computes.
-        host_is_device: Whether that is host memory.
+        host_is_device: Whether ``device`` is the host.
         groups: The ranks that share parameters, and those that decide together.
-        states: Where every parameter and every master lies.
+        states: The model states: parameters in buckets, and masters.
         buckets: In model order.
         masters: One per trainable bucket, in the same order as ``reducer.buckets``.
         memory_tracker: Counts the bytes that are allocated.
-        agreement: On the order of gathers.
+        agreement: The ranks' agreement on the order of gathers.
         schedule: When buckets are gathered.
-        hooks: Run before and after modules.
+        hooks: The hooks that run before and after modules.
         reducer: The gradients; None where nothing is trained.
-        backward_tracker: How a backward of this model shows itself.
-        handles: Hooks on the model that go with this runtime.
+        backward_tracker: Detects backwards of this model.
+        handles: Hooks on the model that are removed with this runtime.
         optimizer: The ZeRO optimizer, see :meth:`attach`; None before, and where nothing is trained.
-        originals: The parameter objects that are trained, to bring back those that a program replaces.
+        originals: The parameter objects that are trained, to restore those that a program replaces.
         offloaded: Kinds of states that ``offload_states`` has moved to the host.
         open_blocks: ``GatheredParameters`` blocks that hold parameters of this model.
         is_retired: Whether another engine has taken the model over.
@@ -177,7 +177,7 @@ class ZeroRuntime:
         self.offloaded: set[str] = set()
         self.open_blocks = 0
         self.is_retired = False
-        self._late: list[int] = []  # positions of buckets that are trained since one of their parameters was unfrozen
+        self._late: list[int] = []  # positions of buckets trained only since a parameter of theirs was unfrozen
         self._is_alone = all(isinstance(group.reduce, LocalTransport) for group in groups)
         self._gathers = [group.gather for group in groups if not isinstance(group.gather, LocalTransport)]
         self._untrained = UntrainedGradients()
@@ -186,7 +186,7 @@ class ZeroRuntime:
         self._drop_untrained_gradients()
 
     def attach(self, optimizer: Any, open_backward: Callable[[], None]) -> None:
-        """Takes what drives the training of this model, once it exists.
+        """Connects the optimizer and the engine, once they exist.
 
         Args:
             optimizer: The ZeRO optimizer; None where nothing is trained.
@@ -211,7 +211,7 @@ class ZeroRuntime:
         return self.backward_tracker.is_open
 
     def _drop_untrained_gradients(self) -> None:
-        """Parameters that require gradients and belong to no optimizer group: their gradients are of no use."""
+        """Drops gradients of parameters that require them but belong to no param group; logs new ones."""
         names = self._untrained.drop_those_of(self.buckets)
         if names and self.reducer is not None:
             log_dist(
@@ -225,8 +225,8 @@ class ZeroRuntime:
         """Opens a backward: gradients are collected and sharded parameters gathered on demand until it ends.
 
         Args:
-            micro_batch: Where it stands in its update.
-            sync: False inside ``no_sync``: nothing is reduced.
+            micro_batch: The micro-batch of this backward.
+            sync: Whether gradients are reduced; False inside ``no_sync``.
         """
         assert not self.in_backward
         self.take_unfrozen()
@@ -244,25 +244,25 @@ class ZeroRuntime:
         self.schedule.begin("backward")
 
     def _positions(self, micro_batch: MicroBatch) -> tuple[Sequence[int], Sequence[int]]:
-        """Returns the trained buckets that a backward may reach, and those that none reaches after it in its update."""
+        """Returns the trained buckets that a backward may reach, and those that no later one of the update reaches."""
         part, everything = micro_batch.part, range(len(self.masters))
         if part is None:
             return everything, everything if micro_batch.is_last else ()
         params = [master.bucket.params for master in self.masters]
         reaches = [n for n in everything if any(p.requires_grad and p in part.reaches for p in params[n])]
-        if not part.closes:  # as of nearly every backward
+        if not part.closes:  # the usual case
             return reaches, ()
         return reaches, [n for n in reaches if all(p in part.closes for p in params[n] if p.requires_grad)]
 
     def _confirm(self, confirms: bool) -> None:
-        """Returns whether gathers carry along how many reductions of their group have been started."""
+        """Sets whether gathers also send the number of reductions that this rank has started in their group."""
         for gather in self._gathers:
             gather.confirms = confirms
 
     def take_unfrozen(self) -> None:
-        """Parameters that were frozen when the engine was made and require gradients now. Every rank must call it.
+        """Starts to train parameters that were frozen at first and require gradients now. Every rank must call it.
 
-        Nothing moves: their bucket gets a master and memory for gradients, and the optimizer gets its runs.
+        Parameters stay in place: their bucket gets a master and memory for gradients, and the optimizer gets its runs.
         """
         unfrozen = [b for b in self.buckets if not b.layout.trainable and any(p.requires_grad for p in b.params)]
         if self.reducer is None:
@@ -287,7 +287,7 @@ class ZeroRuntime:
             )
 
     def end_backward(self) -> None:
-        """Settles the backward: leftover gathers, leftover reductions; frees what it had gathered."""
+        """Ends the backward: finishes gathers and reductions, and frees what it had gathered."""
         assert self.in_backward
         self.schedule.end()
         self._confirm(False)
@@ -297,13 +297,13 @@ class ZeroRuntime:
         self.backward_tracker.is_open = False
 
     def drop_open_work(self, *, together: bool = True) -> bool:
-        """Throws away unfinished work after an exception left a forward or backward open.
+        """Discards unfinished work after an exception left a forward or backward open.
 
         Args:
-            together: The ranks continue with this model; False: this one is leaving, and makes no exchange.
+            together: Whether all ranks continue with this model; False: only this rank stops, without communication.
 
         Returns:
-            Whether there was anything.
+            Whether a forward or backward was open.
 
         Raises:
             CallOrderError: Another engine has taken the model over.
@@ -336,11 +336,11 @@ class ZeroRuntime:
 
     @property
     def backward_is_running(self) -> bool:
-        """Returns whether this is inside a backward; one that an exception has ended is open until it is dropped."""
+        """Returns whether the caller is inside a backward, unlike ``in_backward`` after an exception in it."""
         return self.in_backward and is_inside_backward()
 
     def drop_failed_backward(self) -> None:
-        """Discards what an exception has left of a backward. Every rank must do so, in any of its calls.
+        """Discards a backward that an exception has left open. Every rank must do so, in any of its calls.
 
         Raises:
             DivergenceError: See :meth:`drop_open_work`.
@@ -361,7 +361,7 @@ class ZeroRuntime:
 
     @property
     def _peers_need_open_work(self) -> bool:
-        """Returns whether what an exception left open has transfers that other ranks take part in."""
+        """Returns whether other ranks take part in transfers of the work that an exception left open."""
         gathers = any(bucket.is_sharded and bucket.group.size > 1 for bucket in self.buckets)
         reduces = self.reducer is not None and self.reducer.is_reducing
         return self.groups.peers.size > 1 and (gathers or reduces)
@@ -396,9 +396,9 @@ class ZeroRuntime:
             *kinds: The kinds that it needs; none: all.
 
         Raises:
-            CallOrderError: Some are.
+            CallOrderError: Some of these states are on the host.
         """
-        if not self.offloaded:  # as nearly always
+        if not self.offloaded:  # the usual case
             return
         missing = sorted(self.offloaded.intersection(kinds) if kinds else self.offloaded)
         if missing:
@@ -410,7 +410,7 @@ class ZeroRuntime:
         """Checks that no ``GatheredParameters`` block is open, in which nothing else may change parameters.
 
         Raises:
-            CallOrderError: One is open.
+            CallOrderError: Such a block is open.
         """
         if self.open_blocks:
             raise CallOrderError(
@@ -423,7 +423,7 @@ class ZeroRuntime:
         self.hooks.free_all()
 
     def take_back_frozen(self) -> None:
-        """Brings frozen parameters that something detached back into their buffers; trained ones the optimizer does."""
+        """Moves detached frozen parameters back into their buffers; the optimizer does so for trained ones."""
         for bucket in self.buckets:
             if not bucket.layout.trainable and bucket.take_back_changes():
                 bucket.remember_values()
@@ -439,10 +439,10 @@ class ZeroRuntime:
             self.is_retired = True
 
     def destroy(self) -> None:
-        """Takes every hook from the model and gives its memory back; the parameters keep what they hold."""
+        """Removes every hook from the model and frees this runtime's memory; the parameters keep their values."""
         for bucket in self.buckets:
-            # A model that keeps a tensor with a graph keeps its parameters by that, where no collector sees it; by
-            # this they would keep the engine, and all would stay for ever.
+            # A tensor with a graph keeps its parameters alive, invisibly to the garbage collector. Through this
+            # reference they would keep the engine alive for ever.
             bucket.end_training()
         self.hooks.close()
         for handle in (*self.handles, *self._untrained.handles):
@@ -455,7 +455,7 @@ class ZeroRuntime:
 def build_runtime(
     model: nn.Module, options: RuntimeOptions, groups: Groups, param_groups: Mapping[int, int]
 ) -> ZeroRuntime:
-    """Moves the model's parameters into buckets and hooks them up. Every rank must call it, with the same model.
+    """Moves the model's parameters into buckets and installs hooks. Every rank must call it, with the same model.
 
     Args:
         model: The model; its parameters are changed in place and take rank 0's values.
@@ -550,9 +550,9 @@ class OriginalParameters:
         ]
 
     def restore(self) -> None:
-        """Brings values back that came as other objects, as ``load_state_dict(assign=True)`` brings them.
+        """Copies values of replaced parameters, as from ``load_state_dict(assign=True)``, into the original objects.
 
-        Nothing would train those: gradients, masters and hooks are those of the parameters that were there.
+        The new objects would not be trained: gradients, masters and hooks belong to the original parameters.
         """
         for path, module, name, parameter in self._places:
             present = module._parameters.get(name)

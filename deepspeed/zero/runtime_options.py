@@ -1,4 +1,4 @@
-"""What the configuration decides about one model under ZeRO."""
+"""The settings of the ZeRO runtime of one model."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from deepspeed.zero.tiling.layout import Limits
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """Holds what the configuration decides about the ZeRO runtime.
+    """Holds the settings of the ZeRO runtime, from the configuration.
 
     Attributes:
         placement: The ZeRO row.
         layout: Sizes that decide which parameters share a bucket.
         gathers: Sizes that decide when buckets are gathered and freed.
         reduction: How gradients are combined; None where nothing is trained.
-        granularity: Elements up to which a block is never taken apart into smaller units.
+        granularity: A block of at most this many elements is never split into smaller units.
         compute_dtype: Dtype of a parameter, by name and parameter.
         whole_tensors: The optimizer needs parameters in their shape (allowed where nothing is sharded).
         device: Where the model computes.
         param_memories: Where compute shards are kept, for every tier in use.
         master_memories: Where masters and optimizer states are kept, for every tier in use.
         destination: Makes what brings the reduced gradients of one bucket to their tier.
-        serves_branches: Ranks may gather other parameters than the others do.
+        serves_branches: Whether ranks may gather different parameters (``zero_optimization.agreement``).
         state_itemsizes: For every per-element optimizer state, as far as it is known beforehand, its bytes per fp32
             element.
     """

@@ -1,4 +1,4 @@
-"""Flat buffers whose memory comes and goes, and the memory tracker that counts it.
+"""Flat buffers whose memory is freed and allocated again, and the memory tracker that counts it.
 
 Freeing is ``untyped_storage().resize_(0)`` and growing is resizing back, so that the views cut once from a buffer stay
 valid objects for the life of the model: a gather writes the parameters in place. Torch does not guard a freed storage
@@ -40,10 +40,10 @@ class StorageKind(Enum):
 
 
 class MemoryObserver(Protocol):
-    """Follows the counts of every memory tracker as they change, beside counts of its own."""
+    """Observes every memory tracker's changes of its counts."""
 
     def counted(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
-        """Called when ``nbytes`` were added to the count (below zero: taken out)."""
+        """Called when ``nbytes`` were added to the count (negative: subtracted)."""
 
     def claimed(self, tensor: torch.Tensor) -> None:
         """Called when the whole storage of ``tensor`` (any shape) has been counted."""
@@ -92,16 +92,16 @@ class MemoryTracker:
         return self._peak[(kind, tier)]
 
     def reset_peak(self) -> None:
-        """Makes the peak what is allocated now."""
+        """Sets the peak to the bytes that are allocated now."""
         self._peak = defaultdict(int, self._live)
 
 
 class Memory:
     """One tier: makes tensors there and moves values between them and the device.
 
-    This class is the device itself, where nothing has to move; the other tiers are in ``deepspeed.offload``. Whatever
-    the tier, its tensors can be read and written by any code at any time between two operations of the engine (a tensor
-    in a file is mapped into memory), so only code on the hot path needs the methods below.
+    This class is the device tier, where nothing has to move; the other tiers are in ``deepspeed.offload``. In every
+    tier, any code may read and write the tensors between two operations of the engine (a tensor in a file is mapped
+    into memory), so only code on the hot path needs the methods below.
 
     Args:
         device: Where the model computes.
@@ -119,7 +119,7 @@ class Memory:
 
     @property
     def lends(self) -> bool:
-        """Returns whether tensors of this tier can serve, where they lie, for whole parameters on the device."""
+        """Returns whether the device can use tensors of this tier in place as full parameters."""
         return False
 
     def empty(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
@@ -128,10 +128,10 @@ class Memory:
             return torch.empty(numel, dtype=dtype, device=self.tensor_device)
 
     staging_bytes = 0
-    """Host memory of the buffers through which values pass."""
+    """Bytes of host memory in staging buffers."""
 
     def open(self, tensors: Sequence[tuple[int, int]], memory_tracker: MemoryTracker) -> None:
-        """Announces what will be requested, so that a lack of space is found before training.
+        """Reserves space for the tensors to come, so that a lack of space is found before training.
 
         Args:
             tensors: ``(elements, bytes per element)`` of every tensor to come.
@@ -153,7 +153,7 @@ class Memory:
             target: 1-D on the device, same dtype and length; or ``source`` itself, of a tier that lends.
 
         Returns:
-            Device work issued in :meth:`ordered` may use ``target`` at once, other work after ``wait``.
+            A handle. Device work issued inside :meth:`ordered` may use ``target`` at once, other work after ``wait``.
         """
         target.copy_(source)
         return DoneWork()
@@ -168,17 +168,17 @@ class Memory:
         target.copy_(source)
 
     def forget(self) -> None:
-        """Withdraws what was announced and not read: other code may change it from now on."""
+        """Withdraws announcements that were not read, so that other code may change the tensors."""
 
     def ordered(self) -> AbstractContextManager[Any]:
         """Returns a context for :meth:`read` and for the collective that sends its result on."""
         return nullcontext()
 
     def settle(self) -> None:
-        """Waits until everything that was written is in place."""
+        """Waits until every :meth:`write` is done."""
 
     def close(self) -> None:
-        """Gives the memory back; its tensors must not be used any more. May be called twice."""
+        """Frees the memory; its tensors must not be used any more. May be called twice."""
 
 
 class FlatBuffer:
@@ -186,12 +186,12 @@ class FlatBuffer:
 
     Attributes:
         tensor: 1-D; reading it while ``is_allocated`` is False is undefined.
-        on_move: Called with the old and the new :attr:`storage_key` when the memory was left to others.
+        on_move: Called with the old and the new :attr:`storage_key` when other views kept the old memory.
     """
 
     on_move: Callable[[int, int], None] | None = None
     _own_views: tuple[torch.Tensor, ...] = ()
-    _own_references: int | None = None  # to the storage, while the buffer is guarded
+    _own_references: int | None = None  # references to the storage while the buffer is guarded
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class FlatBuffer:
         """Frees the memory, or leaves it to other views of it. Does nothing if it is free."""
         if self.is_allocated:
             if self._own_references is None:
-                if self._storage.resizable():  # mapped pages are not: they go with the last reference
+                if self._storage.resizable():  # mapped pages are not resizable: they are freed with the last reference
                     self._storage.resize_(0)
             elif self._references() > self._own_references or self._has_fixed_size():
                 self._leave_to_others()
@@ -244,7 +244,7 @@ class FlatBuffer:
             self._memory_tracker.add(self._kind, self._tier, -self.nbytes)
 
     def guard(self, views: Sequence[torch.Tensor]) -> None:
-        """Makes :meth:`free` look for views that others have, from now on.
+        """Makes :meth:`free` check for views held by other code, from now on.
 
         Args:
             views: Views of any shape that the owner keeps; no other view may exist at the moment.
@@ -314,7 +314,7 @@ class FlatBuffer:
 
 
 class LoanedBuffer(FlatBuffer):
-    """A full buffer that is the only slice of a bucket where it lies, in a tier that lends: nothing comes or goes.
+    """A full buffer over a bucket's only slice, in a tier that lends: the memory is neither allocated nor freed.
 
     Args:
         tensor: The slice.

@@ -1,4 +1,4 @@
-"""Keeps the tensor constructors that ``zero.Init`` replaces away from this package's own tensors."""
+"""Excludes this package's own tensors from the constructors that ``zero.Init`` replaces."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def untouched() -> Iterator[None]:
 
 
 def is_untouched() -> bool:
-    """Returns whether constructors must do nothing of their own."""
+    """Returns whether replaced constructors must behave like the original ones."""
     return _depth > 0

@@ -1,1 +1,1 @@
-"""Codecs: values in fewer bits, collectives that carry them, and when they pay."""
+"""Codecs: values in fewer bits, and collectives that use them."""

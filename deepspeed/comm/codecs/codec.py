@@ -1,13 +1,12 @@
-"""Codecs: how values are sent in fewer bits than they have, and what is done with what that loses.
+"""Codecs: encode values in fewer bits for sending, with error feedback.
 
-A codec turns a range of values into bytes (codes and scales together) and adds what bytes stand for to a sum. Which
-values come out depends on the bytes alone, so every rank that decodes the same bytes gets the same bits.
+A codec encodes a range of values into bytes (codes and scales together), and adds decoded values to a sum. Decoded
+values depend on the bytes alone, so every rank that decodes the same bytes gets the same bits.
 ``comm.codecs.coded`` has the collectives that carry the bytes.
 
-*Error feedback*: what a codec has lost of a gradient is added to the next one, so that nothing is lost for good. That
-error is the one state of training that differs on every rank and is as long as the whole: the **private** column of the
-placement table (``zero.placement``). It belongs to the caller of the reduction, which passes it to each as a
-:class:`Residual`.
+*Error feedback*: the error of encoding a gradient is added to the next one, so that it is never lost. This error is
+the only training state that differs on every rank and has the full length: the **private** state of
+``zero.placement``. It belongs to the caller of the reduction, who passes it as a :class:`Residual`.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ DEVICE_ELEMENTS = 1 << 25
 """Elements that a device encodes in one batch of chunks. It bounds the temporary tensors to about 0.5 GB. The kernels
 of such a batch take far longer than their launches."""
 
-_ALIGNMENT = 8  # bytes; codes may be looked at as any dtype
+_ALIGNMENT = 8  # bytes; codes may be viewed as any dtype
 
 
 class Codec:
-    """One way to write values in fewer bits.
+    """Encodes values in fewer bits.
 
-    A value that is not finite must come out as one that is not finite (not as a number: an overflow is to be seen), and
-    leaves an error of 0.
+    A value that is not finite must decode to one that is not finite, so that an overflow is detected, and leaves an
+    error of 0.
 
     Attributes:
         name: For messages and counters.
         feeds_back: Whether reductions keep what is lost for the next one.
-        encodes_zero: Whether codes of a 0 stand for 0; otherwise rows of zeros are marked beside them
+        encodes_zero: Whether a 0 decodes to 0; otherwise rows of zeros are marked separately
             (``comm.codecs.zero_rows``).
     """
 
@@ -53,11 +52,11 @@ class Codec:
         raise NotImplementedError
 
     def fitted(self, values: torch.Tensor, error: torch.Tensor | None) -> Codec:
-        """Returns the codec for values that belong together: this one, or one that depends on all of them.
+        """Returns the codec for one tensor: this one, or one whose parameters depend on all values.
 
         Args:
             values: 1-D, floating; unchanged.
-            error: 1-D fp32, what is added to them; None: nothing.
+            error: 1-D fp32, to be added to them; None: nothing.
         """
         return self
 
@@ -84,7 +83,7 @@ class Codec:
     def encode_slices(self, values: torch.Tensor, error: torch.Tensor | None, codes: torch.Tensor) -> None:
         """Writes the codes of ``values + error`` on a device, with the bytes that :meth:`encode` writes by chunk.
 
-        A codec overrides it to start a number of kernels that does not grow with the size.
+        Codecs override it to launch a number of kernels that does not grow with the size.
 
         Args:
             values: 2-D ``[slices, elements]``, floating; unchanged.
@@ -116,7 +115,7 @@ class Residual:
 
     Attributes:
         sent: 1-D fp32, as long as the buffer: of what this rank sent to the owners of the slices.
-        owned: 1-D fp32, one slice: of the sum that this rank sent to all, where everybody gets the whole sum.
+        owned: 1-D fp32, one slice: of the sum that this rank sent to all, where every rank gets the whole sum.
     """
 
     sent: torch.Tensor

@@ -1,10 +1,9 @@
 """Collectives whose values are sent as codes (``comm.codecs.codec``), over any transport.
 
-A gather sends every rank the codes of each slice, and every rank, the slice's owner too, puts what they stand for in
-its place: ranks that held different values of one parameter would drift apart. A reduction sends each owner the codes
-of its slice from everybody and sums what they stand for in rank order in fp32; where all want the whole sum, the
-owner's sum is sent as codes once more, and again its owner takes what these stand for. So results are bit for bit equal
-on all ranks.
+A gather sends every rank the codes of each slice, and every rank stores the decoded values, even the slice's owner:
+otherwise ranks would compute with different values of one parameter. A reduction sends each owner the codes of its
+slice from every rank, decodes them and sums in rank order in fp32. For an all-reduce the owner's sum is encoded and
+sent in turn, and its owner too uses the decoded sum. So results are bit for bit equal on all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def coded(plain: Transport, codec: Codec | None) -> Transport:
 
 
 class CodedTransport(Transport):
-    """Gathers and reductions of ``plain``, as codes; for everything else ``plain`` is there.
+    """Gathers and reduces through ``plain`` with a codec; other operations must use ``plain``.
 
     Args:
         plain: Carries the bytes.
@@ -35,7 +34,7 @@ class CodedTransport(Transport):
     is_exact = False
 
     def __init__(self, plain: Transport, codec: Codec) -> None:
-        super().__init__(None, plain.rank, plain.size)  # it would outlive the job: this one is not watched
+        super().__init__(None, plain.rank, plain.size)  # not watched: a watched transport would be closed with the job
         self.needs_one_order = plain.needs_one_order
         self.plain = plain
         self.codec = codec
@@ -62,7 +61,7 @@ class CodedTransport(Transport):
         return _CodedGather(self, work, codes, flat)
 
     def as_gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns what a gather puts in the place of a slice with these values, 1-D and of the same dtype."""
+        """Returns these values as a gather would deliver them: encoded and decoded, 1-D, same dtype."""
         codes = torch.empty(coded_nbytes(self.codec, values.numel()), dtype=torch.uint8, device=values.device)
         encode(self.codec, values, None, codes)
         out = torch.empty_like(values)
@@ -70,7 +69,7 @@ class CodedTransport(Transport):
         return out
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        """Sums what the codes of everybody's ``flat`` decode to; leaves the scaled slice of this rank in ``out``.
+        """Sums what the codes of every rank's ``flat`` decode to; leaves the scaled slice of this rank in ``out``.
 
         ``how.error`` (the residuals of earlier reductions) is added before encoding and replaced by the new residuals.
 
@@ -104,7 +103,7 @@ class CodedTransport(Transport):
 
 
 class _CodedGather:
-    """A gather of codes; values are in place when it has been waited for."""
+    """A gather of codes, decoded in ``wait``."""
 
     def __init__(self, transport: CodedTransport, work: Work, codes: torch.Tensor, flat: torch.Tensor) -> None:
         self._transport = transport
@@ -163,11 +162,11 @@ class _CodedAllReduce:
         self._transport = transport
         self._how = how
         self._out: torch.Tensor | None = out
-        # The whole result is visited at the end, so this rank's slice of it is not.
+        # `visit` gets the whole result at the end, so it is not passed for this rank's slice.
         self._first = _CodedReduce(transport, flat, transport.my_slice(out), replace(how, visit=None))
 
     def will_arrive(self) -> bool:
-        return self._out is None  # its second half is issued only when the first has been waited for
+        return self._out is None  # its second half is issued only after a wait for the first
 
     def wait(self) -> None:
         if self._out is None:
@@ -213,7 +212,7 @@ def _encode(
     mask = rows.write(first, values, error, _flags(rows, codes))
     encode(codec, values, error, codes)
     if mask is not None and error is not None:
-        error.mul_(mask)  # rows of zeros are decoded as zeros, so nothing of them is lost
+        error.mul_(mask)  # rows of zeros decode exactly, so their error is 0
 
 
 def _flags(rows: ZeroRows, codes: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,11 @@ sqrt(d) * sgn(x)``, ``d`` elements and ``sgn(0) = 1``, rank *i* of *n* has a vec
 
 1. ``p = x + sent``; the signs of slice *j* go to rank *j*, with the scale of the whole of ``p``; ``sent = p - C(p)``.
 2. Rank *j*: ``a = 1/n * (sum over ranks, in their order, of what arrived) + owned``; the signs and the scale of ``a``
-   go to everybody; ``owned = a - C(a)``.
+   go to every rank; ``owned = a - C(a)``.
 
-``p`` and ``a`` can be limited, which the publications do not: what is cut off is in no error. The result is bit for bit
-equal on all ranks. A vector need not be divisible: the rest of the last slices is no element, has no error and counts
-in no scale.
+Unlike the publications, ``p`` and ``a`` can be clamped; the errors do not contain what that removes. The result is bit
+for bit equal on all ranks. The length need not be divisible: padding of the last slices has no error and does not
+affect a scale.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deepspeed.comm.codecs.codec import CHUNK, DEVICE_ELEMENTS, Residual
 from deepspeed.comm.codecs.table import chunk_norms, decode_signs, pack_signs
 from deepspeed.comm.transports.transport import LocalTransport, Transport, Work
 
-_HEAD = 8  # bytes before the signs of a slice: its scale, fp32, and nothing, so that signs are aligned
+_HEAD = 8  # bytes before the signs of a slice: an fp32 scale and padding, so that signs are aligned
 
 
 def padded_numel(numel: int, ranks: int) -> int:
@@ -42,7 +42,7 @@ def one_bit_nbytes(numel: int, ranks: int) -> int:
 
 
 class OneBitExchange:
-    """One compressed all-reduce on its way. Making it starts it; every rank of the transport must.
+    """One compressed all-reduce in flight. Making it starts it; every rank of the transport must.
 
     Args:
         transport: Carries the bytes.
@@ -51,7 +51,7 @@ class OneBitExchange:
         error: ``sent`` is as long as ``values``, ``owned`` one slice of it; both are replaced.
         key: Number that is equal on all ranks for this reduction and for no other one in flight.
         label: What is transferred, for error messages.
-        limit: The largest magnitude of what is coded, errors included, at both halves; with one rank of the result.
+        limit: Largest magnitude of encoded values, errors included, in both halves; with one rank, of the result.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class OneBitExchange:
         self._work: Work | None = None
         if isinstance(transport, LocalTransport):
             _clamp(values, limit)
-            return  # nothing is sent, so nothing need be lost
+            return  # nothing is sent, so nothing is encoded
         sent = self._rows()
         _clamp(values.add_(error.sent), limit)
         scale = _scale(values[:numel], numel)

@@ -1,8 +1,8 @@
-"""Reductions of buffers most rows of which are zeros: the numbers of the others are sent, and their values.
+"""Sparse reductions: send only the nonzero rows of a buffer, with their numbers.
 
-The gradient of an embedding is zero in every row that no sample names. Each rank announces its rows, and sends
-these; what arrives is summed in rank order in the dtype of the result, as a reduction of the whole buffer does. Where
-the rows of all ranks together would take more bytes than that reduction, the whole buffer is sent.
+The gradient of an embedding is zero in every row that no sample uses. Each rank sends the numbers and values of its
+nonzero rows; they are summed in rank order in the dtype of the result, as in a dense reduction. If the rows of all
+ranks would take more bytes than a dense reduction, that is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def by_rows(plain: Transport) -> Transport:
 
 
 class RowTransport(Transport):
-    """Reductions over ``plain``, by the rows that are not all zeros; for everything else ``plain`` is there.
+    """Reduces nonzero rows through ``plain``; other operations must use ``plain``.
 
     The exchange takes place in ``wait``, so all ranks must wait for these reductions in one order.
 
@@ -36,7 +36,7 @@ class RowTransport(Transport):
     name = "rows"
 
     def __init__(self, plain: Transport) -> None:
-        super().__init__(None, plain.rank, plain.size)  # it would outlive the job: this one is not watched
+        super().__init__(None, plain.rank, plain.size)  # not watched: a watched transport would be closed with the job
         self.needs_one_order = plain.needs_one_order
         self.plain = plain
 
@@ -83,7 +83,7 @@ class _RowReduction:
         if not self.to_owner:
             mine = [(sum(count for count, _ in mine), sum(numel for _, numel in mine))]
         table = self.plain.gather_small(torch.tensor(mine).view(-1), channel="call", label=self.how.label)
-        table = table.view(self.plain.size, -1, 2)  # by sender, by receiver: rows, elements
+        table = table.view(self.plain.size, -1, 2)  # [sender, receiver, (rows, elements)]
         if self._is_dense(table, flat):
             log_dist_once(
                 f"sparse_gradients: {self.how.label} is sent whole, since its non-zero rows would take more "

@@ -1,8 +1,8 @@
 """The codecs: signs, and integers of 8 and 4 bits, each with a scale per block.
 
 All work on any length and floating dtype, in plain torch on any device: signs are a comparison, integers round half to
-even. A block whose values are not all finite gets a scale that is not finite, so what comes out of it is not either,
-and it leaves an error of 0.
+even. A block whose values are not all finite gets a scale that is not finite, so it decodes to values that are not
+finite, and leaves an error of 0.
 
 Sources: 1-bit SGD (Seide et al., 2014) for signs with error feedback; the mean of absolute values as the scale, which
 is the best single one, from Karimireddy et al., arXiv 1901.09847; ZeRO++ (arXiv 2306.10209) for integers in blocks.
@@ -83,7 +83,7 @@ class BlockCodec(Codec):
 
     bits = 8
     is_of_length = False
-    """Whether the scale of a block depends on how many elements it has, beside their values."""
+    """Whether the scale of a block depends on its number of elements, besides their values."""
 
     @override
     def nbytes(self, numel: int) -> int:
@@ -194,11 +194,11 @@ class BlockCodec(Codec):
             yield last[:, head : head + each], bodies[:, start : start + each]
 
     def _keep(self, error: torch.Tensor, lost: torch.Tensor) -> None:
-        """Replaces the error by what the next call must add; ``lost`` was lost now."""
+        """Replaces the error by what the next call must add; ``lost`` is the error of this call."""
         error.copy_(lost)
 
     def _scale(self, rows: torch.Tensor, length: int, scales: torch.Tensor) -> None:
-        """Writes the scale of each row; what it has beyond ``length`` elements are zeros that count for nothing."""
+        """Writes the scale of each row; elements beyond ``length`` are padding (zeros)."""
         raise NotImplementedError
 
     def _pack(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -277,12 +277,12 @@ class IntegerCodec(BlockCodec):
 
     def _scale(self, rows: torch.Tensor, length: int, scales: torch.Tensor) -> None:
         largest = rows.abs().amax(dim=1, keepdim=True)  # NaN where there is one
-        # A GPU divides by a number as it multiplies by the inverse; so the scale has the same bits everywhere.
+        # A GPU divides by a constant by multiplying with its inverse, so do that everywhere for equal bits.
         torch.mul(largest, 1.0 / self.most, out=scales)
 
     def _rounded(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        # By the scale that is sent. It may round to 0 under values that are almost nothing, which become 0, as does
-        # what is not finite.
+        # Divide by the scale that is sent. It may round to 0 for tiny values, which then become 0, as do values that
+        # are not finite.
         steps = torch.div(rows, scales).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return steps.round_().clamp_(-self.most, self.most).to(torch.int8)
 
@@ -322,7 +322,7 @@ class LocoCodec(Int4Codec):
     <https://arxiv.org/abs/2407.04480>`_: ``e <- beta e + (1 - beta) (g + e - what was sent)``.
 
     Args:
-        beta: Between 0, where all that was lost is added to the next values, and 1, where the error stays as it is.
+        beta: 0 adds the whole last error to the next values; 1 never changes the error.
         block: Values that share one scale.
     """  # noqa: D205 - the title holds its reference
 
@@ -336,12 +336,12 @@ class LocoCodec(Int4Codec):
 
 @dataclass(frozen=True)
 class CodecWork:
-    """Gives the costs of a codec: of encoding, then of decoding.
+    """The costs of a codec: pairs of encoding and decoding.
 
     Attributes:
         nanoseconds: Time per element on one CPU core, as ``benchmarks/compression.py codec`` measures it.
         kernels: Started on a device per batch of ``comm.codecs.codec.DEVICE_ELEMENTS`` elements.
-        nbytes: That these read and write in the device's memory, per element.
+        nbytes: Bytes that these kernels read and write per element.
     """
 
     nanoseconds: tuple[float, float]
@@ -355,8 +355,8 @@ class CodecRow:
 
     Attributes:
         make: The class.
-        block: Elements with one scale. Signs carry so little that scales must be few: 1.016 bits an element. Integers
-            lose what is small beside the largest of their block, so theirs are short.
+        block: Elements with one scale. Blocks of signs are long, so that scales add little: 1.016 bits an element.
+            Blocks of integers are short, as elements much smaller than the block's largest are lost.
         feeds_back: Whether gradients get error feedback.
         work: With these defaults.
     """

@@ -1,9 +1,8 @@
-"""Rows that are zeros and are sent as zeros, beside codes that cannot encode 0.
+"""Marks rows of zeros, for codecs that cannot encode 0.
 
-A sign is + or -, so what never had a gradient (rows of an embedding that no sample names, padding) would receive plus
-or minus a scale at every step. A bit for each row states whether anything in it is not zero. A row is a whole one, or
-the part of one that a slice holds, and each sender speaks of its own values: its error feedback (``Residual``) is among
-them.
+A sign is + or -, so elements that never had a gradient (unused rows of an embedding, padding) would decode to plus or
+minus a scale at every step. So a bit per row tells whether the row has a nonzero element. A row may be the part of a
+row in one slice. Each sender's bits are those of its own values plus its error feedback (``Residual``).
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class ZeroRows:
         )
 
     def masks_of(self, index: int, flags: torch.Tensor) -> torch.Tensor | None:
-        """Returns the masks of one slice, of which several ranks wrote flags.
+        """Returns the masks of one slice from the flags of several ranks.
 
         Args:
             index: The index of the slice.
@@ -110,7 +109,7 @@ class ZeroRows:
     def numbers(self, flat: torch.Tensor) -> torch.Tensor:
         """Returns the numbers of the rows that are not all zeros, int64, ascending.
 
-        A row that slices cut has a number in each of them.
+        A row that is cut by slices has one number per slice.
 
         Args:
             flat: The whole buffer, 1-D.

@@ -1,5 +1,5 @@
-"""What makes ranks of one CPU host fast over gloo: shared memory, sockets and message queues.
+"""Fast transfers between ranks of one CPU host beside gloo: shared memory, sockets and message queues.
 
-NCCL jobs use none of it but the objects of checkpoints and the messages between pipeline stages. It does not grow: work
-for speed belongs where it helps NCCL too.
+NCCL jobs use it only for objects of checkpoints and for messages between pipeline stages. It is complete: further work
+on speed belongs where it helps NCCL too.
 """

@@ -1,4 +1,4 @@
-"""Transfers over gloo: tagged sends and receives straight into the slices of flat buffers.
+"""Transfers over gloo: tagged sends and receives, directly into the slices of flat buffers.
 
 A reduction is an exchange of slices with a local sum in rank order in fp32, so that results do not depend on timing.
 """
@@ -37,7 +37,7 @@ _SMALL_TAG = 1 << 30
 
 
 class GlooGather:
-    """A gather on its way: sends and receives of slices."""
+    """A gather in flight: sends and receives of slices."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class _GlooReduce:
         self._ticket = transport.issue("reduce", how.key)
         transport.reductions += 1
         self._number = transport.reductions
-        # A rank holds (size - 1) foreign copies of the elements that are on the wire.
+        # A rank holds (size - 1) other ranks' copies of the elements in flight.
         slices = 1 if whole else transport.size
         per_chunk = max(how.limit // slices, 1) // 64 * 64 or 64
         self._bounds = [(a, min(a + per_chunk, out.numel())) for a in range(0, out.numel(), per_chunk)]
@@ -149,7 +149,7 @@ class _GlooReduce:
 
 
 class _GlooSwap:
-    """An exchange of slices that are left as they come."""
+    """An exchange of slices without a reduction."""
 
     def __init__(self, transport: GlooTransport, flat: torch.Tensor, out: torch.Tensor, key: int, label: str) -> None:
         self._transport = transport
@@ -187,7 +187,7 @@ class _GlooAllReduce:
         self._transport = transport
         self._how = how
         self._out: torch.Tensor | None = out
-        # The whole result is visited at the end, so this rank's slice of it is not.
+        # `visit` gets the whole result at the end, so it is not passed for this rank's slice.
         self._reduce = _GlooReduce(transport, flat, transport.my_slice(out), replace(how, visit=None), whole=False)
 
     def will_arrive(self) -> bool:
@@ -207,7 +207,8 @@ class _GlooAllReduce:
 class _GlooSum:
     """Gloo's own sum, in place.
 
-    It needs one order of sums, which activations have, and fewer wake-ups than an exchange of slices.
+    All ranks must start their sums in one order, as they do for activations. It needs fewer wake-ups than an exchange
+    of slices.
     """
 
     def __init__(self, transport: GlooTransport, flat: torch.Tensor, label: str) -> None:
@@ -218,7 +219,7 @@ class _GlooSum:
         self._label = label
         self._ticket = transport.issue("sum")
         self._work: Any = None
-        if transport.watched is not None:  # where nobody is waited for, the values do not matter
+        if transport.watched is not None:  # a fake job waits for no rank, and its values do not matter
             transport.started += 1
             self._work = dist.all_reduce(flat, group=transport.group, async_op=True)
 
@@ -238,8 +239,8 @@ class GlooTransport(Transport):
 
     Attributes:
         reductions: Reductions that this rank has started.
-        companion: The transport that carries this engine's reductions. While ``confirms``, gathers carry along how many
-            of them a rank has started, so that its peers can decide which may be waited for (see ``Work.will_arrive``).
+        companion: The transport of this engine's reductions. While ``confirms``, gathers also send the number of
+            reductions that a rank has started, so that its peers know which can complete (see ``Work.will_arrive``).
         confirms: Set during backward, on all ranks alike.
         patience: The longest wait for a peer's part of a gather; None: the group's.
     """
@@ -335,7 +336,7 @@ class GlooTransport(Transport):
         return confirmations, works
 
     def note_confirmations(self, confirmations: list[tuple[int, torch.Tensor]]) -> None:
-        """Takes in what :meth:`exchange_confirmations` has brought: pairs of a peer and its count, ``[1]`` int64."""
+        """Stores the results of :meth:`exchange_confirmations`: pairs of a peer and its count, ``[1]`` int64."""
         for peer, count in confirmations:
             self.note_sent(peer, int(count))
 
@@ -357,7 +358,7 @@ class GlooTransport(Transport):
     @timed("all_reduce")
     def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         traffic.record_requested("all_reduce", 2 * flat.numel() * flat.element_size(), self.axis)
-        if self.size == 2:  # exchanging everything moves the same bytes as reduce-scatter and gather
+        if self.size == 2:  # with 2 ranks, exchanging everything moves as many bytes as reduce-scatter and gather
             return _GlooReduce(self, flat, out, how, whole=True)
         return _GlooAllReduce(self, flat, out, how)
 

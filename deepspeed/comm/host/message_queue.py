@@ -1,14 +1,14 @@
-"""Short messages between ranks of one host, from one main thread straight to another.
+"""Short messages between ranks of one host, directly between their main threads.
 
-Gloo has threads of its own for what it sends and receives, so that a message wakes one of them before it wakes whom it
-is for, and each of its transfers is an object with a life of its own. For what is small and on the critical path of a
-step, that is most of the time. Here a message is one call of the sender and one of the receiver.
+Gloo sends and receives in its own threads, so a message wakes one of them before the receiver, and each transfer is an
+object to be created and freed. For small messages on the critical path of a step, that is most of the time. Here a
+message is one system call of the sender and one of the receiver.
 
 Every message has a *tag*, a number: messages with one tag come in the order in which they were sent, and a rank that
 requests one tag never gets a message of another.
 
-A socket holds some messages that were not read. What does not fit is sent by a thread that ends with it: the
-rank that sent it may wait anywhere for what comes only when that has been read.
+A socket holds a limited number of unread messages. A thread sends those that do not fit, and ends: the sending rank
+itself may be waiting for a message that comes only after they are read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-LONGEST = 1 << 16  # bytes of a message: what a socket holds of them is limited
+LONGEST = 1 << 16  # bytes of a message: a socket's buffer is limited
 _SOCKET_BYTES = 1 << 20  # bytes that a socket should hold unread; the system may allow less
 _TAG = struct.Struct("=q")
-_LOOK = 0.005  # seconds between looks at what comes while a rank waits until all it sent has left
-# Flags of calls, as plain numbers, which cost less. Where a system lacks them, `sockets.py` makes no connections.
+_LOOK = 0.005  # seconds between polls for incoming messages while a rank flushes
+# Flags of calls, as plain ints, which are faster. On systems without them, `sockets.py` makes no connections.
 _NO_SIGNAL, _NO_WAIT = (int(getattr(socket, name, 0)) for name in ("MSG_NOSIGNAL", "MSG_DONTWAIT"))
 _NO_SIGNAL_NO_WAIT = _NO_SIGNAL | _NO_WAIT
 _Buffer = Any  # what has the buffer protocol
@@ -58,11 +58,11 @@ class MessageQueue:
                 raise OSError("no free space for messages")
 
     def post(self, peer: int, tag: int, message: _Buffer) -> None:
-        """Sends up to :data:`LONGEST` bytes; does not block. To a rank that has gone nothing is sent: a wait will show.
+        """Sends up to :data:`LONGEST` bytes; does not block. Ignores a closed connection: a later wait raises.
 
         Args:
             peer: The rank it is for.
-            tag: Where it will lie there.
+            tag: The tag under which the peer receives it.
             message: Contiguous memory, which may be written to afterwards.
         """
         if peer in self._senders:
@@ -86,8 +86,8 @@ class MessageQueue:
             buffer: Memory of bytes, as long as the message must be; receives it.
 
         Raises:
-            RuntimeError: It can never come, did not come in time, or has another length; and ever after, as what there
-                is may be meant for another wait than the next one.
+            RuntimeError: It can never arrive, did not arrive in time, or has another length. All later waits raise too,
+                since messages could no longer be matched with waits.
         """
         if self._is_closed:
             raise RuntimeError("the connections were closed after an earlier failure")
@@ -189,11 +189,12 @@ class MessageQueue:
             next(iter(self._senders.values())).join(_LOOK)
 
     def _receive_next(self, peer: int, buffer: memoryview) -> int:
-        """Waits for a rank's next message, of any tag, into ``buffer`` and then the spill; its length."""
+        """Waits for a rank's next message of any tag, into ``buffer`` and then the spill; returns its length."""
         try:
             try:
                 length = self._connections[peer].recvmsg_into((self._head, buffer, self._spill))[0]
-            except ConnectionResetError:  # it left without reading all; reported once, and then comes what it had sent
+            # the peer closed with unread data; reported once, after which its own messages can be read
+            except ConnectionResetError:
                 length = self._connections[peer].recvmsg_into((self._head, buffer, self._spill))[0]
         except BlockingIOError:
             raise self._failed(f"rank {peer} of the group sent nothing within the group's time limit") from None
@@ -253,7 +254,7 @@ class MessageQueue:
 
 
 class _SenderThread(threading.Thread):
-    """Sends what did not fit into a socket, as soon as there is space, and ends.
+    """Sends messages that did not fit into a socket, as soon as there is space, then ends.
 
     Args:
         connection: The socket.
@@ -287,7 +288,7 @@ class _SenderThread(threading.Thread):
             except OSError as error:  # the rank has gone, or this one leaves
                 if not isinstance(error, ConnectionError):
                     with contextlib.suppress(OSError):
-                        self._connection.shutdown(socket.SHUT_RDWR)  # or it would wait for what is lost
+                        self._connection.shutdown(socket.SHUT_RDWR)  # or the peer would wait for lost messages
                 with self._lock:
                     self._messages.clear()
                 return

@@ -1,9 +1,8 @@
 """Gathers in two steps over groups that span several nodes: first between nodes, then inside each.
 
-Ranks with the same place on their nodes exchange slices, so every slice crosses to each other node once instead of once
-per rank there; then neighbours hand each other what they received. Each rank sends as many bytes as in one step, but of
-those that would cross nodes only one in ``width`` does. The slices arrive at the places that they have in one step: the
-same bits.
+Ranks with the same position on their nodes exchange slices, so every slice is sent to each other node once instead of
+once per rank there; then neighbours exchange what they received. Each rank sends as many bytes as in one step, but only
+one in ``width`` of the bytes between nodes. Slices arrive in the same places as in one step, with the same bits.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def nodes_under(reports: Sequence[tuple[int, int]], groups: Sequence[Sequence[in
         groups: The ranks of each group, ascending; as many in each.
 
     Returns:
-        The nodes under a group; or why two steps would be one, in words.
+        The nodes of a group; or a text why two steps are not needed.
 
     Raises:
         DeepSpeedConfigError: The groups lie on nodes in different ways, or ranks are not numbered node by node. Equal
@@ -103,7 +102,7 @@ def exchange_nodes(everyone: Transport, environ: Mapping[str, str], groups: Sequ
 
 
 class _GlooGatherByNodes(GlooGather):
-    """A gather in two steps; what comes from other nodes is handed on by ``hand_on``."""
+    """A gather in two steps; ``hand_on`` sends slices from other nodes to the neighbours."""
 
     def __init__(self, transport: GlooByNodes, flat: torch.Tensor, key: int, label: str) -> None:
         nodes, rank = transport.nodes, transport.rank
@@ -126,7 +125,7 @@ class _GlooGatherByNodes(GlooGather):
         transport.enqueue_forward(self)
 
     def hand_on(self) -> None:
-        """Waits for what comes from other nodes and sends it to the neighbours."""
+        """Waits for slices from other nodes and sends them to the neighbours."""
         transport = self._transport
         from_far, self._from_far = self._from_far, []
         transport.guard_all(from_far, self._ticket, self._label)
@@ -146,7 +145,7 @@ class GlooByNodes(GlooTransport):
     """Sends and receives that cross nodes once.
 
     Args:
-        plain: The transport whose place it takes.
+        plain: The transport that it replaces.
         nodes: How its ranks lie.
     """
 
@@ -181,7 +180,7 @@ class GlooByNodes(GlooTransport):
 
 
 class _JoinedWork:
-    """Several of torch's works as one."""
+    """Wraps several of torch's works as one."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
@@ -198,7 +197,7 @@ class NativeByNodes(NativeTransport):
     """Two of the backend's gathers. The second is queued at once, behind the first, on a stream of its own.
 
     Args:
-        plain: The transport whose place it takes.
+        plain: The transport that it replaces.
         nodes: How its ranks lie.
         far: The ranks with this one's place, in node order.
         near: The ranks on this one's node.

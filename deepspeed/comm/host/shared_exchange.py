@@ -1,11 +1,10 @@
 """Exchanges and sums among ranks of one host, through memory that they share (``comm.host.shared_memory``).
 
-In an exchange each element is written once by the rank that has it and read once by the one that gets it, from where it
-is and to where it belongs: what is cut out of a tensor on the way out, or put together on the way in, needs no copy of
-its own.
+In an exchange each element is written once by its sender and read once by its receiver, directly from and to the
+tensors: parts that are cut out of a tensor, or assembled into one, need no further copy.
 
-For a sum, gloo adds up what threads of its own have read from sockets. Here a rank leaves its summand where the others
-see it and adds up what it finds with them. A layer can compute into that memory, and then nothing is copied at all.
+For a sum, gloo's threads read summands from sockets. Here a rank writes its summand into shared memory and reads the
+others' from there. A layer can compute into that memory, and then nothing is copied.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from deepspeed.comm.transports.transport import Transport, Work
 
 
 class SameHostTransport(GlooTransport):
-    """Gloo, but ranks of one host exchange through memory. They find each other in their first exchange."""
+    """Gloo, except that ranks of one host exchange through shared memory. They connect in their first exchange."""
 
     def __init__(self, group: Any, rank: int, size: int, axis: str = DATA) -> None:
         super().__init__(group, rank, size, axis)
@@ -120,7 +119,7 @@ class SameHostTransport(GlooTransport):
 
 
 class _Exchange:
-    """An exchange on its way.
+    """An exchange in flight.
 
     Attributes:
         number: The number of the round.
@@ -176,7 +175,7 @@ class _Exchange:
 
 
 class _ByGloo:
-    """Exchanges by gloo with one rank, where either direction is too large for shared memory."""
+    """Exchanges with one rank by gloo, if one direction is too large for shared memory."""
 
     def __init__(
         self, transport: GlooTransport, peer: int, key: int, leaving: Tensors, arriving: Tensors, like: torch.Tensor
@@ -252,7 +251,7 @@ class SharedMemorySumBackend:
         nbytes = mine.numel() * mine.element_size()
         transport = self._host.transport
         traffic.record_requested("all_reduce", 2 * nbytes, transport.axis)
-        traffic.record_ran("all_reduce", 2 * nbytes, transport.axis)  # as the backend, which a plan counts
+        traffic.record_ran("all_reduce", 2 * nbytes, transport.axis)  # counted as the backend's, as a plan does
         words = _sum_words(label, mine.numel(), mine.dtype)
         made = _SharedSum(self._host, mine, out, label, words)
         self._host.begin(made, [RoundMessage(0, nbytes, words)] * len(self._host.peers))
@@ -264,7 +263,7 @@ class SharedMemorySumBackend:
 
 
 class _SharedSum:
-    """A sum on its way.
+    """A sum in flight.
 
     Attributes:
         number: The number of the sum.

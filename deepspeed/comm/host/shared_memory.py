@@ -1,13 +1,13 @@
-"""Memory that ranks of one host share, and the messages about its content.
+"""Shared memory of the ranks of one host, and the messages about its content.
 
-Gloo sends through sockets, with threads of its own: on a host whose cores compute, that is time taken from them. Here a
-rank writes into shared memory and sends one short message.
+Gloo sends through sockets with its own threads, which take processor time from the computation. Here a rank writes
+into shared memory and sends one short message.
 
-What happens comes in rounds, which all ranks begin in one order. A rank has :data:`PLACES` places, used in turn. One
-may be written again when every rank for which something lay there has read it, as their messages confirm. They also
-contain the operation of a round, so that diverged ranks are an error and not a wrong tensor. The memory and the sockets
-have no names in any file system, so nothing is left behind by a process that is killed, and the sockets of one that
-ends wake those that wait for it.
+Transfers are rounds, which all ranks start in one order. A rank has :data:`PLACES` regions of memory, used in turn. A
+region is reused when every receiver has confirmed, in a message, that it has read its part. Messages also name the
+operation of a round, so that diverged ranks raise instead of reading a wrong tensor. The memory and the sockets have no
+names in a file system, so a killed process leaves nothing behind; when a process ends, its sockets wake the ranks that
+wait for it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from deepspeed.comm.transports.transport import Transport, job_is_over
 from deepspeed.errors import CommunicationError, DivergenceError
 
 PLACES = 2
-MOST = 64 * 2**20  # bytes of the most that is written for a rank; more is the backend's, as the memory is kept
-_GRAIN = 2**20  # bytes by which places grow
+MOST = 64 * 2**20  # most bytes for one receiver; the backend sends larger ones, since this memory stays allocated
+_GRAIN = 2**20  # granularity of a region's size, in bytes
 _MESSAGE = struct.Struct(
     "=qqqq"
 )  # rounds that the sender has started, rounds that it has read, start and end of the payload
-_LONGEST = 512  # bytes of a message, which ends with what the last round is of
+_LONGEST = 512  # most bytes of a message, which ends with the operation of the last round
 LONGEST_WORDS = _LONGEST - _MESSAGE.size
 
 
@@ -54,12 +54,12 @@ class SharedRegion:
         """Returns the elements at byte ``start``, 1-D.
 
         Raises:
-            CommunicationError: There is not so much memory.
+            CommunicationError: The memory could not be allocated.
         """
         if self._view.dtype == dtype and self._view.numel() == numel and self._start == start:
             return self._view
         stop = start + numel * dtype.itemsize
-        with torch.inference_mode(False):  # or what was made inside could not be written outside
+        with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
             if stop > self._bytes.numel():
                 self._bytes = self._grown(-(-stop // _GRAIN) * _GRAIN, is_mine)
             self._view, self._start = self._bytes[start:stop].view(dtype), start
@@ -83,7 +83,7 @@ class RoundMessage(NamedTuple):
     Attributes:
         start: Byte of the sender's place where it begins.
         nbytes: Its length there.
-        words: What it is of; at most :data:`LONGEST_WORDS` bytes.
+        words: The operation; at most :data:`LONGEST_WORDS` bytes.
     """
 
     start: int
@@ -98,7 +98,7 @@ class HostPeer:
         rank: Its place in the group.
         places: Where it writes.
         started: Rounds that it has begun.
-        read: Rounds of which it has read all.
+        read: Number of rounds that it has read completely.
     """
 
     def __init__(self, rank: int, connection: socket.socket, files: list[int]) -> None:
@@ -120,7 +120,7 @@ class HostPeer:
     def send_progress(self, started: int, read: int, round_message: RoundMessage) -> None:
         """Sends this rank's progress.
 
-        One that has gone may have begun all that was wanted of it: the wait will show.
+        Ignores a closed connection: the peer may already have done its part; otherwise the wait raises.
         """
         with contextlib.suppress(ConnectionError):
             self.connection.send(
@@ -205,7 +205,8 @@ class SameHost:
             earlier.wait()
         wanted = number - PLACES
         for peer in self.peers:
-            # No rank waits for a peer that has nothing for it, but the messages of that peer would fill the socket.
+            # A rank does not wait for a peer without data for it, so read its messages here before they fill the
+            # socket.
             if peer.started != self._started:
                 peer.receive_pending()
         if any(peer.read < wanted for peer in self._readers[number % PLACES]):
@@ -226,7 +227,7 @@ class SameHost:
         if not self._places:
             raise job_is_over(messages[0].words.decode(errors="replace"))
         if self.transport.watch is not None and self.transport.watch.is_in_vain():
-            self.close()  # or this would complete a wait of a rank that has diverged from this one
+            self.close()  # or this message would complete a wait of a rank that has diverged from this one
         place = started.number % PLACES
         self._started, self._unread[place], self._messages = started.number, started, messages
         self._readers[place] = [
@@ -236,13 +237,13 @@ class SameHost:
 
     def wait_for(self, peers: Sequence[HostPeer], number: int, label: str, ticket: tuple[str, int]) -> None:
         """Waits until ``peers`` have begun round ``number``."""
-        if not self._places:  # closed, which is no failed wait: no rank could report the reason
+        if not self._places:  # closed by this rank: not a failed wait whose reason other ranks could report
             raise job_is_over(label)
         if self._is_closed or any(peer.started < number for peer in peers):
             self._guard(lambda: self._wait_for_writers(peers, number), label, ticket)
 
     def has_read(self, number: int) -> None:
-        """This rank needs nothing of round ``number`` any more."""
+        """Records that this rank has read its part of round ``number``."""
         self._unread[number % PLACES] = None
 
     def parted(self, number: int, peer: HostPeer, mine: str, doing: str) -> DivergenceError:
@@ -251,7 +252,7 @@ class SameHost:
         Args:
             number: The number of the round.
             peer: The other rank.
-            mine: What this rank began.
+            mine: The operation that this rank started.
             doing: A verb for it.
         """
         self.close()
@@ -273,14 +274,15 @@ class SameHost:
             peer.send_progress(self._started, read, round_message)
 
     def _wait_for_writers(self, peers: Sequence[HostPeer], number: int) -> None:
-        if self._is_closed:  # what is there may be of another round than this one
+        if self._is_closed:  # the memory may hold another round
             raise RuntimeError("the connections were closed after an earlier failure")
         for peer in peers:
             while peer.started < number:
                 peer.receive()
 
     def _wait_for_readers(self, number: int) -> None:
-        self._send_progress()  # they may wait for this rank, too; only their next round would confirm it
+        # they may wait for this confirmation, which would otherwise be sent only with the next round
+        self._send_progress()
         for peer in self._readers[number % PLACES]:
             while peer.read < number - PLACES:
                 peer.receive()
@@ -312,21 +314,21 @@ def join_same_host(transport: Transport, label: str) -> SameHost | None:
 
     Args:
         transport: Between the ranks.
-        label: What the ranks are doing, for messages of waits in vain.
+        label: What the ranks are doing, for messages about failed waits.
     """
-    return connect_on_host(transport, _introduced, label)
+    return connect_on_host(transport, _exchange_memory, label)
 
 
 def _new_memory() -> int:
-    """Makes memory that can grow but not shrink: a rank that reads what is no longer there is killed (SIGBUS)."""
-    import fcntl  # not there on every system, nor are these files
+    """Makes memory that can grow but not shrink: reading beyond a shrunk file would kill a rank (SIGBUS)."""
+    import fcntl  # not available on every system, nor are these files
 
     file = os.memfd_create("deepspeed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return file
 
 
-def _introduced(transport: Transport, connections: dict[int, socket.socket]) -> SameHost:
+def _exchange_memory(transport: Transport, connections: dict[int, socket.socket]) -> SameHost:
     """Exchanges the shared memory of the ranks."""
     files = [_new_memory() for _ in range(PLACES)]
     try:

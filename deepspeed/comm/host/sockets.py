@@ -1,4 +1,4 @@
-"""Ranks of one host find each other: a socket between every two of them.
+"""Connects the ranks of one host by a socket between every two of them.
 
 The sockets have no names in any file system, so a process that is killed leaves nothing behind. When a process ends,
 its sockets wake the ranks that wait for it. But every user of the host may list their names (``/proc/net/unix``) and
@@ -79,7 +79,7 @@ def connect_on_host(
 
 
 def limit_waits(connection: socket.socket, transport: Transport) -> float:
-    """Lets waits on a connection take as long as those of ``transport`` may; they then raise BlockingIOError.
+    """Gives waits on a connection the time limit of ``transport``; they raise BlockingIOError after it.
 
     Returns:
         How many seconds.
@@ -102,7 +102,7 @@ def _call(address: str, rank: int, token: bytes) -> socket.socket:
     """Connects to a rank before this one.
 
     Raises:
-        OSError: It is not there, or the address is another user's.
+        OSError: The rank does not listen, or the address is another user's.
     """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _open.add(made)
@@ -123,14 +123,14 @@ def _answer(listener: socket.socket, ranks: set[int], token: bytes) -> dict[int,
 
     Args:
         listener: Where they connect.
-        ranks: Who must come.
+        ranks: The ranks that must connect.
         token: The token that they must send.
 
     Returns:
         Their connections.
 
     Raises:
-        OSError: One did not come in time.
+        OSError: One did not connect in time.
     """
     found: dict[int, socket.socket] = {}
     unnamed: set[socket.socket] = set()
@@ -143,7 +143,7 @@ def _answer(listener: socket.socket, ranks: set[int], token: bytes) -> dict[int,
         while len(found) < len(ranks):
             left = deadline - time.monotonic()
             ready = selector.select(max(left, 0.0))
-            if not ready or left <= 0.0:  # strangers that keep connecting win no time
+            if not ready or left <= 0.0:  # other processes that keep connecting do not extend the limit
                 raise TimeoutError("a rank of this host did not connect in time; it ended or was not started")
             for key, _ in ready:
                 if key.data is None:

@@ -87,7 +87,7 @@ class GridTransport(Transport):
         return _TwoStepGather(self, flat, key, label)
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
-        """Gathers everybody's small 1-D tensor as rows of a 2-D one on the host, in rank order; blocks.
+        """Gathers every rank's small 1-D tensor as rows of a 2-D one on the host, in rank order; blocks.
 
         Rows are in the order of ranks, not of positions. Every rank of the grid must call it.
         """

@@ -201,7 +201,7 @@ class Regroup:
         self._links.settle(plan.everybody, self._links.number, plan.epoch)
 
     def _lead(self, living: Sequence[RunMember]) -> JobPlan | None:
-        """Sends the plan to everybody; None if a member was lost meanwhile."""
+        """Sends the plan to every rank; None if a member was lost meanwhile."""
         everybody = {member.number: self._ready[member.number] for member in living}
         first = (self._epochs + 1) * _NUMBERS_PER_EPOCH
         join_requests = {join_key(one): one for ready in everybody.values() for one in ready.join_requests}

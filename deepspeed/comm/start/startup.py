@@ -25,7 +25,7 @@ from deepspeed.ports import address_towards, first_address
 from deepspeed.release import VERSION
 
 _SCOPE = "deepspeed/start"
-# How long rank 0 stays to see that everybody has read a bad verdict: the store may go with it.
+# How long rank 0 stays to see that every rank has read a bad verdict: the store may go with it.
 _READ_SECONDS = 5.0
 _MOST_NAMED = 8
 _MIXED_RUNS = "the processes of one group belong to different runs"

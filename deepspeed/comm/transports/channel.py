@@ -21,7 +21,7 @@ _GATHER = 0
 
 
 class PendingSum(Protocol):
-    """A sum on its way."""
+    """A sum in flight."""
 
     def wait(self) -> torch.Tensor:
         """Returns the sum: shaped like the summand, no view of another tensor. May be called again."""
@@ -150,7 +150,7 @@ class Channel:
         return self.start_sum(values.contiguous(), label).wait()
 
     def gather(self, values: torch.Tensor, lengths: Sequence[int], label: str) -> list[torch.Tensor]:
-        """Returns everybody's ``values``, which differ in the extent of the last dimension.
+        """Returns every rank's ``values``, which differ in the extent of the last dimension.
 
         Args:
             values: This rank's.
@@ -169,7 +169,7 @@ class Channel:
         return parts
 
     def largest(self, values: torch.Tensor, label: str) -> torch.Tensor:
-        """Returns the elementwise largest of everybody's ``values``, in their shape; for small tensors."""
+        """Returns the elementwise largest of every rank's ``values``, in their shape; for small tensors."""
         return torch.stack(self.gather(values.reshape(-1), [values.numel()] * self.size, label)).amax(0).view_as(values)
 
     def scatter_sum(self, values: torch.Tensor, label: str) -> torch.Tensor:

@@ -211,7 +211,7 @@ def _part(values: torch.Tensor, channel: Channel, dim: int | UnequalParts) -> to
 
 
 def gather_along(values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
-    """Returns everybody's ``values``, one after the other along ``dim``; shapes are equal on all ranks."""
+    """Returns every rank's ``values``, one after the other along ``dim``; shapes are equal on all ranks."""
     return torch.cat(channel.gather(values, [values.shape[-1]] * channel.size, label), dim=dim)
 
 

@@ -12,7 +12,7 @@ from deepspeed.comm.transports.transport import Transport
 
 
 def gather_objects(transport: Transport, value: Any, *, label: str) -> list[Any]:
-    """Returns everybody's ``value``, by rank. Every rank of the group must call it, and it blocks.
+    """Returns every rank's ``value``, by rank. Every rank of the group must call it, and it blocks.
 
     Args:
         transport: Between the ranks, over host memory; see ``Connector.objects``.
@@ -27,7 +27,7 @@ def gather_objects(transport: Transport, value: Any, *, label: str) -> list[Any]
 
 
 def gather_json(transport: Transport, value: Any, *, label: str) -> list[Any]:
-    """Returns everybody's ``value``, by rank, as :func:`gather_objects` does. What comes is data and cannot run code.
+    """Returns every rank's ``value``, by rank, as :func:`gather_objects` does. What comes is data and cannot run code.
 
     Args:
         transport: As there.

@@ -1,7 +1,7 @@
 """How slices of flat buffers are sent between the ranks of one group.
 
-Numeric code requests three things: fill a buffer from everybody's slice (*gather*), reduce a buffer to the owner of
-each slice (*reduce-scatter*), reduce a buffer to everybody (*all-reduce*). Each returns a ``Work``, whose ``wait`` may
+Numeric code requests three things: fill a buffer from every rank's slice (*gather*), reduce a buffer to the owner of
+each slice (*reduce-scatter*), reduce a buffer to every rank (*all-reduce*). Each returns a ``Work``, whose ``wait`` may
 be called more than once. A transport is chosen once per group (``deepspeed.comm.transports.connect``):
 
 - ``LocalTransport``: a group of one.
@@ -63,7 +63,7 @@ def transfer_key(owner: int, bucket: int, kind: int, count: int) -> int:
 
 
 class Work(Protocol):
-    """A transfer on its way. It keeps its buffers alive."""
+    """A transfer in flight. It keeps its buffers alive."""
 
     def wait(self) -> None:
         """Blocks (host or current stream) until the result is in place. Later calls return at once."""
@@ -107,7 +107,7 @@ class _ClosedGroup:
 
 @dataclass(frozen=True)
 class TensorTransfer:
-    """One tensor on its way from one rank.
+    """One tensor in flight from one rank.
 
     Attributes:
         source: Group rank that has the values.
@@ -336,7 +336,7 @@ class Transport:
         raise NotImplementedError
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        """Sums everybody's ``flat`` and leaves ``how.scale`` times this rank's slice of the sum in ``out``.
+        """Sums every rank's ``flat`` and leaves ``how.scale`` times this rank's slice of the sum in ``out``.
 
         Args:
             flat: 1-D buffer of ``size`` equal slices in the reduce dtype; unchanged afterwards unless documented.
@@ -346,18 +346,18 @@ class Transport:
         raise NotImplementedError
 
     def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        """Sums everybody's ``flat`` and leaves ``how.scale`` times the sum in ``out`` (fp32, same length)."""
+        """Sums every rank's ``flat`` and leaves ``how.scale`` times the sum in ``out`` (fp32, same length)."""
         raise NotImplementedError
 
     def sum_in_place(self, flat: torch.Tensor, label: str) -> Work | None:
-        """Begins to replace ``flat`` by the sum of everybody's, by one call of the backend that keeps the dtype.
+        """Begins to replace ``flat`` by the sum of every rank's, by one call of the backend that keeps the dtype.
 
         Every rank must call it, in one order. None, with nothing begun: :meth:`all_reduce` is no slower.
         """
         return None
 
     def swap(self, flat: torch.Tensor, out: torch.Tensor, *, key: int, label: str) -> Work:
-        """Hands slice *r* of everybody's ``flat`` to rank *r*: the first half of a reduction of another kind.
+        """Hands slice *r* of every rank's ``flat`` to rank *r*: the first half of a reduction of another kind.
 
         Args:
             flat: 1-D buffer of ``size`` equal slices.
@@ -378,7 +378,7 @@ class Transport:
         raise NotImplementedError
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
-        """Returns everybody's small 1-D tensor as rows of a 2-D one on the host; blocks.
+        """Returns every rank's small 1-D tensor as rows of a 2-D one on the host; blocks.
 
         Args:
             tensor: On the host or on :attr:`small_device`, of equal length on all ranks that use ``channel``.

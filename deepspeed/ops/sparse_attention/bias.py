@@ -77,7 +77,7 @@ def _cut(tensor: torch.Tensor, dimension: int, part: slice) -> slice:
 def split_dead(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns a bias under which every row sees something, and the rows that saw nothing (their output must be zero).
 
-    Softmax over a row of ``-inf`` is 0/0; such a row is computed unmasked and thrown away, gradients included.
+    Softmax over a row of ``-inf`` is 0/0; such a row is computed unmasked and discarded, gradients included.
 
     Args:
         bias: ``[..., queries, keys]``.

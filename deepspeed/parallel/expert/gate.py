@@ -1,7 +1,7 @@
 """The gate of a mixture-of-experts layer: top-1, top-2 and top-k routing from fp32 logits, and the layer itself.
 
 Equations: Shazeer et al. 2017 (noisy top-k), GShard (Lepikhin et al. 2020: top-2, capacity, queues) and Switch
-Transformer (Fedus et al. 2021: top-1, balance loss). A *route* is one token on its way to one of its experts. Every
+Transformer (Fedus et al. 2021: top-1, balance loss). A *route* is a token with one of its experts. Every
 expert takes at most *capacity* routes; those behind in its queue are dropped. The three differ in the queue's order:
 
 - top-1: random (``use_rts``), or by token;

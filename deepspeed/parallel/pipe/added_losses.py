@@ -1,4 +1,4 @@
-"""Losses that layers of a pipeline add beside that of the last stage: collected in a forward, sent to the last stage.
+"""Losses that layers of a pipeline add to that of the last stage: collected in a forward, sent to the last stage.
 
 A loss is sent with the activations, as one number per name, and its gradient comes back with theirs. So it is scaled,
 divided by the accumulation steps and averaged over the copies of the model exactly as the loss of the last stage is.
@@ -49,7 +49,7 @@ def add_loss(name: str, loss: torch.Tensor) -> None:
     loss of ``loss_fn``, times its weight. In a forward that runs again to recompute activations, nothing is added.
 
     Args:
-        name: What it is called in ``engine.metrics``; the same layers add the same names in every micro-batch.
+        name: Its name in ``engine.metrics``; a layer must add the same names in every micro-batch.
         loss: One element, of any shape and floating dtype.
 
     Raises:
@@ -65,7 +65,7 @@ def add_loss(name: str, loss: torch.Tensor) -> None:
     collection = _open.current
     if collection is None:
         if is_inside_backward():
-            return  # inside a backward, which computes a layer again
+            return  # inside a backward, which recomputes a layer
         raise PipelineError(
             f"add_loss({name!r}): expected a call in the forward of a layer of a PipelineModule, found none running. "
             "Return the loss, or call it from such a layer"
@@ -105,8 +105,8 @@ def split_losses(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 def run_recomputed(recompute: Callable[..., Any], run: Callable[[Any], Any], value: Any) -> Any:
     """Runs layers whose activations are recomputed, and returns what they return, with the losses so far.
 
-    Checkpoint functions give arguments one by one, and the reentrant one gives gradients to the tensors of a flat tuple
-    only: where losses were added, such a tuple is what passes through it.
+    Checkpoint functions pass arguments one by one, and the reentrant one computes gradients only for tensors of a flat
+    tuple. So outputs with losses pass through it as a flat tuple.
 
     Args:
         recompute: Such a function, called with what runs again and its arguments.

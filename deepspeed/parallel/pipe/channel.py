@@ -1,15 +1,15 @@
-"""What crosses from one stage to the next: any nested value, numbered, without shapes that were agreed beforehand.
+"""Channels between stages: send any nested values, numbered, without shapes agreed in advance.
 
 A *channel* carries one kind of message (activations, gradients) in one direction between two stages, in the order of
 the schedule. A message is a *header* (its micro-batch, the length of the description where that has changed, how many
-messages the sender has taken that came the other way), the description where it has changed, and the tensors. Small
-tensors lie in one packet with the header; others are sent one by one, byte by byte from where they lie.
+messages the sender has received in the other direction), the description where it has changed, and the tensors. Small
+tensors are packed with the header; others are sent separately, without a copy.
 
 Receives are posted ahead: headers and packets for the next two messages, as no computation should wait for these, other
-tensors for the next message only, as their buffers are large. Both sides derive from the messages so far which receives
-are posted: the layout of the message two before, if that was the layout of its predecessor too. The tensors of a
-message with another layout follow separately, and zeros fill what was posted, since a posted receive cannot be taken
-back. Sends never block; what they carry is kept until it has left.
+tensors for the next message only, as their buffers are large. Both sides derive from the earlier messages which
+receives are posted: those of the layout of the message two before, if its predecessor had the same. The tensors of a
+message with another layout are sent separately, and zeros complete the posted receives, which cannot be cancelled.
+Sends never block; their tensors are kept alive until they are sent.
 
 :class:`StageChannels` has all channels of a stage.
 """
@@ -51,20 +51,20 @@ ACTIVATIONS, GRADIENTS = "activations", "gradients"
 _KINDS = (ACTIVATIONS, GRADIENTS)
 _OTHER = {ACTIVATIONS: GRADIENTS, GRADIENTS: ACTIVATIONS}
 _AHEAD = 2
-_TAGS = (1 << 30) + (1 << 28)  # above those of transports
+_TAGS = (1 << 30) + (1 << 28)  # above the tags of transports
 _OWNERS = 8
 
 
 @dataclass(frozen=True)
 class Route:
-    """Between whom a channel runs.
+    """The two stages of a channel.
 
     Attributes:
-        kind: What it carries.
+        kind: The kind of message.
         source: The stage that sends.
         target: The stage that receives.
         ranks: The ranks of the two.
-        watched: How this rank takes part in the job's watch.
+        watched: The group that the watchdog supervises.
         owner: Number of the engine, equal on both sides.
     """
 
@@ -84,11 +84,11 @@ class Route:
         return self.watched.issue(self._channel)
 
     def guard(self, work: Any, ticket: tuple[str, int], micro_batch: int) -> None:
-        """Waits, watched."""
+        """Waits for ``work`` under the watchdog."""
         self.watched.guard(work.wait, ticket, self.label(micro_batch), members=self.ranks, axis=PIPE)
 
     def label(self, micro_batch: int) -> str:
-        """Returns what a message is called in errors and logs."""
+        """Returns the name of a message in errors and logs."""
         return (
             f"the {self.kind} of micro-batch {micro_batch} from stage {self.source} (rank {self.ranks[0]}) to stage "
             f"{self.target} (rank {self.ranks[1]})"
@@ -108,7 +108,7 @@ class _NextMessages:
         return self._next[number]
 
     def has_buffers(self) -> bool:
-        """Returns whether tensors that are not packed are posted for the next message."""
+        """Returns whether receives of unpacked tensors are posted for the next message."""
         is_known = self._next[0] is not None and self._next[0] is self.layout
         return self._posts_tensors and is_known and self.layout is not None and not self.layout.is_packed
 
@@ -139,8 +139,8 @@ class ChannelSender:
     Args:
         route: Between whom.
         transport: Over what.
-        packs: Small tensors may lie in one packet with the header, see :class:`MessageLayout`; equal on both sides.
-        taken: How many messages have been taken that came the other way.
+        packs: Whether small tensors are packed with the header, see :class:`MessageLayout`; equal on both sides.
+        taken: Number of messages received in the other direction.
     """
 
     def __init__(self, route: Route, transport: PipeTransport, *, packs: bool, taken: Callable[[], int]) -> None:
@@ -208,7 +208,7 @@ class ChannelSender:
 
     @property
     def kept(self) -> int:
-        """Messages that may not have left yet."""
+        """Number of messages whose sends may not be complete."""
         return len(self._leaving)
 
     def let_go(self, taken: int) -> None:
@@ -223,7 +223,7 @@ class ChannelSender:
             self._forget_oldest()
 
     def drain(self) -> None:
-        """Waits until everything has left."""
+        """Waits until all sends are complete."""
         while self._leaving:
             oldest = self._leaving[0]
             for work, _ in oldest.works:
@@ -263,7 +263,7 @@ class ChannelReceiver:
         route: Between whom.
         transport: Over what.
         device: Where the model computes.
-        packs: Small tensors may lie in one packet with the header, see :class:`MessageLayout`; equal on both sides.
+        packs: Whether small tensors are packed with the header, see :class:`MessageLayout`; equal on both sides.
         let_go: Called with the number of this rank's messages in the other direction that were received.
 
     Attributes:
@@ -318,9 +318,9 @@ class ChannelReceiver:
             micro_batch: The number that it must have.
 
         Raises:
-            PipelineError: It has another one.
+            PipelineError: The message has another number.
         """
-        self.expected = max(self.expected, 1)  # a schedule without counts
+        self.expected = max(self.expected, 1)  # for schedules that do not declare counts
         self._post()
         ticket = self._route.issue()
         posted = self._posted.popleft()
@@ -350,7 +350,7 @@ class ChannelReceiver:
         if length:
             text = torch.empty(length, dtype=torch.uint8)
             self._route.guard(self._transport.receive(text, DESCRIPTIONS), ticket, micro_batch)
-            for work in posted.works:  # nothing of value
+            for work in posted.works:  # padding: these receives carry no data
                 self._route.guard(work, ticket, micro_batch)
             posted.buffers, posted.works = [], []
             self._description = pickle.loads(text.numpy().tobytes())
@@ -395,7 +395,7 @@ class StageChannels:
         if len(self._ranks) == 1:
             return
         timeout, pipes = comm.default_timeout(), mesh.groups(PIPE)
-        # Transfers have tags, and a group of its own has threads of its own: all ranks share that of the job.
+        # All stages share the job's group: transfers have tags, and every further gloo group has further threads.
         why = "transfers between stages"
         self._axis: Axis | None = job.axis_over(pipes, PIPE, why=why, device=device, timeout=timeout, backend="gloo")
         watched = self._axis.watched
@@ -404,14 +404,14 @@ class StageChannels:
         self._owner = watched.watch.next_owner(f"{watched.scope}stages")
         backend = job.ranks.backend_for(job.ranks.world, device)
         if backend != "gloo":
-            # What goes up and what goes down must not wait for each other in one stream.
+            # Both directions need streams of their own, or they would wait for each other.
             for kind in _KINDS:
                 for upwards in (True, False):
                     why = f"{kind} between stages, {'up' if upwards else 'down'}"
                     self._native[kind, upwards] = job.process_groups.mine(
                         pipes, backend=backend, timeout=timeout, why=why, owner="job"
                     )
-        # Copying into a packet is worth it where tensors are on the host and are sent as headers do.
+        # Packing pays if tensors are on the host and are sent like headers.
         self._packs = not self._native and device.type == "cpu"
         # Code that has the group has opened it already; requested here, as every rank of a pipeline is.
         self._queue = open_message_queue(job.connector.over(self._axis.group, None, PIPE))
@@ -428,7 +428,7 @@ class StageChannels:
         """
         if len(self._ranks) == 1 or not self._native:
             return
-        ways: dict[tuple[str, int, int], None] = {}  # in one order on all ranks, each once
+        ways: dict[tuple[str, int, int], None] = {}  # the channels, in one order on all ranks
         for below, above in zip(stage_of, stage_of[1:], strict=False):
             if below != above:
                 ways |= {(ACTIVATIONS, below, above): None, (GRADIENTS, above, below): None}
@@ -449,7 +449,7 @@ class StageChannels:
     def batch(self) -> Iterator[None]:
         """Runs one schedule of all stages inside the context; what is sent in it is received in it.
 
-        A communicator in which that failed on some rank is used by no later engine.
+        If the block fails on some rank, no later engine reuses the communicators.
         """
         with ExitStack() as rows:
             for group in self._native.values():
@@ -501,12 +501,12 @@ class StageChannels:
         return sum(channel.kept for channel in self._out.values())
 
     def drain(self) -> None:
-        """Waits until everything sent has left."""
+        """Waits until all sends are complete."""
         for channel in self._out.values():
             channel.drain()
         if self._queue is not None and self._queue.has_unsent:
             assert self._watched is not None
-            # No rank must issue anything for that, and a rank that has not read yet is only late: no rank is waited
+            # Completion needs no call of another rank, so the watchdog need not supervise it: a receiver may be late.
             # for.
             label = "free space for messages to other stages"
             self._watched.guard(self._queue.flush, self._watched.issue("queue"), label, members=(), axis=PIPE)

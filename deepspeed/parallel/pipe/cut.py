@@ -1,4 +1,4 @@
-"""Where to cut the layers so that a step takes least and fits. Plain arithmetic on costs per layer."""
+"""Finds the cut of the layers with the least step time that fits into memory. Plain arithmetic on layer costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from deepspeed.parallel.pipe.schedule.lists import Kind, Schedule, make_schedule
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
 
-# Neighbours of a cut that are simulated before it is taken for the best: the search stays within seconds.
+# Neighbours of a cut that are simulated before it counts as the best; keeps the search within seconds.
 _TRIES = 16
 
 
@@ -21,7 +21,7 @@ class LayerCost:
         forward: Time of the forward.
         backward: Time of the whole backward.
         weight: The part of the backward that gives the weights' gradients.
-        state: Bytes on a rank whatever happens: parameters, gradients, masters, optimizer state.
+        state: Bytes on a rank at all times: parameters, gradients, masters, optimizer state.
         activation: Bytes kept from the forward of one micro-batch until its backward.
     """
 
@@ -78,8 +78,8 @@ def best_cut(
         stages: Stages of the pipeline.
         micro_batches: Micro-batches of a step.
         num_chunks: Chunks per stage, as in :func:`~deepspeed.parallel.pipe.schedule.lists.place_chunks`.
-        loss: What the loss adds to the last chunk.
-        transfer: Time until a result has reached the next stage.
+        loss: The cost of the loss, in the last chunk.
+        transfer: Time of a transfer to the next stage.
         limit: Bytes that a stage may use; None: any number.
 
     Raises:
@@ -117,14 +117,14 @@ class _Search:
         self._transfer = transfer
         self._limit = limit
         self._in_flight = [in_flight(schedule, stage) for stage in range(schedule.stages)]
-        # In the middle of a step each further micro-batch adds what the slowest stage takes: a few are enough.
+        # In the middle of a step each further micro-batch adds the slowest stage's time, so a few suffice.
         few = min(schedule.micro_batches, 3 * schedule.stages)
         per_stage = schedule.chunks // schedule.stages
         self._simulated = make_schedule(schedule.name, schedule.stages, few, per_stage)
         self._further = schedule.micro_batches - few
 
     def descend(self, start: tuple[int, ...]) -> tuple[tuple[float, ...], Cut]:
-        """Returns the best cut that shifts lead to, and its value."""
+        """Returns the best cut reached by shifts, and its value."""
         value, best = self._value(start)
         while better := self._better(value, best.bounds):
             value, best = better
@@ -159,7 +159,7 @@ class _Search:
             last = actions[-1]
             after = backward[last.chunk] if last.kind is Kind.BACKWARD else 0.0
             least = max(least, forward[actions[0].chunk] + self.schedule.micro_batches * busy + after)
-        return self._excess(self._peaks(chunks)), least * (1 - 1e-9)  # sums in another order
+        return self._excess(self._peaks(chunks)), least * (1 - 1e-9)  # tolerance, since sums are in another order
 
     def _chunks(self, bounds: tuple[int, ...]) -> list[LayerCost]:
         return [sum(self._costs[start + 1 : end], self._costs[start]) for start, end in pairwise(bounds)]
@@ -192,7 +192,7 @@ def peak_bytes(moments: set[tuple[tuple[int, int], ...]], chunks: Sequence[Layer
     """Returns the peak bytes of a stage's states and activations.
 
     Args:
-        moments: What the stage holds when, as of :func:`in_flight`.
+        moments: Result of :func:`in_flight`.
         chunks: The costs of each chunk of the model.
     """
     return max(
@@ -214,7 +214,7 @@ def _shifted(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 def smallest_maximum(costs: Sequence[float], parts: int) -> list[int]:
     """Returns bounds of parts, none empty, that make the most expensive part as cheap as possible."""
     sums = [0.0, *accumulate(costs)]
-    # worst[end]: of the parts so far over the items below end, the least that the dearest costs; and where it begins
+    # worst[end]: the least cost of the most expensive part over the items below end, and where the last part begins
     worst: list[float] = sums[1:]
     worst.insert(0, 0.0)
     begins: list[list[int]] = []

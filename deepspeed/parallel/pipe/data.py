@@ -1,11 +1,11 @@
-"""Where the micro-batches of a pipeline come from, and the ranks' word to each other that all of them have enough.
+"""The data of a pipeline: pulls micro-batches, and lets the ranks agree that all of them have enough.
 
 It also compares whether the ranks of one copy of a pipeline have the same samples: each sends two numbers computed from
 its items.
 
-The first stage computes from the inputs and the last one from the labels, which every rank loads for itself. So loaders
-in another order (a shuffle by another seed, a sampler that counts the stages as data ranks) train on inputs with the
-labels of others, and nothing else would show it.
+The first stage uses the inputs and the last one the labels, and each rank loads its own. If their loaders differ in
+order (another shuffle seed, a sampler that counts stages as data ranks), inputs would be trained with the labels of
+other samples, without an error.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _CALLS = ("train_batch", "eval_batch", "_exec_schedule")
 
 
 class DataError(PipelineError):
-    """Raised on all ranks alike, so that no rank must be notified and the engine can continue."""
+    """Raised on all ranks alike; the engine can continue after it."""
 
 
 class DataAgreement(NamedTuple):
     """Holds what the ranks have agreed on about the data of a step.
 
     Attributes:
-        sends_labels: Labels are sent from the first stage, as the last one has no data.
+        sends_labels: Whether the first stage sends the labels, since the last one has no data.
         label_numel: Elements of the labels of one copy of the model, in the step; of the copy with most of them.
     """
 
@@ -70,7 +70,7 @@ class DataFeed:
         return self.iterator is not None or self.batch_fn is not None
 
     def pull(self, count: int) -> int:
-        """Gets ``count`` items ready; returns how many there are."""
+        """Pulls up to ``count`` items; returns how many there are."""
         while len(self._pulled) < count:
             try:
                 item = None if self.iterator is None else next(self.iterator)
@@ -93,7 +93,7 @@ class DataFeed:
         return list(islice(self._pulled, count))
 
     def use_up(self, count: int) -> None:
-        """Forgets those items: the step that they are for has begun on all ranks."""
+        """Drops those items, once their step has started on all ranks."""
         for _ in range(min(count, len(self._pulled))):
             self._pulled.popleft()
 
@@ -110,7 +110,7 @@ def agree_on_data(
         feed: This rank's data; None on stages that need none.
         count: Micro-batches of the step.
         call: What the ranks are about to do: train_batch, eval_batch or _exec_schedule.
-        needs_labels: The last stage has a use for labels.
+        needs_labels: Whether the last stage uses labels.
 
     Returns:
         Waits for the numbers of the other ranks, and returns the agreement. It raises DataError if some rank makes
@@ -127,7 +127,7 @@ def agree_on_data(
 
 
 def _agreement(rows: list[list[int]], mesh: Mesh, rank: int, count: int, call: str) -> DataAgreement:
-    """Returns what :func:`agree_on_data` finds; raises if the ranks do not fit together."""
+    """Returns the agreement of :func:`agree_on_data`; raises if the ranks' data do not match."""
     other_calls = [other for other, row in enumerate(rows) if _CALLS[row[-1]] != call]
     if other_calls:
         theirs = _CALLS[rows[other_calls[0]][-1]]
@@ -173,7 +173,7 @@ def parts_of(item: Any) -> tuple[Any, Any]:
     """Inputs and labels of an item; lists become tuples.
 
     Raises:
-        PipelineError: It is not a pair.
+        PipelineError: The item is not a pair.
     """
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         found = f"{type(item).__name__} of {len(item)}" if isinstance(item, (tuple, list)) else type(item).__name__
@@ -188,7 +188,7 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-_LOOKED_AT = 1024  # elements of a tensor; longer ones are looked at here and there
+_LOOKED_AT = 1024  # elements read of a tensor; longer ones are sampled
 
 
 def fingerprints(items: Iterable[Any]) -> tuple[int, int]:
@@ -198,9 +198,8 @@ def fingerprints(items: Iterable[Any]) -> tuple[int, int]:
         items: Pairs ``(inputs, labels)``; an item that is not a pair gives 0.
 
     Returns:
-        Numbers that are equal for equal tensors in host memory, and, all but surely, different for others; 0 if nothing
-        distinguishes samples: no tensor, or only tensors of zeros or ones, as programs give in the place of what a
-        stage does not need.
+        Numbers that are equal for equal tensors in host memory and almost surely differ otherwise; 0 if nothing
+        distinguishes samples: no tensor, or only zeros or ones, which programs pass as placeholders.
     """
     found = [0, 0]
     for item in items:
@@ -233,10 +232,10 @@ def _crc(tensor: torch.Tensor, before: int) -> int:
 
 
 def different_samples(rows: Sequence[tuple[int, int, bool]], mesh: Mesh) -> str | None:
-    """Returns what is wrong with the samples of a step, in words that are the same on every rank; None if nothing is.
+    """Returns a message about mismatched samples of a step, the same on every rank; None if they match.
 
-    Inputs may differ between stages where labels do not (noise that only the first stage's count), and the other way
-    round; both together are other samples.
+    Stages may differ in inputs alone (noise in those that are not used) or in labels alone; if both differ, the samples
+    do.
 
     Args:
         rows: One row per rank: the numbers of its inputs and labels, and whether it has items.

@@ -1,4 +1,4 @@
-"""What the engine does for a ``PipelineModule`` before its parameters get their places."""
+"""The engine feature of a ``PipelineModule``."""
 
 from __future__ import annotations
 

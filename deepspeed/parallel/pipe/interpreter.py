@@ -1,8 +1,8 @@
 """Runs a schedule: one method per instruction, on the buffers of one stage.
 
-:class:`StageCompute` has what an instruction computes. The interpreter determines where values come from, where they go
-and when they are freed. Receives are posted before the step begins and ahead of those that are waited for. Sends are
-started and left alone until the receiver has confirmed them or the step ends.
+:class:`StageCompute` computes. The interpreter moves values between buffers and stages, and frees them. Receives are
+posted before the step begins, and always one ahead. Sends are not waited for: they are released when the receiver
+confirms them, or when the step ends.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class StageCompute(Protocol):
     """Computes the instructions of one pipeline stage, and fetches the stage's micro-batches."""
 
     def begin_step(self, backwards: Mapping[int, int]) -> None:
-        """Takes how many backwards of weights each chunk has in the step. Called at the beginning of a step."""
+        """Sets the number of weight backwards of each chunk in the step. Called at the beginning of a step."""
 
     def own_items(self) -> list[Any]:
-        """Returns this rank's pairs ``(inputs, labels)`` of the step, as far as it has them."""
+        """Returns this rank's ``(inputs, labels)`` of the step; placeholders, or fewer, where its data ran out."""
 
     def agree(self) -> bool:
-        """Waits until all ranks are known to have their items; returns whether labels are sent from the first stage."""
+        """Waits until all ranks have confirmed their items; returns whether the first stage sends the labels."""
 
     def may_begin(self) -> bool:
         """Returns whether the first forwards may run before :meth:`agree`."""
@@ -93,7 +93,7 @@ class Interpreter:
         channels: The channels to other stages.
         stage_of: The stage of each chunk of the model.
         device: Where the model computes.
-        compute: What forwards, backwards and the update do.
+        compute: Runs forwards, backwards and the update.
 
     Attributes:
         channels: As given.
@@ -118,11 +118,11 @@ class Interpreter:
         self._wrap: Callable[[type, Handler], Handler] | None = None
         self._items: list[Any] = []
         self._sends_labels = False
-        self._handed: dict[tuple[str, int, int], Any] = {}  # between chunks of this stage
-        self._done: Counter[str] = Counter()  # instructions of each kind, for schedules that number nothing
+        self._handed: dict[tuple[str, int, int], Any] = {}  # values passed between chunks of this stage
+        self._done: Counter[str] = Counter()  # executed instructions by kind, for schedules without micro-batch numbers
 
     def wrap_handlers(self, wrap: Callable[[type, Handler], Handler]) -> None:
-        """Runs what ``wrap`` makes of each handler from now on, to measure what the instructions do."""
+        """Replaces each handler by ``wrap(handler)`` from now on, to measure instructions."""
         self._wrap = wrap
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -134,11 +134,11 @@ class Interpreter:
     ) -> None:
         """Runs one step.
 
-        Nothing leaves this rank, and no gradient is computed, before all ranks are known to have their items. The ranks
-        exchange that while the first stage computes its first forwards.
+        This rank sends nothing and computes no gradient before all ranks have confirmed their items. The confirmation
+        overlaps with the first forwards of the first stage.
 
         Args:
-            schedule: Instructions, in groups that mean nothing here.
+            schedule: Instructions, in groups; the grouping is ignored.
             own_handlers: Handlers that replace or extend those of this class.
 
         Raises:
@@ -207,13 +207,13 @@ class Interpreter:
     # -- instructions ------------------------------------------------------------------------------------------------
 
     def _exec_load_micro_batch(self, buffer_id: int, **arguments: Any) -> None:
-        """Puts an item of the data, which has been pulled already, where the computations find it."""
+        """Puts an item, which has already been pulled, into its buffer."""
         _, micro_batch = self._about("load", arguments)
         inputs, labels = self._items[micro_batch]
         first, last = self._has_ends
         self._items[micro_batch] = (
             to_device(inputs, self._device) if first else None,
-            to_device(labels, self._device) if last else labels,  # elsewhere they may be sent
+            to_device(labels, self._device) if last else labels,  # other stages may send them
         )
 
     def _exec_forward_pass(self, buffer_id: int, **arguments: Any) -> None:

@@ -60,7 +60,7 @@ def save_state_dict(module: Any, save_dir: str, checkpoint_engine: Any, exclude_
 
 
 def load_state_dir(module: Any, load_dir: str, checkpoint_engine: Any, strict: bool = True) -> None:
-    """Reads this rank's layers from their files, whichever stages wrote them. Every rank must call it.
+    """Reads this rank's layers from their files, which any stages may have written. Every rank must call it.
 
     Args:
         module: The pipeline.

@@ -1,4 +1,4 @@
-"""A model as a row of layers, of which each rank has those of its stage."""
+"""A model as a sequence of layers; each rank has those of its stage."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from deepspeed.parallel.pipe.topology import PipeDataParallelTopology, PipelineP
 from deepspeed.parallel.pipe.values import shapes_of
 
 DEFAULT_SCHEDULE = "1f1b"
-_PLANNED_MICRO_BATCHES = 4  # per stage: the number of a step is not known when layers are cut
+_PLANNED_MICRO_BATCHES = 4  # per stage; the actual number is unknown when layers are cut
 
 
 class PipelineModule(PlainAttributes, nn.Module):
     """Layers that run one after the other, each on one value, divided among stages. Every rank must make it alike.
 
-    Layer i is the child ``str(i)``, whatever stage has it, so names do not depend on the cut; tied layers are
-    ``tied_modules.{key}``. Initial values do not depend on it either: every layer is built under a seed of its own.
+    Layer i is the child ``str(i)`` on any stage, so names do not depend on the cut; tied layers are
+    ``tied_modules.{key}``. Initial values do not depend on it either: every layer is built under its own seed.
 
     Args:
         layers: Modules, :class:`LayerSpec`, :class:`TiedLayerSpec` and functions. Each rank builds its stage's specs.
@@ -96,7 +96,7 @@ class PipelineModule(PlainAttributes, nn.Module):
 
     is_pipeline = True
     _engine_class = "deepspeed.engine.pipeline.PipelineEngine"
-    # Stages of other ranks may have expert layers, and all ranks make the groups together.
+    # Other stages may have expert layers, and all ranks must make the groups.
     _ds_features = ("deepspeed.parallel.pipe.feature", "deepspeed.parallel.expert.feature")
     holds_blocks = True  # each layer is a unit that ZeRO gathers at once
 
@@ -197,13 +197,13 @@ class PipelineModule(PlainAttributes, nn.Module):
         return whole_model_of(self._layer_specs)
 
     def names_in_transformers(self) -> dict[str, str]:
-        """Returns beginnings of names here, to those in the Transformers model; none if the layers are from none."""
+        """Maps name prefixes here to those in the Transformers model; empty if the layers are from none."""
         from deepspeed.parallel.pipe.transformers_models import transformers_names
 
         return {} if self.transformers_model is None else transformers_names(self._layer_specs)
 
     def share_loss(self, *, own_share: bool) -> None:
-        """Makes the loss of :meth:`from_transformers` one of sequences of which ranks have parts; others stay.
+        """Adapts the loss of :meth:`from_transformers` to sequence parallelism; other losses do not change.
 
         Args:
             own_share: Whether a rank back-propagates its share of it; see ``deepspeed.sequence.mean_loss``.
@@ -224,14 +224,14 @@ class PipelineModule(PlainAttributes, nn.Module):
         self.loss_fn = functools.partial(transformers_models.next_token_loss_of_parts, own_share=own_share, **options)
 
     def use_token_losses(self, losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
-        """Makes the loss one of logits that are cut over the vocabulary.
+        """Adapts the loss to logits that are cut over the vocabulary.
 
         Args:
             losses: From logits ``[tokens, vocabulary of this rank]`` and labels ``[tokens]`` to losses ``[tokens]``.
 
         Returns:
-            Whether that can be done: the loss is that of :meth:`from_transformers`, or a ``loss_fn`` that takes
-            ``losses`` as a keyword. Another loss stays.
+            Whether that is possible: the loss is that of :meth:`from_transformers`, or a ``loss_fn`` with a keyword
+            ``losses``. Other losses do not change.
         """
         given, options = self._own_loss()
         if given is None and self.loss_fn is not None and _takes_losses(self.loss_fn):
@@ -272,7 +272,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         return range(ends[-place] - length, ends[-place])
 
     def take_pipeline_config(self, section: PipelineSection) -> None:
-        """Takes the configuration's values; the schedule only if the program chose none. Layers may be built again.
+        """Applies the configuration; the schedule only if the program chose none. Layers may be built again.
 
         Raises:
             DeepSpeedConfigError: The program has chosen another schedule.
@@ -338,13 +338,13 @@ class PipelineModule(PlainAttributes, nn.Module):
             return list(best_cut(*chosen, loss=loss).bounds)
 
     def _build(self) -> None:
-        for name in [name for name, _ in self.named_children() if name != "loss_fn"]:  # which may be a module too
+        for name in [name for name, _ in self.named_children() if name != "loss_fn"]:  # loss_fn may be a module too
             delattr(self, name)
         self.forward_funcs: list[Callable[..., Any]] = []
         self.fwd_map: dict[str, int] = {}
         self.tied_modules = nn.ModuleDict()
         self.tied_weight_attrs: dict[str, list[str]] = {}
-        self._ranges: dict[int, range] = {}  # of the local layers of each chunk
+        self._ranges: dict[int, range] = {}  # local layers of each chunk
         self._numbers: list[int] = []  # global numbers of the local layers
         for chunk in self.chunks:
             first = len(self.forward_funcs)
@@ -362,7 +362,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         name = str(number)
         if isinstance(entry, TiedLayerSpec):
             if entry.key not in self.tied_modules:
-                # One seed per key: what is not tied is equal too.
+                # One seed per key, so that untied parts are equal too.
                 places = tied_places(self._layer_specs)[entry.key]
                 self.tied_modules[entry.key] = self._built(places[0], entry)
                 self.tied_weight_attrs[entry.key] = entry.tied_weight_attr
@@ -479,7 +479,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         """
         return None
 
-    # -- questions ---------------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     @property
     def stage_of_chunks(self) -> tuple[int, ...]:

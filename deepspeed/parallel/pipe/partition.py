@@ -1,6 +1,6 @@
-"""Which layers each stage, or each chunk of a stage, gets. Plain arithmetic on numbers per layer.
+"""Divides layers over stages, or over chunks of stages. Plain arithmetic on numbers per layer.
 
-What each layer costs is counted while all of them run once without values, or estimated by size.
+The cost of each layer is counted in one run of all layers without values, or estimated by size.
 
 Time is that of the arithmetic and of the memory that a layer touches, in bytes of traffic: a device does some hundred
 operations while it moves a byte, so a product of matrices counts by its operations, a norm or a loss by its tensors.
@@ -127,7 +127,7 @@ def costs_by_size(entries: Sequence[Entry], *, with_loss: bool) -> tuple[list[La
 
     Args:
         entries: The layers.
-        with_loss: There is a loss function, which is taken for an eighth of the largest layer.
+        with_loss: Whether there is a loss function, whose cost is estimated as an eighth of the largest layer's.
     """
     numels = [trainable_numel(entry) for entry in entries]
     costs = [LayerCost(n + 1.0, 2.0 * (n + 1), n + 1.0, state=_STATE_BYTES * n) for n in numels]
@@ -193,7 +193,7 @@ def _without_value(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _callable(entry: Entry, tied: dict[str, nn.Module]) -> tuple[Callable[[Any], Any], nn.Module | None]:
-    """Returns what runs the layer, and its module: without values, also where it exists with them."""
+    """Returns a function that runs the layer, and its module, without values."""
     if isinstance(entry, TiedLayerSpec) and entry.key in tied:
         module = tied[entry.key]
     else:
@@ -219,7 +219,7 @@ def _copy_without_values(module: nn.Module) -> nn.Module:
 
 
 def _counted(run: Callable[[Any], Any], value: Any, module: nn.Module | None) -> tuple[LayerCost, Any]:
-    """Returns the cost of one call, and what the next layer gets."""
+    """Returns the cost of one call, and its outputs."""
     parameters = list(module.parameters()) if module is not None else []
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     given = tensors_of(value)

@@ -1,4 +1,4 @@
-"""``python -m deepspeed.parallel.pipe.show``: shows when the stages of a pipeline do what, without a device.
+"""``python -m deepspeed.parallel.pipe.show``: draws the timelines of pipeline schedules, without a device.
 
 Without ``--schedule`` it compares all of them.
 """
@@ -95,7 +95,7 @@ def _simulated(name: str, options: argparse.Namespace, times: Times) -> tuple[Sc
     if name == "inference":
         schedule = make_inference(tuple(range(stages)) * (chunks or 1), micro_batches)
     else:
-        # In the comparison the number of chunks is for those that may have it.
+        # In the comparison the number of chunks applies to schedules that support it.
         applies = options.schedule or name in ("interleaved", "zb-h1")
         schedule = make_schedule(name, stages, micro_batches, chunks if applies else None)
     return schedule, simulate(schedule, times)
@@ -150,7 +150,7 @@ _COLOURS = {
 }
 _LABEL, _ROW, _BAR, _TOP = 62, 26, 22, 50  # pixels: width of a row's name, height of a row and of its bars, first row
 
-# As a part of a page of the site it takes the page's colours, as a picture by itself those of the reader's system.
+# Inside a page it uses the page's colours; as a separate picture those of the reader's system.
 _STYLE = """\
 .picture { --ink: var(--md-typeset-color, #222); --line: var(--md-default-fg-color--lighter, #aaa); }
 @media (prefers-color-scheme: dark) {

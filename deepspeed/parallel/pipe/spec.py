@@ -1,4 +1,4 @@
-"""Descriptions of layers that only the stage that has them builds."""
+"""Descriptions of layers, from which only their stage builds the layers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def parameter_at(module: nn.Module, path: str) -> nn.Parameter:
 
 
 def built_on_meta(spec: LayerSpec) -> nn.Module | None:
-    """Returns the layer with shapes and no values, in no memory; None where its class cannot be built so."""
+    """Returns the layer on the meta device; None if its class cannot be built there."""
     state = torch.random.get_rng_state()
     try:
         with torch.device("meta"):
@@ -129,10 +129,10 @@ Entry = nn.Module | LayerSpec | Callable[..., Any]
 
 
 def checked(layers: Sequence[Any]) -> list[Entry]:
-    """Returns the entries as a list.
+    """Checks the entries and returns them as a list.
 
     Raises:
-        DeepSpeedConfigError: One is not a layer.
+        DeepSpeedConfigError: An entry is not a layer, or there are none.
     """
     entries = list(layers)
     for number, entry in enumerate(entries):
@@ -197,6 +197,6 @@ def seeded(seed: int, seed_fn: Callable[[int], Any] | None) -> Iterator[None]:
 
 
 def check_tie(entry: TiedLayerSpec, module: nn.Module) -> None:
-    """Raises unless the module has what its tie names."""
+    """Raises unless the module has the parameters that its tie names."""
     for path in entry.tied_weight_attr:
         parameter_at(module, path)

@@ -1,12 +1,12 @@
-"""A backward in two halves: the gradients of the inputs, for which another stage waits, and later those of the weights.
+"""Splits a backward: first the gradients of the inputs, for which another stage waits, later those of the weights.
 
-The first half goes from the outputs to the inputs and leaves out everything else. Where it passes a node of the graph
-that leads to a weight too, what arrives there is kept. The second half starts again at each of these nodes, with what
-was kept, and goes to the weights only (Qi et al. 2024, "Zero Bubble Pipeline Parallelism"). So a matrix product's two
-halves are computed once each.
+The first half computes gradients from the outputs to the inputs only. At each node of the graph that also leads to a
+weight it keeps the incoming gradients. The second half starts at these nodes with the kept gradients and computes the
+weights' (Qi et al. 2024, "Zero Bubble Pipeline Parallelism"). So each half of a matrix product's backward is computed
+once.
 
-A weight that is reached from two of the nodes cannot be assigned so; then the first half is the whole backward, as it
-is under recomputation, which would run again for each node.
+If a weight is reached from two of the nodes, the backward is not split: the first half is the whole backward. So it is
+under recomputation, which would otherwise run once per node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Node = Any  # torch.autograd.graph.Node
 
 @dataclass
 class _BranchNode:
-    """A node on the way to the inputs that leads to weights too."""
+    """A node between outputs and inputs that also leads to weights."""
 
     node: Node
     weights: list[torch.Tensor]
@@ -129,7 +129,7 @@ def _branch(node: Node, on_the_way: set[Node]) -> _BranchNode | None:
 
 
 def _leaves(start: Node, without: set[Node]) -> list[torch.Tensor]:
-    """Returns the leaves that are reached from a node, other ways than through the nodes of ``without``."""
+    """Returns the leaves that are reached from a node without passing the nodes of ``without``."""
     found, seen, stack = [], set(), [start]
     while stack:
         node = stack.pop()

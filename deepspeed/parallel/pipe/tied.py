@@ -1,7 +1,7 @@
 """Weights that several stages hold: each has a copy, and gradients are summed over the copies before the update.
 
-All copies get the same sum, in the order of stages, and make the same update of it, so they stay equal to the bit. That
-is true of every parameter of a tied module, as there is one such module in a model on one stage.
+All copies get the same sum, in the order of stages, and make the same update, so they stay bit-identical. This holds
+for every parameter of a tied module, since a model on one stage has one such module.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Tie:
 
 @torch.no_grad()
 def settle_ties(ties: Mapping[str, Tie], device: torch.device) -> None:
-    """Gives all copies of what is tied the values of the first stage that has it. Every rank must call it.
+    """Gives all copies of tied weights the values of the first stage that has them. Every rank must call it.
 
     Args:
         ties: By key.
@@ -63,7 +63,7 @@ def settle_ties(ties: Mapping[str, Tie], device: torch.device) -> None:
         if tie.module is None:
             continue
         cut = [parameter for parameter in tie.module.parameters() if has_part(parameter)]
-        put_in_group(cut, _cut_group(tie.group))  # tensor parallelism may have cut it since it was declared
+        put_in_group(cut, _cut_group(tie.group))  # tensor parallelism may have cut it since the declaration
         parameters = dict(tie.module.named_parameters())
         comm.check_same_model(
             [
@@ -84,7 +84,7 @@ def settle_ties(ties: Mapping[str, Tie], device: torch.device) -> None:
 
 
 def declare_ties(mesh: Mesh, owners: Mapping[str, Sequence[int]], modules: nn.ModuleDict) -> dict[str, Tie]:
-    """Declares the groups of what lies on more than one stage. Every rank must call it alike; nothing is communicated.
+    """Declares the groups of ties over several stages, without communication. Every rank must call it alike.
 
     Args:
         mesh: The ranks.

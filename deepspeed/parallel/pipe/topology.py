@@ -1,4 +1,4 @@
-"""The ranks of a job along named axes, and where one stands, under the names that pipeline programs import."""
+"""Topology and grid of a pipeline's ranks, under the names that pipeline programs import."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from deepspeed.comm.job.mesh import Mesh
 from deepspeed.errors import DeepSpeedConfigError
 
 MODEL = "model"
-"""What topologies call the tensor axis."""
+"""Name of the tensor axis in topologies."""
 
 
 class ProcessTopology:
-    """Ranks as points of a grid, row by row: the last axis is the fastest.
+    """Ranks as points of a grid in row-major order: the last axis is the fastest.
 
     Args:
         axes: Names, slowest first.

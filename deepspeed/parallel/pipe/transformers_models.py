@@ -1,12 +1,12 @@
-"""Decoder-only Transformers models as rows of layers, without rewriting a line of the model.
+"""Turns decoder-only Transformers models into sequences of layers, without changes to the model's code.
 
-The model's own forward runs once per micro-batch with its blocks replaced by recorders: that gives what each block is
-called with (masks, positions, rotary tables), whatever the family computes for it. The blocks then run one by one, on
-whichever stage has them, with what was recorded, which is sent along. The last layer runs the causal model's own
-forward around a decoder that only hands over what the blocks have made, so what a family does to its logits is done.
+The model's own forward runs once per micro-batch with its blocks replaced by recorders, which record each block's
+arguments (masks, positions, rotary tables) for any family. The blocks then run one by one on their stages with these
+arguments, which are sent along. The last layer runs the causal model's own forward with a decoder that only returns
+the blocks' result, so that a family's changes to its logits are applied.
 
-The row is: token embedding, everything before the blocks, the blocks, the last norm (and what follows it), the head. A
-head that shares the embedding's weight is tied to it.
+The layers are: token embedding, everything before the blocks, the blocks, the last norm (and what follows it), the
+head. A head that shares the embedding's weight is tied to it.
 
 Where a mixture of experts counts its routers in the loss (``output_router_logits``), their outputs are sent along too,
 and the model's own forward makes its balance loss of it at the head; its gradient goes back the same way.
@@ -39,7 +39,7 @@ def layers_of(model_or_config: Any) -> list[Any]:
         model_or_config: The model, whose values are kept, or its configuration: then a stage builds its layers only.
 
     Raises:
-        DeepSpeedConfigError: It is neither.
+        DeepSpeedConfigError: It is neither a causal language model nor its configuration.
         NotYetSupportedError: The model is built otherwise than decoder-only models are.
     """
     if isinstance(model_or_config, nn.Module):
@@ -55,7 +55,7 @@ def layers_of(model_or_config: Any) -> list[Any]:
 
 
 TokenLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From logits ``[tokens, vocabulary]`` and labels ``[tokens]`` to losses ``[tokens]``; 0 where a label is IGNORED."""
+"""Computes losses ``[tokens]`` from logits ``[tokens, vocabulary]`` and labels; 0 where a label is IGNORED."""
 
 
 def next_token_loss(outputs: Any, labels: Any, *, losses: TokenLosses | None = None, token_mean: bool = False) -> Any:
@@ -167,7 +167,7 @@ def transformers_names(layers: list[Any]) -> dict[str, str]:
 
 
 def pipeline_names(model: nn.Module) -> dict[str, str]:
-    """Returns beginnings of the names that a pipeline of ``model`` has, to the model's own; none if there is no such.
+    """Maps name prefixes in a pipeline of ``model`` to the model's own; empty if it cannot be one.
 
     Args:
         model: Any model. One of Transformers may be cut or changed: its configuration counts.
@@ -225,7 +225,7 @@ class _Plan:
         self._check_all_in_row()
 
     def _check_all_in_row(self) -> None:
-        """Raises where a weight lies outside of all layers: the pipeline would neither train nor save it."""
+        """Raises if a weight is in no layer: the pipeline would neither train nor save it."""
         found = self._anatomy
         inside = tuple(
             f"{path}." if path else "" for path in (found.decoder_path, found.embedding_path, found.head_path)
@@ -312,7 +312,7 @@ class _Embed(nn.Module):
 
 
 StageValue = tuple[torch.Tensor, list[Any], list[Any], RouterOutputs]
-"""Between blocks: hidden states, what blocks are called with, which of it each takes, and routers' outputs."""
+"""Sent between blocks: hidden states, the blocks' arguments, which of them each takes, and routers' outputs."""
 
 
 class _FirstLayers(nn.Module):
@@ -384,7 +384,7 @@ class _Block(nn.Module):
 
 
 class _Norm(nn.Module):
-    """The last norm, or what follows it; what the blocks needed is left behind."""
+    """The last norm, or what follows it; drops the blocks' arguments."""
 
     part: Any
 

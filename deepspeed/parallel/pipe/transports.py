@@ -1,4 +1,4 @@
-"""How one channel between two stages sends its bytes: over gloo by tags, elsewhere by a communicator per direction."""
+"""The transport of one channel between two stages: gloo with tags, otherwise a communicator per direction."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from deepspeed.comm.transports.transport import start_p2p
 from deepspeed.comm.watch.watched_group import ShortMessages
 
-HEADERS, DESCRIPTIONS, TENSORS = range(3)  # what may be on its way side by side
+HEADERS, DESCRIPTIONS, TENSORS = range(3)  # what may be in flight side by side
 
 
 class PipeTransport(Protocol):
     """Sends and receives 1-D byte tensors between two stages, in order; each returns a work with ``wait``.
 
-    ``what`` is one of HEADERS and DESCRIPTIONS, which lie on the host wherever the model computes, and TENSORS.
+    ``what`` is HEADERS or DESCRIPTIONS, which are always on the host, or TENSORS.
     """
 
     @property
@@ -33,12 +33,12 @@ class PipeTransport(Protocol):
         """Starts to receive into ``tensor`` (contiguous, any shape)."""
 
     def has_left(self, work: Any, what: int) -> bool:
-        """Returns whether a send of a message that has been taken is over on the device too."""
+        """Returns whether the send of a received message has completed on the device too."""
 
     def has_come(self, work: Any, what: int) -> bool:
-        """Returns whether a receive is complete, so that its wait need not be watched; False where it is not known.
+        """Returns whether a receive is known to be complete, so that its wait need not be supervised.
 
-        Where it is true, ``work`` has been waited for.
+        If it returns True, it has waited for ``work``.
         """
 
 
@@ -66,7 +66,7 @@ class _Tagged:
 
 @dataclass(frozen=True)
 class _QueuedMessage:
-    """A header or packet that is to come into ``buffer``, 1-D bytes."""
+    """A header or packet to be received into ``buffer``, 1-D bytes."""
 
     queue: ShortMessages
     peer: int
@@ -137,7 +137,7 @@ def transport_over(
         group: A process group of gloo, with the ranks of both stages.
         peer: The other rank in it, and in ``native``.
         tag: The first of three that no other channel between these ranks has.
-        queue: Carries what is short between ranks of one host; None where the ranks have none.
+        queue: Message queue for headers and packets between ranks of one host; None if there is none.
         native: A process group of the device's backend, for this kind of message and direction; None: tensors go
             through ``group``.
     """

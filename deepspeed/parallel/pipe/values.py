@@ -1,4 +1,4 @@
-"""Nested values as tensors and a description of the rest, so that any value can cross from one stage to another.
+"""Separates nested values into tensors and a description of the rest, for sending between stages.
 
 Tuples (named ones too), lists, dicts and dataclasses may be nested; everything else that is not a tensor is part of the
 description and is sent by pickle. :class:`MessageLayout` lays the tensors out for sending.
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 HEADER = struct.Struct("=3q")
-"""Of a message: its micro-batch, the bytes of its description, and the messages that were received the other way."""
+"""A message's micro-batch, bytes of its description, and messages received in the other direction."""
 _ALIGNED = 16  # bytes; the largest element
-_PACKET = 1 << 16  # bytes up to which copying costs less than a transfer more
+_PACKET = 1 << 16  # bytes up to which a copy is cheaper than another transfer
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Slot:
     """Stands for a tensor in a description.
 
     Attributes:
-        index: Which of the tensors.
+        index: Index among the tensors.
         dtype: Its dtype.
         shape: Its shape.
         requires_grad: Whether a gradient comes back for it.
@@ -174,11 +174,11 @@ class MessageLayout:
 
     Args:
         slots: Theirs.
-        packs: Small ones may lie in one packet with the header.
+        packs: Whether small ones are packed with the header.
 
     Attributes:
         slots: As given.
-        is_packed: They do.
+        is_packed: Whether they are packed.
         nbytes: Bytes of the packet.
     """
 
@@ -219,7 +219,7 @@ class MessageLayout:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's values as a 1-D tensor of bytes, where it lies if it is dense."""
+    """Returns a tensor's values as a 1-D tensor of bytes; a view if it is dense."""
     return _plain(tensor).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 

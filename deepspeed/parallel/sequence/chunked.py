@@ -26,7 +26,7 @@ def chunked_attention(
     """Computes attention of whole sequences; usable as the local attention of ``DistributedAttention``'s heads.
 
     Between forward and backward keys and values are in host memory, and on the device one chunk of them at a time,
-    while the next one is on its way.
+    while the next one is in flight.
 
     Args:
         query: ``[batch, heads, tokens, width]``.

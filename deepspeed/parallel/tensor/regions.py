@@ -22,7 +22,7 @@ class SharedInput:
     """One input of cut layers and the gradients that they send back to it, which are summed over the ranks once.
 
     Every layer adds its part of the gradient; the one that comes last starts the sum, and computes the gradient of its
-    weight while that is on its way. Should one of them have no part in a backward, the sum is made where the input
+    weight while that is in flight. Should one of them have no part in a backward, the sum is made where the input
     entered.
 
     Args:
@@ -106,7 +106,7 @@ class SplitParts:
     split: Split
 
     def gather(self, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
-        """Returns the whole, ``(..., extent)``, from everybody's part ``(..., width of the rank)``."""
+        """Returns the whole, ``(..., extent)``, from every rank's part ``(..., width of the rank)``."""
         return join(channel.gather(values.contiguous(), widths(self.split), label), self.split)
 
     def part(self, values: torch.Tensor, place: int) -> torch.Tensor:
@@ -124,7 +124,7 @@ def mine_of(values: torch.Tensor, split: Split, place: int) -> torch.Tensor:
 
 
 def join(parts: list[torch.Tensor], split: Split) -> torch.Tensor:
-    """Returns the whole, along the last dimension, from everybody's part."""
+    """Returns the whole, along the last dimension, from every rank's part."""
     if all(len(split.intervals(place)) == 1 for place in range(split.size)) and split.heads is None:
         return torch.cat(parts, dim=-1)
     whole = parts[0].new_empty((*parts[0].shape[:-1], split.extent))

@@ -42,7 +42,7 @@ class ErrorFeedback:
         layout: The bucket's.
         device: Where gradients are.
         memory_tracker: Counts the memory.
-        to_owner: The owner of a slice gets its sum; otherwise everybody gets everything.
+        to_owner: The owner of a slice gets its sum; otherwise every rank gets everything.
         spread: Sums of slices over the ranks with the same ones are cut among these, too.
         may_skip: An update may be skipped, which leaves the errors as they were: twice the memory.
     """
@@ -94,7 +94,7 @@ class ErrorFeedback:
         self._is_kept = False
 
     def restore(self) -> None:
-        """Restores the errors when the gradients of the update are thrown away; does nothing after a commit."""
+        """Restores the errors when the gradients of the update are discarded; does nothing after a commit."""
         if self._before is not None and self._is_kept:
             self.tensor.copy_(self._before)
             self._is_kept = False

@@ -30,7 +30,7 @@ class ReductionPolicy:
 
     Attributes:
         every_micro_batch: Reduce after each micro-batch (sharded gradients), not only at the boundary.
-        to_owner: The owner of a slice gets its sum; otherwise everybody gets everything.
+        to_owner: The owner of a slice gets its sum; otherwise every rank gets everything.
         reduce_dtype: Dtype in which gradients are sent, per compute dtype.
         accumulate_dtype: Dtype of the sum over micro-batches.
         reduces_sums_narrow: Reduce that sum in ``reduce_dtype`` too (``communication_data_type`` is given).
@@ -327,7 +327,7 @@ class GradientBucket:
         return self.sum.is_mixed_since(self._before, reduced=reduced)
 
     def drop_backward(self, *, reduced: bool, with_sum: bool) -> None:
-        """Throws away what a backward delivered, after an exception in it.
+        """Discards what a backward delivered, after an exception in it.
 
         Args:
             reduced: Whether the backward reduces.

@@ -434,7 +434,7 @@ class GradientReducer:
         return any(self.buckets[p].is_mixed(reduced=p in backward.reduces) for p in backward.reaches)
 
     def drop(self, *, with_sums: bool) -> None:
-        """Throws away what a backward has delivered, after an exception in it.
+        """Discards what a backward has delivered, after an exception in it.
 
         All ranks together drop a backward that reduces; one that does not is dropped by this rank alone, since only its
         own sums are involved.

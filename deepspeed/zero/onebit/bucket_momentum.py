@@ -1,11 +1,11 @@
-"""The momentum of one bucket on its way between the ranks: what is sent of it, in which unit, and what comes of it.
+"""The exchange of one bucket's momentum: the message, its unit, and the result.
 
-A message has one scale, so what is sent is made of one size: momentum is divided by the root of the variance, and what
-has the learning rate in it by the share that its param group's has of the largest. Then one number bounds all of it:
-what Adam could move (``ops.onebit.phases.largest_update``).
+A message has one scale, so its elements are normalised: momentum is divided by the root of the variance, and movements
+also by their param group's learning rate relative to the largest one. Then one number bounds all elements: Adam's
+largest update (``ops.onebit.phases.largest_update``).
 
-The momentum must be whole where it is sent. Where masters are sharded it is kept once more for that, replicated, beside
-the parts that belong to the optimizer's state; these are what a checkpoint has.
+A rank sends the whole momentum. If masters are sharded, a replicated copy is kept for that, besides the parts in the
+optimizer's state; checkpoints have only these parts.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class _Tensor:
 
 
 class BucketMomentum:
-    """The momentum of one bucket on its way: a message of the trained tensors one after the other, without padding.
+    """The momentum of one bucket as a message: the trained tensors one after the other, without padding.
 
     Attributes:
-        master: Whose.
+        master: The bucket's master.
         private: The errors of this rank, 1-D fp32: of what it sends, then of the slice that it sums.
         momentum: The whole momentum as of the last update, in the order of the message; None where the optimizer's
             state has all of it.
@@ -81,9 +81,9 @@ class BucketMomentum:
             self.root = self._buffer(padded, memory_tracker)
         self._mask: torch.Tensor | None = None
         self._message: torch.Tensor | None = None
-        self._unit: torch.Tensor | None = None  # of what is on its way
-        self._shares: list[float] | None = None  # by param group, of what is on its way
-        self._still: list[slice] = []  # what is on its way of no tensor that takes part
+        self._unit: torch.Tensor | None = None  # of the message in flight
+        self._shares: list[float] | None = None  # by param group, for the message in flight
+        self._still: list[slice] = []  # parts of the message in flight whose tensors do not take part
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._flags: list[bool] = []
         self._work: OneBitExchange | None = None
@@ -180,7 +180,7 @@ class BucketMomentum:
                 gradient[self._place_in_bucket(tensor)].mul_(mask[tensor.place])
 
     def _limit(self, rate: float) -> float:
-        """Returns what an element may be at most in that unit, with so much of the learning rate in it.
+        """Returns the largest absolute value of an element in that unit, at learning rate ``rate``.
 
         One number, as there is one scale: if an element's own limit were below the scale, each exchange would cut off
         its error feedback, and with that its value.
@@ -269,7 +269,7 @@ class BucketMomentum:
         for tensor, old in zip(self._tensors, self._old(), strict=True):
             part = message[tensor.place]
             if not flags[tensor.tile] or (rates is not None and not rates[self._group(tensor)]):
-                # It takes no part: its errors are put back, and meanwhile it is zeros.
+                # A tensor that does not take part is sent as zeros; its errors are restored afterwards.
                 self._still.append(tensor.place)
                 for errors in self._errors_of(tensor):
                     self._kept.append((errors, errors.clone()))
@@ -294,7 +294,7 @@ class BucketMomentum:
         self._launch(message, rates)
 
     def divide(self, by: Sequence[float]) -> None:
-        """Divides what has come, by param group. For local steps (0/1 Adam)."""
+        """Divides the received momentum, by param group. For local steps (0/1 Adam)."""
         assert self._message is not None
         for tensor in self._tensors:
             self._message[tensor.place].div_(by[self._group(tensor)])
@@ -378,7 +378,7 @@ class BucketMomentum:
         return self._mask
 
     def settle(self, gradients: GradientBucket) -> None:
-        """Keeps what has come, and puts it where the update reads the gradient, which is that of the bucket."""
+        """Stores the received momentum as the bucket's gradient, which the update reads."""
         assert self._message is not None
         message, self._message = self._message, None
         for tensor, old in zip(self._tensors, self._old(), strict=True):

@@ -1,8 +1,8 @@
-"""The exchanges of 0/1 Adam: of each step's movement, later of what ranks have moved in several steps of their own.
+"""The exchanges of 0/1 Adam: the movement of each step, later that of several local steps.
 
-See ``ops.onebit.zero_one`` for the arithmetic. What is sent are movements, ``lr * momentum``, so errors are in their
-unit, whatever the learning rate does. Where the variance is updated, the exact mean of the gradients is sent instead,
-and the update is Adam's with that gradient.
+See ``ops.onebit.zero_one`` for the arithmetic. Movements, ``lr * momentum``, are sent, so the residuals keep their unit
+when the learning rate changes. In updates of the variance the exact mean of the gradients is exchanged instead, and
+the update is Adam's with that gradient.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LocalSteps(MomentumExchange):
     """The exchanges of an engine with 0/1 Adam, at ZeRO stage 0."""
 
     def __init__(self, optimizer: ZeroOneAdam) -> None:
-        # By bucket and tile, what was moved since ranks came together; None: it follows from the states.
+        # By bucket and tile, the movement since the last exchange; None: to be computed from the states.
         self._apart: dict[int, list[bool]] | None = None
         super().__init__(optimizer)
 
@@ -58,8 +58,8 @@ class LocalSteps(MomentumExchange):
     def _taking(self, used: list[list[bool]]) -> list[list[bool]]:
         """Returns per tile whether it is updated: it has a gradient, or it is exchanged now and has moved.
 
-        A parameter may have had a gradient in a step of the ranks' own and have none in the one that brings them
-        together; it would stay where each rank has moved it.
+        A parameter may have had a gradient in a local step but none in the step that exchanges; without an update its
+        values would stay different on each rank.
         """
         optimizer = self.optimizer
         if optimizer.phase is not Phase.LOCAL:
@@ -110,7 +110,7 @@ class LocalSteps(MomentumExchange):
         return self._optimizer
 
     def _open_states(self) -> None:
-        """States that are missing, for weights that are the same everywhere."""
+        """Creates missing states, at a time when all ranks have the same weights."""
         optimizer = self._optimizer
         assert isinstance(optimizer, FlatUpdate)
         for master in self._masters:
@@ -122,7 +122,7 @@ class LocalSteps(MomentumExchange):
                     state["anchor"].copy_(run.param.data)
 
     def _mean(self, bucket: BucketMomentum, flat: torch.Tensor) -> torch.Tensor:
-        """Returns the exact mean of everybody's gradients."""
+        """Returns the exact mean of all ranks' gradients."""
         transport = bucket.master.bucket.group.reduce
         if isinstance(transport, LocalTransport):
             return flat.clone()
@@ -139,7 +139,7 @@ class LocalSteps(MomentumExchange):
         return squares if group.is_primary_replica and group.place == 0 else 0.0
 
     def _take_means(self, work: Work, clip_grad: float) -> float:
-        """Puts the exact mean gradients where the update reads them; nothing is coded, so nothing is lost.
+        """Stores the exact mean gradients where the update reads them, without a codec.
 
         Returns:
             Their norm before clipping.
@@ -168,7 +168,7 @@ class LocalSteps(MomentumExchange):
 
     def _exchange(self, work: Work, clip: float) -> None:
         """Exchanges the movement of this one step; the result divided by the learning rate is its momentum."""
-        # A rate of 0 moves nothing, but its momentum is to be known.
+        # A rate of 0 moves nothing, but its momentum is needed.
         lrs = [max(float(group["lr"]), _LEAST) for group in self._optimizer.param_groups]
         self._send(work, clip, lrs, lrs)
         for bucket, own, *_ in work:
@@ -244,10 +244,10 @@ class LocalSteps(MomentumExchange):
     @override
     @torch.no_grad()
     def synchronise(self) -> None:
-        """Brings ranks together now, without a step, so that they have the same weights; every rank must call it.
+        """Averages the weights over the ranks now, without a step. Every rank must call it.
 
-        What each rank has moved since the last exchange becomes the exact mean over the ranks, and so does momentum.
-        The interval continues: the next exchange sends all of it, and the error feedback stays as it is.
+        Each rank's movement since the last exchange is replaced by the exact mean over the ranks, and so is momentum.
+        The interval continues: the next exchange sends the whole movement, and the error feedback is unchanged.
         """
         for index, flags in (self._apart or {}).items():
             bucket = self.buckets[index]
@@ -278,7 +278,7 @@ class LocalSteps(MomentumExchange):
         master.bucket.remember_values()
 
     def _from_anchor(self, run: MasterRun) -> torch.Tensor:
-        """Returns how far this rank's weights are from where ranks were together."""
+        """Returns this rank's weights minus those at the last exchange."""
         optimizer = self.optimizer
         state, group = optimizer.state[run.param], optimizer.param_groups[run.span.param_group]
         farthest = farthest_of(group, optimizer.variance_updates) if optimizer.precondition else math.inf
@@ -287,9 +287,9 @@ class LocalSteps(MomentumExchange):
 
     @torch.no_grad()
     def _take_up(self) -> None:
-        """Finds in the states what was moved since ranks were together, after they were brought together or replaced.
+        """Computes the movement since the last exchange from the states, after a synchronisation or a load.
 
-        Weights that differ from the states have been loaded or written: all begins at them.
+        Weights that differ from the states have been loaded or written, and become the new anchor.
         """
         self._apart, is_apart = {}, False
         for index, bucket in enumerate(self.buckets):

@@ -1,8 +1,8 @@
-"""The exchange of momenta: what is sent of optimizers of the 1-bit family in the place of gradients.
+"""The exchange of momenta instead of gradients, for optimizers of the 1-bit family.
 
-A rank's gradients stay its own until the update. Then all ranks agree that every one of them is finite, and only then
-anything changes: each adds its gradient to the momentum that all have, the compressed all-reduce
-(``comm.codecs.one_bit``) makes one momentum of them, and the update reads that where it else reads the gradient. So a
+Gradients are not reduced. At the update all ranks first agree that every gradient is finite. Then each adds its
+gradient to the common momentum, the compressed all-reduce (``comm.codecs.one_bit``) averages these momenta, and the
+update reads the result in the place of the gradient. So a
 skipped step leaves momentum and errors as they were. Gradients are clipped before they enter the momentum, by one
 factor on all ranks.
 """
@@ -84,7 +84,7 @@ class MomentumExchange(MeanGradient):
         self._reducer.keeps_own = optimizer.phase is not Phase.WARM_UP
 
     def _line(self, phase: Phase) -> str:
-        """Returns what changes, in bits and bytes of this rank."""
+        """Returns a log line about a phase, with the bits per element and the bytes that this rank sends."""
         plain = coded = 0
         for bucket in self.buckets:
             size = bucket.master.bucket.group.reduce.size
@@ -108,11 +108,11 @@ class MomentumExchange(MeanGradient):
 
     @override
     def restart(self) -> None:
-        self._is_collected = False  # what is replicated of the optimizer's states
+        self._is_collected = False  # whether the replicated momentum is up to date
 
     @override
     def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> ExchangeResult:
-        """Puts one momentum, made of those of all ranks, where the update reads gradients. Every rank must call it.
+        """Averages the momenta of all ranks into the place where the update reads gradients. Every rank must call it.
 
         The norm is that of the mean gradient before clipping, within 2 % (:class:`Sketch`).
         """
@@ -188,11 +188,11 @@ BINS = 4096
 
 
 class Sketch:
-    """Estimates the norm of the mean gradient of one group, which no rank has, by a count sketch.
+    """Estimates the norm of one group's mean gradient by a count sketch, since no rank has that gradient.
 
     Clipping needs that norm. The ranks' own norms are larger by up to the root of the number of ranks, as noise does
-    not cancel in them. What comes out of the codec is mostly its error, as a new gradient is a tenth of the momentum.
-    So elements get random signs and are added up in :data:`BINS` numbers, the same way on all ranks. That is linear:
+    not cancel in them. The codec's output is dominated by its error, as a new gradient is a tenth of the momentum.
+    So elements get random signs and are summed into :data:`BINS` bins, the same way on all ranks. That is linear:
     the mean of the ranks' sketches is the sketch of the mean, and the expectation of its squared norm is that of the
     mean, with a relative deviation of ``sqrt(2 / BINS)`` (2 %), or none with no more elements than bins.
 
@@ -219,7 +219,7 @@ class Sketch:
         if gradient is None:
             return
         random: torch.Generator | None = None
-        if not gradient.is_meta:  # in a plan there are no values, and no generator for them
+        if not gradient.is_meta:  # in a plan there are no values
             random = torch.Generator(gradient.device).manual_seed(self._seed * 1_000_003 + place)
         sums = torch.zeros(BINS, device=gradient.device)
         at_once = CHUNK if gradient.device.type == "cpu" else DEVICE_ELEMENTS
@@ -231,10 +231,10 @@ class Sketch:
             signed[: part.numel()].copy_(part)
             signed = torch.where(unpack_signs(bits), signed, -signed)
             sums += signed.view(-1, BINS).sum(0)
-        self._sums += sums.cpu().mul_(factor).roll(place)  # so that few elements meet no others
+        self._sums += sums.cpu().mul_(factor).roll(place)  # rotated, so that small buffers use different bins
 
     def squares(self) -> float:
-        """Returns what this rank adds to the job's sum of squares of the mean; every rank of the group must call it."""
+        """Returns this rank's summand of the job's sum of squares of the mean. Every rank of the group must call it."""
         rows = self.group.reduce.gather_small(self._sums, channel="step", label="the norm of the mean gradient")
         if not self.group.is_primary_replica or self.group.place != 0:
             return 0.0

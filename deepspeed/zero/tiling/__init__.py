@@ -1,1 +1,1 @@
-"""Which part of which parameter lies where: pure arithmetic, without process groups."""
+"""Layouts: which part of which parameter is where. Pure arithmetic, without process groups."""

@@ -1,6 +1,6 @@
 """Gathers tiles from the ranks that share them, and scatters a tile from one rank to these.
 
-Both functions only plan: the caller moves what they return, that of many tiles in one round.
+Both functions only plan the transfers; the caller runs those of many tiles in one round.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from deepspeed.zero.tiling.layout import BucketLayout
 def assemble(
     layout: BucketLayout, tile: int, rank: int, mine: torch.Tensor | None, out: torch.Tensor
 ) -> list[TensorTransfer]:
-    """Returns all of a tile on every rank, from everybody's fragment.
+    """Returns the transfers that gather a tile's fragments on every rank.
 
     Args:
         layout: How the tile is cut.
@@ -36,14 +36,16 @@ def assemble(
 def scatter(
     layout: BucketLayout, tile: int, rank: int, source: int, values: torch.Tensor | None, place: torch.Tensor | None
 ) -> list[TensorTransfer]:
-    """Returns everybody's fragment of a tile, from the one rank that has all of it; its own is left to the caller.
+    """Returns the transfers of a tile's fragments from the one rank that has all of it.
+
+    The caller copies that rank's own.
 
     Args:
         layout: How the tile is cut.
         tile: Its number there.
         rank: This rank's, as the layout is cut.
         source: The rank that has the tile.
-        values: 1-D, the whole flattened tile; looked at on ``source`` only.
+        values: 1-D, the whole flattened tile; read on ``source`` only.
         place: 1-D, where this rank's fragment goes; None where it has none.
     """
     if rank != source:

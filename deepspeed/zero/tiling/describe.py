@@ -26,7 +26,7 @@ from deepspeed.zero.tiling.layout import DATA
 from deepspeed.zero.tiling.parts import has_part
 
 CUT = "cut"
-"""Name of the group of parameters of which model-parallel ranks have different parts."""
+"""Name of the group of parameters that are cut over model-parallel ranks."""
 
 SHARED = "shared base"
 """Name of the group of frozen parameters that are sharded at every stage, as stage 3 shards all."""
@@ -37,7 +37,7 @@ OFFLOADED = "offloaded base"
 """Name of the group of frozen parameters that are sharded at every stage and, between uses, in another tier."""
 
 _EXPERTS = "ep_size_"
-_ALONE = "ep_size_1"  # what mixture-of-experts programs call the group in which every rank has all experts
+_ALONE = "ep_size_1"  # mixture-of-experts programs' name of the group in which every rank has all experts
 _MARK = "ds_group"
 _building: list[str] = []
 
@@ -79,18 +79,18 @@ def describe(name: str, parameter: torch.Tensor) -> Description:
     if group is None or group == _ALONE:
         is_cut = any(marks) or (group is None and has_part(parameter))
         return Description(CUT if is_cut else DATA)
-    if any(marks) and str(group).startswith(_EXPERTS):  # of an expert that tensor-parallel ranks have parts of
+    if any(marks) and str(group).startswith(_EXPERTS):  # an expert that is cut over tensor-parallel ranks
         group = cut_experts(str(group))
     return Description(str(group))
 
 
 def cut_experts(name: str) -> str:
-    """Returns the group of experts that tensor-parallel ranks have parts of, by that of whole ones, ``ep_size_<n>``."""
+    """Returns the group name of experts cut over tensor-parallel ranks, from that of whole ones, ``ep_size_<n>``."""
     return f"{name}_cut"
 
 
 def put_in_group(parameters: Iterable[torch.nn.Parameter], name: str) -> None:
-    """Marks that a group of their own shares ``parameters``; before ``zero.Init`` or an engine takes them.
+    """Puts ``parameters`` into a declared group. Must be called before ``zero.Init`` or an engine takes them.
 
     Args:
         parameters: The parameters.

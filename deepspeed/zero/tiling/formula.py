@@ -1,9 +1,8 @@
 """Model-state memory by formula, from the layout and the placement alone.
 
-Psi is the number of elements of all buckets with their padding, N the number of ranks (of a bucket whose group is
-smaller, the ranks of that), S that of neighbours that share
-where not all do (``placement.py``). Padding is part of the layout: each parameter is rounded up to 64 elements and each
-bucket to N * 64.
+Psi is the number of elements of all buckets with their padding, N the number of ranks in a bucket's group, and S the
+number of neighbours that share if not all do (``placement.py``). Padding is part of the layout: each parameter is
+rounded up to 64 elements and each bucket to N * 64.
 """
 
 from __future__ import annotations
@@ -173,10 +172,10 @@ class MemoryFormula:
 
         Args:
             accumulation: More than one micro-batch per update.
-            reduced: The boundary has passed; otherwise a micro-batch in between.
+            reduced: Whether the boundary has passed; False: between two micro-batches.
             reduce_itemsize: Bytes per element of what is sent; None is the parameter's.
             accumulate_itemsize: Bytes per element of a sum over micro-batches (``grad_accum_dtype``). Sums over ranks
-                are fp32 whatever it is; only where they are added to a sum over micro-batches do they take its dtype.
+                are fp32 unless they are added to a sum over micro-batches, whose dtype they take.
             tier: Where; unreduced gradients are on the device.
         """
         total, text = 0, "bytes x Psi"

@@ -217,7 +217,7 @@ def bucket_layout(
 
 @dataclass(frozen=True)
 class UnitTile:
-    """A tile with what decides in which bucket it lies."""
+    """A tile, and the properties that decide its bucket."""
 
     tile: Tile
     dtype: str

@@ -1,4 +1,4 @@
-"""Which part of a logical parameter a parameter is: by its own mark, and by placements on a mesh.
+"""Finds which part of a logical parameter a parameter is: from its mark, or from placements on a mesh.
 
 A layer that holds a part marks its parameter (:func:`say_part`) before ``zero.Init`` or an engine takes it. A
 parameter without such a mark is whole.
@@ -22,10 +22,10 @@ _OWNERS = "ds_part_owners"
 
 @dataclass(frozen=True)
 class PartOwners:
-    """The ranks that together have a logical parameter, each a part of it.
+    """The ranks that each have a part of one logical parameter.
 
     Attributes:
-        transport: Between them; they call it in one order.
+        transport: Transport between them; they must use it in one order.
         parts: Part of each rank, by its position among them. Ranks with equal parts hold copies.
     """
 
@@ -80,7 +80,7 @@ def mark_owners(parameter: torch.Tensor, owners: PartOwners) -> None:
 
 
 def part_owners_of(parameter: torch.Tensor) -> PartOwners | None:
-    """Returns who has the other parts of a parameter (any shape); None if that was not declared."""
+    """Returns the ranks with the other parts of a parameter (any shape); None if that was not declared."""
     return parameter.__dict__.get(_OWNERS)
 
 
@@ -101,7 +101,7 @@ def tile_of(name: str, shape: tuple[int, ...], param_group: int, parameter: torc
         name: Qualified name in the model.
         shape: Shape of all that this rank's model has of it.
         param_group: Index of the optimizer param group, or -1 for none.
-        parameter: Its mark, if it has one, gives the part.
+        parameter: Read for its mark, which tells the part.
 
     Raises:
         DeepSpeedConfigError: Its part does not fit its shape.
@@ -121,8 +121,8 @@ def part_of_placements(
 ) -> TilePart:
     """Returns the part that a rank has of a ``DTensor``.
 
-    Along each axis of the mesh, in order, what the axes before left to the rank is cut into chunks as ``torch.chunk``
-    cuts: all of the first's length but the last ones, which may be shorter or empty.
+    Along each axis of the mesh, in order, the rank's part so far is cut as by ``torch.chunk``: into chunks of equal
+    length, of which the last ones may be shorter or empty.
 
     Args:
         name: The name of the logical parameter.

@@ -1,4 +1,4 @@
-"""Parameters as this rank's model holds them, and which part of the logical parameter that is. Pure arithmetic.
+"""Tiles: parameters as this rank's model holds them, and their part of the logical parameter. Pure arithmetic.
 
 A **tile** is what one rank's model has of one logical parameter. As a rule that is all of it. Where a model is cut over
 ranks (tensor, expert), the tile's **part** names the logical parameter, its shape, and the **regions** of it that lie
@@ -6,7 +6,7 @@ in the tile: one for a cut of rows or columns; several where one tensor packs se
 of a gated MLP), where heads are uneven, or where experts are not side by side. Elements of a tile that lie in no region
 are padding (a vocabulary that was rounded up): they belong to no logical parameter.
 
-Regions are all that is needed to find in one tiling what lies in another: :func:`spans`.
+Regions suffice to find the elements of one tiling in another: :func:`spans`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TileRegion:
 
     Attributes:
         whole: Its first index in every dimension of the logical parameter.
-        tile: The same of the tile.
+        tile: Its first index in every dimension of the tile.
         shape: Its extents; none is 0.
     """
 
@@ -58,7 +58,7 @@ class TilePart:
     Attributes:
         name: The name of the logical parameter; the same for all of its tiles.
         global_shape: Its shape.
-        regions: What of it lies in the tile; they do not overlap, neither there nor in the logical parameter.
+        regions: Its regions in the tile; they overlap neither there nor in the logical parameter.
     """
 
     name: str
@@ -67,7 +67,7 @@ class TilePart:
 
     @classmethod
     def all_of(cls, name: str, shape: tuple[int, ...]) -> TilePart:
-        """Returns a logical parameter as a whole, which has another name on its rank: one of several experts, say."""
+        """Returns the part that is a whole logical parameter under another name, such as one of several experts."""
         return cls(name, shape, Tile(name, shape).regions)
 
     @classmethod
@@ -99,7 +99,7 @@ class Tile:
         name: Qualified name in the model; unique.
         shape: Shape of the tile in elements.
         param_group: Index of the optimizer param group, or -1 for none (frozen, or no optimizer).
-        part: What it is of its logical parameter; None: all of it, under the same name.
+        part: Its part of the logical parameter; None: all of it, under the same name.
 
     Raises:
         ValueError: The regions do not fit the shapes, or overlap.
@@ -199,7 +199,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def _common(one: Box, other: Box) -> Box | None:
-    """Returns the box that lies in both."""
+    """Returns the intersection of two boxes."""
     first = tuple(map(max, one[0], other[0]))
     shape = tuple(
         min(a + m, b + n) - low for a, m, b, n, low in zip(one[0], one[1], other[0], other[1], first, strict=True)
@@ -220,7 +220,7 @@ def in_common(one: TileRegion, other: TileRegion) -> tuple[tuple[slice, ...], tu
 
 
 class Span(NamedTuple):
-    """Elements that lie side by side in two flattened tiles.
+    """Elements that are contiguous in two flattened tiles.
 
     Attributes:
         start: The first in the one tile.

@@ -1,4 +1,4 @@
-"""The classes that the ecosystem recognises an engine's optimizer by."""
+"""Base classes of engines' optimizers, for which programs test with ``isinstance``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def refuse_changed_groups(optimizer: torch.optim.Optimizer, runs: int) -> None:
 
     Args:
         optimizer: The torch optimizer.
-        runs: How many there are of this rank; its groups list nothing else.
+        runs: Number of this rank's runs, which are all that its groups may list.
 
     Raises:
         CallOrderError: The groups list something else, which would never be trained.

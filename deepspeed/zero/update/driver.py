@@ -1,8 +1,8 @@
-"""What the ranks exchange for an update after norm and flags: the driver of an optimizer.
+"""Update drivers: what the ranks exchange for an update, after norm and flags.
 
-:class:`MeanGradient` is what nearly every optimizer gets, and exchanges nothing. ``zero.onebit`` has the drivers of the
-1-bit family, which exchange momenta or what ranks have moved by themselves, and ``zero.update.outer_step`` that of
-islands, which wraps any of them.
+Nearly every optimizer has :class:`MeanGradient`, which exchanges nothing more. ``zero.onebit`` has the drivers of the
+1-bit family, which exchange momenta or movements of local steps, and ``zero.update.outer_step`` that of islands, which
+wraps any of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deepspeed.zero.update.masters import MasterBucket
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 ERROR_FEEDBACK = "error feedback of what is sent in fewer bits"
-"""What private states of codecs are called in messages."""
+"""Name of codecs' private states in messages."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class UpdateParts:
         reducer: The gradients, in the same order.
         groups: The ranks that share masters, and those that decide together.
         memory_tracker: Counts the memory.
-        carry_user_writes: Takes what a program wrote into parameters into the masters.
-        publish_masters: Makes the compute parameters follow masters that were written; a collective.
+        carry_user_writes: Copies a program's writes to parameters into the masters.
+        publish_masters: Updates the compute parameters from masters that were written; a collective.
     """
 
     masters: list[MasterBucket]
@@ -90,15 +90,15 @@ def clip_factor(norm: float, limit: float) -> float:
 
 
 class UpdateDriver(ABC):
-    """Exchanges what an update needs of other ranks.
+    """Exchanges what an update needs from other ranks.
 
     Made before the model is sharded, from the torch optimizer; :meth:`open` gives it what it works on.
 
     Attributes:
-        reported_codec: For plans and reports: how what is sent instead of gradients is coded; None where gradients are
-            sent. The driver's own exchange does the coding.
+        reported_codec: For plans and reports: the codec of what is sent instead of gradients; None where gradients are
+            sent. The driver's own exchange uses it.
         has_warm_up: Gradients are sent in the first updates only.
-        reads_mean_gradients: The update reads gradients as the reducer leaves them.
+        reads_mean_gradients: Whether the update reads the reducer's gradients unchanged.
     """
 
     reported_codec: Codec | None = None
@@ -111,7 +111,7 @@ class UpdateDriver(ABC):
 
     @abstractmethod
     def open(self, parts: UpdateParts) -> None:
-        """Takes what it works on; the next call is :meth:`begin_update`."""
+        """Receives the parts that it works on; the next call is :meth:`begin_update`."""
 
     @abstractmethod
     def begin_update(self, before: int) -> None:
@@ -123,10 +123,10 @@ class UpdateDriver(ABC):
 
     @abstractmethod
     def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> ExchangeResult:
-        """Puts what the update reads where the reducer keeps gradients. Every rank must call it.
+        """Stores what the update reads in the place of the reduced gradients. Every rank must call it.
 
         Args:
-            norm: Unscaled norm over all ranks of what gradients each of them has now.
+            norm: Unscaled norm, over all ranks, of the gradients that each of them has now.
             used: By bucket and parameter, whether any rank has a gradient of it.
             scale: Factor on the loss, and so on the gradients.
             clip_grad: Largest norm; 0 for no clipping.
@@ -134,23 +134,23 @@ class UpdateDriver(ABC):
 
     @abstractmethod
     def end_update(self) -> None:
-        """Follows an update, also one that was skipped. Every rank must call it."""
+        """Called after each update, applied or skipped. Every rank must call it."""
 
     @abstractmethod
     def synchronise(self) -> None:
-        """Brings ranks together whose weights differ, so that they can be saved. Every rank must call it."""
+        """Makes weights equal on ranks where they differ, so that they can be saved. Every rank must call it."""
 
     @abstractmethod
     def restart(self) -> None:
-        """Forgets what follows from weights and optimizer states, which have been replaced."""
+        """Resets values derived from weights and optimizer states, after these have been replaced."""
 
     @abstractmethod
     def private_states(self) -> Sequence[PrivateState]:
-        """Returns what this rank keeps for itself and a checkpoint should hold."""
+        """Returns this rank's private states, which checkpoints should contain."""
 
     @abstractmethod
     def private_formula(self, formula: MemoryFormula) -> Sequence[tuple[int, str]]:
-        """Returns ``(bytes on this rank, formula)`` for each kind of state that a rank keeps for itself."""
+        """Returns ``(bytes on this rank, formula)`` for each kind of private state."""
 
     @abstractmethod
     def end(self) -> None:

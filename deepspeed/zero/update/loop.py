@@ -28,7 +28,7 @@ class UpdateSlice:
     """A contiguous part of one master.
 
     Attributes:
-        master: Whose.
+        master: The master.
         gradients: The bucket's gradients.
         used: Per tile, whether it got a gradient on any rank.
         start: First element in the master; a multiple of 64.
@@ -65,14 +65,14 @@ class Operands:
 
 
 class PendingCopy(Protocol):
-    """A copy on its way between host and device."""
+    """A copy in flight between host and device."""
 
     def wait_on_host(self) -> None:
         """Blocks the host until it is over."""
 
 
 class UpdateStrategy:
-    """Masters that the kernel can work on where they are; this class alone serves the device."""
+    """Updates masters in place: the strategy of the device tier, and base class of the others."""
 
     chunk_numel: int | None = None
     """Most elements of a chunk; None: a whole master."""
@@ -96,13 +96,13 @@ class UpdateStrategy:
         return out if master.writes_out_in_place else torch.empty_like(out, device=master.flat.device)
 
     def store(self, chunk: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> None:
-        """Starts to take back what the kernel wrote into staging tensors.
+        """Starts to copy the kernel's results from staging tensors back.
 
         Args:
             chunk: What was updated.
             operands: The chunk's operands.
-            updated: The parts of the chunk that the kernel worked on; of the others a staging tensor for compute
-                parameters holds nothing.
+            updated: The parts of the chunk that the kernel updated; a staging tensor of compute parameters is undefined
+                elsewhere.
         """
         master = chunk.master
         if operands.out is not None and not master.writes_out_in_place:
@@ -112,7 +112,7 @@ class UpdateStrategy:
                 master.bucket.memory.write(target[part], operands.out[part])
 
     def store_whole(self, chunk: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> PendingCopy | None:
-        """Starts to bring compute parameters that were made before this update to where forwards read them.
+        """Starts to copy compute parameters that were computed earlier to where forwards read them.
 
         Args:
             chunk: The whole master.
@@ -120,7 +120,7 @@ class UpdateStrategy:
             updated: The parts that the update worked on.
 
         Returns:
-            What the host must wait for before it writes ``out`` again; None for nothing.
+            The copy that the host must wait for before it writes ``out`` again; None for nothing.
         """
         master = chunk.master
         assert master.out is not None and operands.out is not None
@@ -134,8 +134,8 @@ class UpdateStrategy:
     def _complete(self, chunk: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> Sequence[slice]:
         """Returns the parts of staged compute parameters that are to be stored.
 
-        Those that were updated; parameters without a gradient are left as they are. Only to a file the chunk goes as a
-        whole, in whole pages, so what is missing is made from the master, which rounds to it.
+        Those that were updated; parameters without a gradient do not change. A file is written in whole pages, so there
+        the other parts are computed from the master, which rounds to them.
         """
         if chunk.master.bucket.memory.tier is not Tier.FILE or not updated:
             return updated
@@ -193,8 +193,8 @@ class ChunkUpdater:
         Args:
             work: Masters with a gradient, their gradients, and which of their tiles got one.
             factor: Multiplier of the gradient; None is exactly 1.
-            publish: Called when a master is complete and its compute tensor written.
-            store: For masters whose update has been computed already: takes it over.
+            publish: Called when a master and its compute tensor are complete.
+            store: For masters with an update computed earlier: applies it.
             number: The number of the update, equal on all ranks; decides how 16 bits are rounded.
         """
         self._number = number
@@ -221,7 +221,7 @@ class ChunkUpdater:
                 master.bucket.memory.settle()
 
     def _cut(self, master: MasterBucket, gradients: GradientBucket, used: list[bool]) -> list[UpdateSlice]:
-        """Returns the chunks of a master with something to update: none where others own all that got a gradient."""
+        """Returns the chunks of a master to be updated: none if other ranks own all parameters with a gradient."""
         numel = master.flat.numel()
         step = self._strategies[master.tier].chunk_numel or numel
         spans = [run.span for run in master.runs if used[master.tile_spans(run.span)[0][0]]]
@@ -267,7 +267,7 @@ def update_chunk(
         flat: The optimizer's update of a 1-D run.
         groups: Hyperparameters, by number of the param group.
         states: By run; changed.
-        chunk: What is updated.
+        chunk: The chunk to update.
         operands: The chunk's operands.
         factor: Multiplier of the gradient; None is exactly 1.
         number: The number of the update, where results of 16 bit are rounded stochastically; None: to nearest.
@@ -288,7 +288,7 @@ def update_chunk(
         local = state if is_whole else _state_part(state, span.numel, start - span.start, stop - start)
         if operands.states is not None:
             local.update((key, tensor[part]) for key, tensor in operands.states.items() if key in state)
-        # Only where it is needed: a program's own optimizer need not have the argument.
+        # Passed only if needed: a program's own optimizer may lack the argument.
         rounding = {} if number is None else {"rounding": ElementRounding(number, master.intervals(run, start, stop))}
         flat.flat_update(
             groups[span.param_group],

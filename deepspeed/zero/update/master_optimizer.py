@@ -1,4 +1,4 @@
-"""What an engine's optimizer is beside its update: rates, scales, states and runs over the masters of this rank."""
+"""An engine's optimizer without the update: rates, scales, states, and runs of this rank's masters."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class MasterOptimizer(ZeROOptimizer):
 
     @property
     def steps(self) -> int:
-        """Updates so far, skipped ones included; they decide in which phase the next one is."""
+        """Number of updates, skipped ones included; it decides the phase of the next one."""
         return self._steps
 
     @steps.setter
@@ -120,7 +120,7 @@ class MasterOptimizer(ZeROOptimizer):
         self._backward(loss, retain_graph=retain_graph)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throws away every gradient, reduced or not."""
+        """Discards every gradient, reduced or not."""
         self._leave_backward("optimizer.zero_grad")
         self._reducer.zero_grad()
 
@@ -130,8 +130,8 @@ class MasterOptimizer(ZeROOptimizer):
         """Connects the counter of losses.
 
         Args:
-            update: Calls ``update`` with what the gradients are divided by; ``step`` calls it.
-            clear: Called when all gradients are thrown away or were used.
+            update: Computes the divisor of the gradients and calls :meth:`update` with it; ``step`` calls it.
+            clear: Called when all gradients are discarded or were used.
         """
         self._update_by_losses = update
         self._reducer.on_clear = clear
@@ -209,7 +209,7 @@ class MasterOptimizer(ZeROOptimizer):
         self._skipped_in_a_row = count
 
     def carry_user_writes(self) -> None:
-        """Takes what users wrote into resident parameters into buckets and masters, as the next step would."""
+        """Copies users' writes to resident parameters into buckets and masters, as the next step would."""
         self._carry_user_writes()
         for master in self._masters:
             master.bucket.remember_values()
@@ -223,7 +223,7 @@ class MasterOptimizer(ZeROOptimizer):
                 master.refresh(index)
 
     def publish_masters(self) -> None:
-        """Makes the compute parameters follow masters that were written. Every rank that shares them must call it."""
+        """Updates the compute parameters from masters that were written. Every rank that shares them must call it."""
         self._before_update()
         publishing = PublishWork(self._masters)
         for master in self._masters:
@@ -247,10 +247,10 @@ class MasterOptimizer(ZeROOptimizer):
         self._attach_segments()
 
     def add_masters(self, masters: Sequence[MasterBucket]) -> None:
-        """Takes the runs of parameters that are trained from now on into their param groups. Every rank must call it.
+        """Adds the runs of newly trained parameters to their param groups. Every rank must call it.
 
         Args:
-            masters: Which are in the list of masters already.
+            masters: Their masters, already in the list of masters.
         """
         for master in masters:
             for run in master.runs:
@@ -260,7 +260,7 @@ class MasterOptimizer(ZeROOptimizer):
         self._attach_segments()
 
     def destroy(self) -> None:
-        """Frees the gradients and takes the gradient hooks from the model."""
+        """Frees the gradients and removes the gradient hooks from the model."""
         self._reducer.clear()
         self._reducer.remove()
         if self.speculation is not None:

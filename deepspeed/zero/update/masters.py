@@ -23,7 +23,7 @@ from deepspeed.zero.storage import Memory, MemoryTracker, StorageKind
 from deepspeed.zero.tiling.layout import BucketLayout, Fragment, Run
 
 
-@dataclass(eq=False)  # compared as objects: comparing the tensors would fail
+@dataclass(eq=False)  # compared by identity: comparing the tensors would fail
 class MasterRun:
     """One run of a master as the optimizer sees it.
 
@@ -41,7 +41,7 @@ class MasterBucket:
 
     Attributes:
         bucket: The compute side.
-        layout: The bucket's layout as it is shared for the update: cut over the ranks, or whole where replicated.
+        layout: The bucket's layout for the update: cut over the ranks, or whole where replicated.
         transport: Transport of the ranks that share it, numbered as the layout is cut.
         rank: Position of this rank in that sharing.
         whole_tensors: Whether each run is one parameter in its shape.
@@ -49,7 +49,7 @@ class MasterBucket:
         out: 1-D compute tensor that must receive the update, or None where ``flat`` is the compute tensor.
         memory: Where ``flat`` and the optimizer state are.
         state_tier: Where the optimizer state is at the moment.
-        states: Away from the device: per-element states of the whole master, of which those of the runs are views.
+        states: Off the device: per-element states of the whole master; those of the runs are views of them.
         runs: In order of their start; together they cover every parameter that has a param group.
 
     Args:
@@ -136,7 +136,7 @@ class MasterBucket:
         return self.states[key]
 
     def keep_state(self, run: MasterRun, state: dict[str, Any], initial: dict[str, Any]) -> None:
-        """Puts the per-element state of a run where it belongs, with its values; adds what is missing.
+        """Moves the per-element state of a run into the master's memory; creates missing states.
 
         Args:
             run: One of ``runs``.
@@ -225,18 +225,18 @@ class MasterBucket:
         return cut
 
     def refresh(self, tile: int) -> None:
-        """Carries a user's write to a resident parameter into the master."""
+        """Copies a user's write to a resident parameter into the master."""
         self.adopt(tile, self.bucket.params[tile].detach().reshape(-1))
 
     def adopt(self, tile: int, values: torch.Tensor, offset: int = 0) -> None:
-        """Takes new compute values of one parameter into the master, where they are new.
+        """Copies those compute values of one parameter into the master that have changed.
 
-        An element whose compute value is what the master rounds to keeps its more precise master value.
+        An element whose master already rounds to its compute value keeps the more precise master value.
 
         Args:
             tile: Index of the parameter.
             values: 1-D, elements ``[offset, offset + len)`` of the flattened parameter, in the compute dtype; what this
-                rank does not own is passed over.
+                rank does not own is skipped.
             offset: See ``values``.
         """
         fragment = self.fragment(tile)
@@ -310,7 +310,7 @@ class MasterBucket:
 
 
 class PublishWork:
-    """The transfers by which masters that changed reach all ranks that have their parameters.
+    """The transfers of changed masters to all ranks that have their parameters.
 
     Args:
         masters: This rank's masters, whether they change or not.
@@ -326,7 +326,7 @@ class PublishWork:
             self._works.append(work)
 
     def wait(self) -> None:
-        """Waits for all that was started; what else is written to the parameters is seen from now on."""
+        """Waits for the started transfers; later writes to the parameters are detected."""
         for work in self._works:
             work.wait()
         for master in self._masters:

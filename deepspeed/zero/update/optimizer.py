@@ -172,8 +172,8 @@ class DeepSpeedZeroOptimizer(MasterOptimizer):
         Args:
             extra: Numbers for all ranks of the job; they are gathered together with the gradient's norm. Every rank
                 must give as many.
-            divisor_of: From the ``extra`` numbers of all ranks to what the gradients are divided by, besides the loss
-                scale; None: nothing.
+            divisor_of: Returns the divisor of the gradients, besides the loss scale, from the ``extra`` numbers of all
+                ranks; None: 1.
 
         Returns:
             The norm, whether the update was skipped, and the ``extra`` numbers of all ranks.
@@ -200,7 +200,7 @@ class DeepSpeedZeroOptimizer(MasterOptimizer):
             self._skip(self.loss_scale)
         else:
             self._skipped_in_a_row = 0
-            # Of nearly every optimizer: 1 / loss scale times the clip factor, and nothing is sent.
+            # With MeanGradient: 1 / loss scale times the clip factor, without communication.
             exchanged = self.driver.exchange(norm, used, scale=scale, clip_grad=self.clip_grad)
             self.last_report = report = StepReport(exchanged.norm, overflow=False, extra=rows)
             self._apply(exchanged.factor, exchanged.used)
@@ -260,7 +260,7 @@ class DeepSpeedZeroOptimizer(MasterOptimizer):
 
     def _cut_runs(self, used: list[list[bool]]) -> None:
         """Cuts runs in which only some parameters have gradients, so that the others are left alone."""
-        is_new = False  # decided by what is equal on all ranks: some of them may have nothing to cut
+        is_new = False  # from values that are equal on all ranks: some may have nothing to cut
         for number, (master, flags) in enumerate(zip(self._masters, used, strict=True)):
             if all(flags) or not any(flags) or (number, tuple(flags)) in self._cut_for:
                 continue
@@ -291,7 +291,7 @@ class DeepSpeedZeroOptimizer(MasterOptimizer):
                 run.param.grad = None
 
     def _kept_updates(self, factor: float | None, used: list[list[bool]]) -> dict[MasterBucket, Callable[[], None]]:
-        """Returns what takes over the updates that were made before the norm was known and are right."""
+        """Returns functions that apply the speculative updates that turned out right, by master."""
         speculation = self.speculation
         if speculation is None:
             return {}
@@ -303,7 +303,7 @@ class StepAgreement:
     """The exchange of one optimizer's updates.
 
     Args:
-        masters: What is updated; the list may grow.
+        masters: The masters to update; the list may grow.
         reducer: The reducer of the gradients.
         groups: The ranks that share them.
         agreement: Keeps the checksum of the order of gathers.
@@ -321,8 +321,8 @@ class StepAgreement:
         """Exchanges the numbers that the update needs.
 
         The host waits for the device once, to read what all ranks have sent. One small exchange over the job also
-        compares the checksums of the gathers' order. The flags are a matter of the peers; where these are not all
-        ranks, others have other parameters, and the flags are exchanged separately.
+        compares the checksums of the gathers' order. Flags concern the peers only. If these are not all ranks, the
+        others have different parameters, and flags are exchanged separately.
 
         Returns:
             Sum of squares of the whole gradient; per bucket and parameter, whether it got a gradient on any rank that
@@ -357,7 +357,7 @@ class StepAgreement:
         if bool((flag_rows != flag_rows[0]).any()):
             self._reducer.note_uneven()
         counted, copies = rows[:, 0].sum().item(), rows[:, 1].sum().item()
-        # A rank that simulates all the others (the planner's) may count nothing; elsewhere both are 0 then.
+        # The planner's one simulated rank may count nothing; elsewhere both are 0 then.
         total = (counted or copies) if math.isfinite(copies) else counted + copies
         return total, self._merge_flags(flag_rows), received
 
@@ -413,7 +413,7 @@ class StepAgreement:
                 members = self._groups.among_peers(group)
                 merged[group.name] = _unpack_flags(rows if members is None else rows[members], count)
             stop = position + len(gradients.used)
-            # Copies in other parts of the model are summed whole, whichever of them was used.
+            # Copies in other parts of the model are summed whole, even if only some of them were used.
             whole = group.spans_stages and (self._reducer.keeps_own or gradients.result is not None)
             used.append([True] * len(gradients.used) if whole else merged[group.name][position:stop])
             position = stop
@@ -466,7 +466,7 @@ class StepAgreement:
         for rank, index in enumerate(found):
             if index:
                 return rank, self._name_on(rank, names[mine - 1] if mine else "", names[index - 1 :])
-        return 0, "the sum of all gradients"  # every element is finite, their squares are not
+        return 0, "the sum of all gradients"  # every element is finite, but their squares overflow
 
     def _name_on(self, rank: int, mine: str, same: list[str]) -> str:
         """Returns the name of a parameter of ``rank``, which ranks with another part of the model do not have.

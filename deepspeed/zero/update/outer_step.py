@@ -1,4 +1,4 @@
-"""The outer step of seldom synchronised training (DiLoCo, arXiv 2311.08105): islands of ranks agree every H updates.
+"""The outer step of DiLoCo (arXiv 2311.08105): islands of ranks synchronise every H updates.
 
 Inside an island updates are those of any engine. Ranks with the same place on their islands hold the same slices of the
 masters. The mean over islands of how far the masters have moved is the gradient of an outer step of SGD with Nesterov's
@@ -6,7 +6,7 @@ momentum,
 
     d = anchor - mean(master);  b <- mu b + d;  anchor <- anchor - lr (d + mu b);  master <- anchor,
 
-whose anchor is where the masters were after the one before. The inner optimizers keep their states.
+whose anchor is the masters after the outer step before. The inner optimizers keep their states.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class OuterStep(UpdateDriver):
 
     @override
     def open(self, parts: UpdateParts) -> None:
-        """Also takes the masters as they are for the first anchor."""
+        """Also copies the masters as the first anchor."""
         self.inner.open(parts)
         self._parts = parts
         for master in parts.masters:
@@ -106,7 +106,7 @@ class OuterStep(UpdateDriver):
 
     @override
     def end_update(self) -> None:
-        """Makes the outer step if it is time. Every rank of the job must call it."""
+        """Makes the outer step every ``sync_every`` updates. Every rank of the job must call it."""
         self.inner.end_update()
         self._since += 1
         if self._since >= self._section.sync_every:
@@ -143,7 +143,7 @@ class OuterStep(UpdateDriver):
 
     @override
     def restart(self) -> None:
-        """Also takes the masters for those after an outer step, as a checkpoint has them."""
+        """Also copies the masters as the anchor: a checkpoint has them as of an outer step."""
         self.inner.restart()
         self._take_anchors()
 

@@ -1,12 +1,12 @@
-"""Speculative updates: the host updates a master while later gradients still arrive, before the norm of all is known.
+"""Speculative updates: the host updates a master while later gradients arrive, before the global norm is known.
 
 A worker thread computes each update with the factor that gradients get where nothing is clipped. It writes into a
 second set of master, optimizer states and compute parameters (:class:`ShadowMaster`), so nothing that a program can
 read changes. When the ranks have exchanged the norm, :meth:`SpeculativeUpdater.settle` keeps the updates whose inputs
-were the right ones: the two sets change places. Everything else is thrown away, and the update is made as without
+were the right ones: the two sets change places. Everything else is discarded, and the update is made as without
 speculation. Both ways give the same bits.
 
-To speculate first and validate then is the idea of SuperOffload, https://arxiv.org/abs/2509.21271.
+Speculation followed by validation is the idea of SuperOffload, https://arxiv.org/abs/2509.21271.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HostWorker:
 
 
 class InlineWorker(HostWorker):
-    """Runs each job at once, in the caller's thread: for the simulated device, whose order is that of one thread."""
+    """Runs each job immediately in the caller's thread, for the simulated device."""
 
     def __init__(self) -> None:
         pass
@@ -60,7 +60,7 @@ class InlineWorker(HostWorker):
         done.set_running_or_notify_cancel()
         try:
             job()
-        except Exception as error:  # as a thread would: the error is raised by result()
+        except Exception as error:  # as with a thread, result() raises the error
             done.set_exception(error)
         else:
             done.set_result(None)
@@ -72,7 +72,7 @@ class InlineWorker(HostWorker):
 
 
 class IdleWorker(InlineWorker):
-    """Runs nothing, as a thread that is never scheduled: for the planner, which counts the memory."""
+    """Runs nothing, like a thread that is never scheduled, for the planner, which counts the memory."""
 
     @override
     def submit(self, job: Callable[[], None]) -> Future[None]:
@@ -145,7 +145,7 @@ class ShadowMaster:
             self.copy = None
 
     def exchange(self) -> None:
-        """Makes this set the master's, and the master's this one."""
+        """Exchanges this set with the master's."""
         master = self.master
         if master.out is None:  # forwards read it where it is
             master.flat.copy_(self.flat)
@@ -164,7 +164,7 @@ class ShadowMaster:
 
 @dataclass(eq=False)
 class SpeculativeUpdate:
-    """A speculative update of one master: it starts before the gradient norm is known, and is kept or thrown away.
+    """A speculative update of one master: it starts before the gradient norm is known, and is kept or discarded.
 
     Attributes:
         shadow: Receives it.
@@ -176,9 +176,9 @@ class SpeculativeUpdate:
         states: By run: what its update changes; per-element states are parts of the shadow's.
         inputs: What was read: tensors with their versions, and numbers.
         updated: The parts that were updated.
-        is_withdrawn: Its result is not wanted any more.
-        is_complete: It was computed to the end.
-        job: In the worker.
+        is_withdrawn: Whether its result is no longer needed.
+        is_complete: Whether the computation finished.
+        job: The worker's job.
     """
 
     shadow: ShadowMaster
@@ -203,7 +203,7 @@ class SpeculativeUpdate:
             live: The optimizer's states, by run.
         """
         shadow, master = self.shadow, self.shadow.master
-        grad = self.gradients.result  # waits until it has come down
+        grad = self.gradients.result  # waits for the copy to the host
         assert grad is not None
         shadow.wait()
         self.inputs = self._read(grad, live)
@@ -234,7 +234,7 @@ class SpeculativeUpdate:
         master = self.shadow.master
         values: list[Any] = [grad, master.flat]
         if master.out is None and not master.bucket.is_sharded:
-            values += master.bucket.params  # the same memory, but torch counts writes to it apart
+            values += master.bucket.params  # the same memory, but torch counts its writes separately
         for run in self.runs:
             values += live[run.param].values()
         return [(value, value._version if isinstance(value, torch.Tensor) else None) for value in values]
@@ -277,7 +277,7 @@ class SpeculativeUpdate:
         shadow = self.shadow
         shadow.exchange()
         places = shadow.master.states
-        # Also of the runs that were not updated: their states have been copied to the other set.
+        # Including runs that were not updated: their states have been copied to the other set.
         for run in shadow.master.runs:
             state, part = optimizer.state.get(run.param, {}), slice(run.span.start, run.span.stop)
             for key, value in state.items():
@@ -289,7 +289,7 @@ class SpeculativeUpdate:
 
 
 class SpeculativeUpdater:
-    """Begins the updates of masters in host memory early, for one engine's optimizer.
+    """Starts the updates of masters in host memory early, for one engine's optimizer.
 
     Attributes:
         kept: Updates of masters that were started early and kept.
@@ -346,7 +346,7 @@ class SpeculativeUpdater:
         return found
 
     def offer(self, position: int) -> None:
-        """Begins the update of a master if all that it needs is there.
+        """Starts the update of a master if all its inputs are available.
 
         Args:
             position: Index of a bucket whose reduction has just finished.
@@ -381,15 +381,15 @@ class SpeculativeUpdater:
         for started in self._open.values():
             started.is_withdrawn = True
         running = [started.job for started in self._open.values() if not started.job.cancel()]
-        # An error in them is not raised: their results are not needed, and the update itself would meet it again.
+        # Their errors are not raised: the results are not needed, and the update itself would raise again.
         wait(running)
         self.discarded += len(running)
         self._open.clear()
 
     def settle(self, factor: float | None, used: Sequence[list[bool]]) -> dict[int, SpeculativeUpdate]:
-        """Returns the updates that are to be kept, by position; the others are thrown away.
+        """Returns the updates to keep, by position; discards the others.
 
-        What the worker has not begun is left to the caller, who need not make copies.
+        Updates that the worker has not started are left to the caller, which updates in place.
 
         Args:
             factor: The multiplier of the gradients.
@@ -412,7 +412,7 @@ class SpeculativeUpdater:
         return kept
 
     def _decide_on_pause(self, has_started: bool, reasons: Sequence[str]) -> None:
-        """Updates that were wrong several times in a row will be wrong again: they cost what they were to save."""
+        """Pauses speculation after several wrong updates in a row, which cost more time than they save."""
         if self._pause:
             self._pause -= 1
         if reasons:
@@ -428,7 +428,7 @@ class SpeculativeUpdater:
             self._wrong_in_a_row = 0
 
     def store(self, one: SpeculativeUpdate) -> None:
-        """Takes over a result that is kept, and starts to bring its compute parameters to where forwards read them."""
+        """Applies a kept result, and starts to copy its compute parameters to where forwards read them."""
         one.keep(self._optimizer)
         shadow, master = one.shadow, one.shadow.master
         if shadow.out is not None:
@@ -437,7 +437,7 @@ class SpeculativeUpdater:
             shadow.copy = self._strategies[master.tier].store_whole(chunk, operands, one.updated)
 
     def close(self) -> None:
-        """Ends the worker and gives the memory back. May be called twice."""
+        """Ends the worker and frees the memory. May be called twice."""
         self.withdraw()
         self._worker.close()
         for shadow in self._shadows.values():

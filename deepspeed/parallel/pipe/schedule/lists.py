@@ -159,7 +159,7 @@ def gpipe(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Acti
 def one_f_one_b(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
     """Returns a forward and a backward in turn, as soon as backwards come (Narayanan et al. 2021).
 
-    All stages but the last are one forward further ahead than published. So what a stage waits for is on its way while
+    All stages but the last are one forward further ahead than published. So what a stage waits for is in flight while
     it computes something else, and transfers cost time when the pipeline fills and drains, not for every micro-batch.
     """
     groups = _sizes(micro_batches, stages)
@@ -405,7 +405,7 @@ def splits_backward(name: str) -> bool:
 def make_inference(stage_of: tuple[int, ...], micro_batches: int) -> Schedule:
     """Forwards only, with the chunks where training has them.
 
-    A stage works on what has come farthest, so that little is on its way.
+    A stage works on what has come farthest, so that little is in flight.
 
     Args:
         stage_of: The stage of each chunk.
