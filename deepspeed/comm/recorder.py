@@ -32,7 +32,7 @@ _BUS_FACTOR: dict[str, Callable[[int], float]] = {
 
 @dataclass
 class OperationTotals:
-    """Sums up the calls of one collective at one message size."""
+    """Totals of the calls of one collective at one message size."""
 
     seconds: list[float] = field(default_factory=list)  # one entry per call, in call order
     waited: float = 0.0  # seconds of all calls in which the program could not continue
@@ -97,10 +97,10 @@ class CommsLog:
         Args:
             name: The operation.
             size: Bytes of the message.
-            seconds: From its start to its end; for a transfer that runs beside the computation, to the wait's end.
+            seconds: From its start to its end; for a transfer that overlaps with computation, to the wait's end.
             ranks: Size of the group.
             caller: Who requested it.
-            waited: Seconds that the program stood still for it; None: all of ``seconds``.
+            waited: Seconds that the program was blocked by it; None: all of ``seconds``.
         """
         totals = self.totals.setdefault(name, {}).setdefault(size, OperationTotals())
         totals.seconds.append(seconds)

@@ -1,4 +1,4 @@
-"""How fast collectives are between the present ranks: what ``ds_bench`` shows."""
+"""Times collectives between the present ranks, for ``ds_bench``."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ OPERATIONS: dict[str, Call] = {
     "all_gather of the engine": _engine_gather,
     "reduce_scatter of the engine": _engine_reduce_scatter,
 }
-"""Calls by name; those of the engine are what ZeRO uses, which on gloo are forms of its own."""
+"""Calls by name; those of the engine are ZeRO's transfers, which on gloo differ from torch's collectives."""
 
 
 def measure_collectives(

@@ -1,1 +1,1 @@
-"""Which ranks share what: the job's mesh, its axes, and the process groups made for them."""
+"""The job: its mesh and axes, and the process groups made for them."""

@@ -1,4 +1,4 @@
-"""The ranks along one axis of a job, and what is sent between them."""
+"""The ranks along one axis of a job, and the transports between them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from deepspeed.comm.transports.transport import LocalTransport, Transport
 from deepspeed.comm.watch.watched_group import GroupRecord, WatchedGroup
 
 Use = Literal["engine", "outside engines", "layers"]
-"""Who needs a transport: an engine, which has it for itself; calls of all ranks that belong to no engine; or layers,
-losses and loaders."""
+"""The users of a transport: one engine; calls of all ranks outside engines; or layers, losses and loaders."""
 
 
 class Axis:
@@ -45,7 +44,7 @@ class Axis:
 
     @property
     def watched(self) -> WatchedGroup | None:
-        """Their name in the job's watch; None where this rank waits for no other."""
+        """The group as the watchdog knows it; None where this rank waits for no other."""
         return None if self._record is None else self._record.watched
 
     @property
@@ -66,7 +65,7 @@ class Axis:
     def transport(
         self, use: Use = "engine", *, device: torch.device | None = None, timeout: timedelta | None = None
     ) -> Transport:
-        """Returns what carries buffers between the ranks.
+        """Returns a transport for buffers between the ranks.
 
         Args:
             use: "engine": a new transport for the caller alone; where order matters (not gloo) it needs an open lease
@@ -86,7 +85,7 @@ class Axis:
         return self._connector.create(self.group, device, timeout, self.name)
 
     def channel(self, device: torch.device | None = None) -> Channel:
-        """Returns what sums and gathers over the transport of the layers, the same one for all callers."""
+        """Returns the channel over the layers' transport, the same one for all callers."""
         if self._record is None:
             return Channel(LocalTransport())
         key = "channel", self.name

@@ -24,13 +24,13 @@ class Defined:
     Attributes:
         name: Its name.
         ranks: The ranks, in the job, of all groups of that name: every rank of the job is in exactly one.
-        divisor: What makes a mean of the sum of gradients over one of them; None: the number of all data-parallel
-            ranks, as gradients of experts are made of the samples of all of them.
+        divisor: Divisor of the sum of gradients over one of them; None: the number of all data-parallel ranks, since
+            gradients of experts come from the samples of all of them.
         spans_stages: Its ranks hold different parts of the model otherwise; see :func:`define_copies`.
         is_cut: Whether tensor-parallel ranks have different parts of the copies.
         is_whole: Tensor-parallel ranks hold the same values, each in a list of its own; the first of them counts.
-        lasts: The program declared it, and it stays as long as the job. Others were declared for a model, whose engines
-            own them: they are forgotten with the last of these.
+        lasts: Whether it lasts as long as the job, since the program declared it. Groups declared for a model are
+            removed with the last of its engines.
     """
 
     name: str
@@ -57,7 +57,7 @@ class _Entry:
 
 @dataclass
 class Claim:
-    """An engine's claim to the groups that it was made with; what is claimed stays declared until it is given up."""
+    """An engine's claim to the groups that it was made with, which stay declared until all claims are given up."""
 
     _known: dict[str, _Entry] = field(default_factory=dict)
     _entries: list[_Entry] = field(default_factory=list)
@@ -130,7 +130,7 @@ class DeclaredGroups:
         self._remember(made)
 
     def define_copies(self, name: str, ranks: Sequence[Sequence[int]], *, is_cut: bool = False) -> None:
-        """Declares a group for parameters of which ranks with different parts of the model hold copies (tied weights).
+        """Declares a group for tied weights: ranks with different parts of the model hold copies of them.
 
         Each copy is shared by the data-parallel ranks of its part like other parameters; gradients are then summed over
         the copies. Every rank of the job must call it alike, before an engine is made. Nothing is communicated. It does
@@ -194,7 +194,7 @@ class DeclaredGroups:
         """Returns a transport over this rank's group. Every rank of the job must call it, in the same order.
 
         Args:
-            defined: The groups.
+            defined: The declared group.
             peers: The ranks that make the same calls.
             use: What is sent, in words.
             device: Where the buffers live.

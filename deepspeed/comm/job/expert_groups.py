@@ -1,8 +1,8 @@
 """The groups of expert-parallel layers: declared by their size, connected when they are first needed.
 
-``ep_size_<n>`` names both the ranks that share the experts of a layer and those that hold the same ones. The latter are
-a group that parameters name (``comm.job.declared_groups``): ZeRO shards among them. The former exchange tokens. The
-layers of a model may have several sizes.
+``ep_size_<n>`` names two groups: the ranks that share the experts of a layer, which exchange tokens, and the ranks that
+hold the same experts, among which ZeRO shards (a declared group, ``comm.job.declared_groups``). The layers of a model
+may have several sizes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class ExpertRanks(NamedTuple):
 
 
 def cut(dense: Sequence[Sequence[int]], ep_size: int, *, data_first: bool = False) -> ExpertRanks:
-    """Cuts ranks that hold the same part of the rest of the model into such that share experts.
+    """Divides ranks that hold the same part of the rest of the model into groups that share experts.
 
     Args:
         dense: Lists of ranks, each of which holds the same part of the model and sees other samples.
         ep_size: How many share the experts.
-        data_first: Ranks that share experts are as far from each other as can be, instead of neighbours.
+        data_first: Whether ranks that share experts are as far apart as possible, instead of neighbours.
 
     Raises:
         DeepSpeedConfigError: ``ep_size`` does not divide the number of these ranks.
@@ -169,7 +169,7 @@ class ExpertGroups:
         return ranks
 
     def _define(self, ep_size: int, ranks: ExpertRanks) -> None:
-        if ep_size > 1:  # else every rank has all experts, as it has all other parameters
+        if ep_size > 1:  # otherwise every rank has all experts, which are ordinary parameters
             self._declared.define(group_name(ep_size), ranks.same, is_whole=True, lasts=False)
 
     def sizes(self, *, made: bool = False) -> list[int]:
@@ -220,7 +220,7 @@ class ExpertGroups:
             name: ``ep_size_<n>``.
 
         Raises:
-            CallOrderError: They have not been made.
+            CallOrderError: The groups have not been made.
         """
         number = name.rpartition("_")[2]
         size = self._known().get(int(number)) if number.isdecimal() and name == group_name(int(number)) else None
@@ -253,5 +253,5 @@ class ExpertGroups:
     def _known(self) -> dict[int, _Size]:
         defined = self._declared.defined()
         for size in [size for size in self._sizes if size > 1 and group_name(size) not in defined]:
-            del self._sizes[size]  # the engines that used it are gone
+            del self._sizes[size]  # the engines that used it were destroyed
         return self._sizes

@@ -1,4 +1,4 @@
-"""A job of ranks that do not exist: one process goes through the motions of rank *r* of *N*."""
+"""A simulated job: one process acts as rank *r* of *N* without the other ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FakeGroup:
 
 
 class FakeJob(Job):
-    """Rank ``rank`` of ``layout.world_size`` ranks, for which no other rank waits.
+    """Acts as rank ``rank`` of ``layout.world_size`` ranks that do not exist.
 
     Args:
         rank: The rank that this process stands for.
@@ -42,7 +42,7 @@ class FakeJob(Job):
         operations: Has the collectives of ``torch.distributed`` that are simulated, under their names.
 
     Attributes:
-        substitutes: What :meth:`Job.make` makes in the place of a class.
+        substitutes: Replacements of classes, for :meth:`Job.make`.
     """
 
     def __init__(self, rank: int, layout: Mesh, backend: str, operations: Any) -> None:
@@ -65,7 +65,7 @@ class FakeJob(Job):
 
     @override
     def axis_of(self, group: Any = None, name: str | None = None) -> Axis:
-        if name in AXES and not isinstance(group, FakeGroup):  # ranks that are simulated have groups of the mesh
+        if name in AXES and not isinstance(group, FakeGroup):  # simulated ranks have the groups of the mesh
             group = FakeGroup(tuple(self.layout.group(self.rank, name)))
         return super().axis_of(group, name)
 

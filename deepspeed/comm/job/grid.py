@@ -1,9 +1,9 @@
-"""A grid of ranks: along one axis they share the slices of a buffer, along the other they hold the same slices.
+"""A grid of ranks: ranks along one axis share the slices of a buffer, those along the other hold the same slices.
 
 Neighbours share (they are near each other: a node): the mesh has the axes ``replicate`` and, faster, ``shard``.
 
-Where something is cut over *all* ranks of the grid, a rank's part must lie inside the slice that it holds. So parts are
-numbered by *position*: first along the sharing axis, then along the other (:class:`GridTransport`).
+If something is cut over *all* ranks of the grid, a rank's part must lie inside its slice. So parts are numbered by
+*position*: first along the sharing axis, then along the other (:class:`GridTransport`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def grid_mesh(size: int, shard_size: int) -> Mesh:
 
 
 class _TwoStepGather:
-    """A gather in two steps; the second is requested when the first has been waited for."""
+    """A gather in two steps; ``wait`` issues the second after the first."""
 
     def __init__(self, grid: GridTransport, flat: torch.Tensor, key: int, label: str) -> None:
         self._grid = grid
@@ -119,7 +119,7 @@ class Grid:
     Attributes:
         gather: Carries parameters between the ranks that share slices.
         reduce: Carries gradients between them.
-        combine: Carries what the ranks with the same slices exchange.
+        combine: Carries sums between the ranks with the same slices.
         positions: All ranks, by position.
     """
 

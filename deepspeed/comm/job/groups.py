@@ -1,8 +1,8 @@
-"""Which ranks share what: the registry of parallel groups that ``deepspeed.utils.groups`` shows.
+"""The parallel groups of the job, under the names of ``deepspeed.utils.groups``.
 
-A model-parallel program brings an ``mpu``, an object with its groups (``get_data_parallel_group()``,
-``get_model_parallel_rank()``, ...); every method that it has is called on it. Methods that it lacks are
-read from a registered mesh. Without either the world is purely data parallel: one data-parallel group of all ranks,
+A model-parallel program passes an ``mpu``, an object with its groups (``get_data_parallel_group()``,
+``get_model_parallel_rank()``, ...), whose methods take precedence. Methods that it lacks are answered from a registered
+mesh. Without either the world is purely data parallel: one data-parallel group of all ranks,
 and groups of one for everything else.
 
 A pipeline grid's ``get_model_parallel_*`` span its stages and the ranks that cut layers; those that cut layers it calls
@@ -57,7 +57,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 def set_mpu(unit: Any) -> None:
     """Registers the program's model-parallel unit; None forgets it.
 
-    This module itself, given as one, is none; nor is a unit that only passes on the values of the registered mesh.
+    This module itself and a unit that only returns values of the registered mesh are not registered.
     """
     is_ours = unit is sys.modules[__name__] or getattr(unit, "is_part_of_the_mesh", False)
     Job.current().mpu = None if is_ours else unit
@@ -143,7 +143,7 @@ def _get_broadcast_src_rank() -> int:
 
 
 def _call_model_mpu(what: str) -> Any:
-    """Calls the mpu for model-parallel ranks; None if it is of the kind that calls sequence-parallel ranks so."""
+    """Calls the mpu for model-parallel ranks; None if the mpu uses these names for sequence-parallel ranks."""
     if hasattr(Job.current().mpu, "initialize_sequence_parallel"):
         return None
     return _call_mpu(f"get_model_parallel_{what}", f"get_tensor_model_parallel_{what}")

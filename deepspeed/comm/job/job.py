@@ -1,11 +1,11 @@
-"""The job: everything that belongs to one life of torch's default process group.
+"""The job: everything that belongs to one instance of torch's default process group.
 
 A job begins when code first requests it after ``init_process_group``, and is over when the process group is
-destroyed; the next process group is another job, perhaps of other ranks. Its watch, its process groups and transports,
-the mesh and what was declared on it are attributes of the job, so that nothing of it outlives it.
+destroyed; the next process group is another job, perhaps of other ranks. Its watchdog, process groups, transports, mesh
+and declared groups are attributes of the job, so that nothing of it outlives it.
 
 Losses, layers and loaders get a process group from the caller. :func:`transport_along` and :func:`channel_along` make
-it an axis of the job, so that what they exchange is watched, counted under its axis, and simulated by a plan.
+it an axis of the job, so that the watchdog supervises their transfers, counters count them, and plans simulate them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from deepspeed.comm.watch.watched_group import WatchedGroups
 from deepspeed.errors import CallOrderError
 from deepspeed.uncompiled import uncompiled
 
-_ALONE = tuple((axis,) for axis in reversed(AXES) if axis not in (DATA, PIPE))  # stages have groups of their own
+# pipeline stages make their groups themselves
+_ALONE = tuple((axis,) for axis in reversed(AXES) if axis not in (DATA, PIPE))
 _WITH_A_GROUP = (SAMPLES, SAME_PART, OTHER_PARTS, *_ALONE, SAME_EXPERTS)
 
 
@@ -51,11 +52,11 @@ class Job:
         connector: Makes transports.
         declared: Groups that parameters name.
         experts: Groups of expert-parallel layers.
-        backward: What layers have noted of their exchanges in backward passes.
+        backward: The exchanges that layers have declared for backward passes.
         mpu: The program's model-parallel unit; None: there is none.
         mesh: The mesh that is registered; None: all ranks are data-parallel.
-        purpose: What the program does, in words, if it was set; for messages of waits in vain.
-        members: What outlives the job, where ranks may come and go (``comm.members.join``); else None.
+        purpose: What the program is doing, in words, if set; for messages about failed waits.
+        members: The run's membership, which outlives the job, if ranks may change (``comm.members.join``); else None.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -82,7 +83,7 @@ class Job:
         """Returns the job of the process group that there is now; one without any where there is none."""
         if _current.is_over():
             following = Job()
-            if _current._world is None:  # a unit may be registered before the process group is started
+            if _current._world is None:  # an mpu may be registered before the process group is started
                 following.mpu = _current.mpu
             _current.close()
             _replace(following)
@@ -99,14 +100,14 @@ class Job:
         Raises:
             DeepSpeedConfigError: The mesh is not one of as many ranks as the process group has.
             DivergenceError: Some rank does something else.
-            CommunicationError: Some rank has ended or did not come.
+            CommunicationError: Some rank has ended or did not arrive.
         """
         _replace(Job(device)).close()
         _current.set_mesh(mesh)
         return _current
 
     def close(self) -> None:
-        """Ends the watch and drops all that belongs to the job. Its transports cannot be used any more.
+        """Stops the watchdog and drops all that belongs to the job. Its transports cannot be used any more.
 
         The process groups stay: they are torch's, and end with ``destroy_process_group``.
         """
@@ -122,7 +123,7 @@ class Job:
         return self.members is not None and bool(self.members.awaits_copies)
 
     def is_over(self) -> bool:
-        """Returns whether the process group of this job is there no more, or another one is."""
+        """Returns whether this job's process group was destroyed or replaced."""
         return self.ranks.world is not self._world
 
     @contextmanager
@@ -136,7 +137,7 @@ class Job:
 
     @contextmanager
     def during(self, purpose: str) -> Iterator[None]:
-        """Lets errors about collectives inside the context name ``purpose`` as what they belong to."""
+        """Names ``purpose`` in errors about collectives inside the context."""
         before, self.purpose = self.purpose, purpose
         try:
             yield
@@ -144,7 +145,7 @@ class Job:
             self.purpose = before
 
     def make(self, kind: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns ``kind(*arguments)``; a simulated job may have something of its own in its place."""
+        """Returns ``kind(*arguments)``, or a simulated job's substitute."""
         return kind(*arguments)
 
     def axis(self, *names: str, size: int | None = None, device: torch.device | None = None) -> Axis:
@@ -223,10 +224,10 @@ class Job:
         Raises:
             DeepSpeedConfigError: It is not one of as many ranks as the job has.
             DivergenceError: Some rank does something else.
-            CommunicationError: Some rank has ended or did not come.
+            CommunicationError: Some rank has ended or did not arrive.
         """
         if found is not None and found == self.mesh:
-            return  # engines of one job follow each other
+            return  # another engine of the same job
         self.mesh = None
         self._of_axes.clear()
         if found is None:
@@ -248,7 +249,7 @@ class Job:
         Raises:
             CallOrderError: No mesh is registered.
             DivergenceError: Some rank does something else.
-            CommunicationError: Some rank has ended or did not come.
+            CommunicationError: Some rank has ended or did not arrive.
         """
         if self.mesh is None:
             raise CallOrderError(

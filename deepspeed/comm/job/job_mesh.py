@@ -1,8 +1,8 @@
-"""The mesh of the job, and where this rank stands on it: the one place where both are decided.
+"""Determines the job's mesh and this rank's coordinates on it.
 
-Four sources can determine it: the program's ``mpu``, ``mesh_param``, a model that is cut already (a pipeline of
-stages), and the configuration. What is given by objects holds; what the configuration requests beside it is cut out of
-the data-parallel ranks, which is the axis that takes what is left.
+Four sources can determine it: the program's ``mpu``, ``mesh_param``, a model that is already cut (a pipeline), and the
+configuration. Axes from objects take precedence; further axes from the configuration divide the data-parallel ranks,
+the axis of all remaining ranks.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class JobMesh:
         if self._given is None:
             return mesh_of_config(root, size_of())
         found = self._given
-        for axis, size in reversed(degrees(root).items()):  # what is cut off first is the fastest in the end
+        for axis, size in reversed(degrees(root).items()):  # the axis that is cut off first becomes the fastest one
             if size == 1 or found.size(axis) == size:
                 continue
             if self._of_mpu is not None or found.size(axis) > 1:
@@ -134,7 +134,7 @@ class JobMesh:
         return found
 
     def settle(self, root: Root) -> RankCoordinates:
-        """Registers what was found for ``utils.groups`` and logs where this rank stands. Every rank must call it.
+        """Registers the mesh for ``utils.groups`` and logs this rank's coordinates. Every rank must call it.
 
         Where all ranks are data-parallel nothing is registered, so that a second model of a process (a teacher, a
         reference) does not undo what the first one registered.
@@ -145,7 +145,7 @@ class JobMesh:
         Raises:
             DeepSpeedConfigError: Sizes of axes in the configuration do not fit the mesh that the program gave.
             DivergenceError: Some rank does something else.
-            CommunicationError: Some rank has ended or did not come.
+            CommunicationError: Some rank has ended or did not arrive.
         """
         mesh = self.mesh(root)
         if self._mpu is not None:

@@ -45,7 +45,7 @@ class Mesh:
                 f"an axis of a mesh has at least 1 rank, found {', '.join(small)}; give it 1 or more"
             )
         if self.ranks and self.ranks == tuple(range(self.world_size)):
-            object.__setattr__(self, "ranks", ())  # so that equal meshes compare equal
+            object.__setattr__(self, "ranks", ())  # normalised, so that equal meshes compare equal
         if self.ranks and sorted(self.ranks) != list(range(self.world_size)):
             raise DeepSpeedConfigError(
                 f"the {self} has {self.world_size} places for the ranks 0 to {self.world_size - 1}, each once; found "
@@ -155,7 +155,7 @@ class Mesh:
         """Returns the same ranks with ``axis`` cut in two.
 
         Args:
-            axis: The axis to cut; it goes.
+            axis: The axis to cut; it is replaced.
             outer: Name of the slower part.
             inner: Name and size of the faster part: neighbours along ``axis``.
 
@@ -190,7 +190,7 @@ class Mesh:
 
     @cached_property
     def _strides(self) -> dict[str, int]:
-        """Returns, by axis, how far neighbours along it are apart."""
+        """Returns the stride of each axis: the distance in ranks between neighbours along it."""
         found, stride = {}, 1
         for name, size in reversed(self.axes):
             found[name] = stride

@@ -1,4 +1,4 @@
-"""Where a job's mesh comes from: a model-parallel unit, a torch ``DeviceMesh``, the configuration."""
+"""Makes a job's mesh from a model-parallel unit, a torch ``DeviceMesh``, or the configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TAKEN = "ds_cut_over"
 
 _USUAL_NAMES = {alias: row.name for row in ROWS for alias in row.aliases}
 _SHORT_NAMES = tuple(row.aliases[0] for row in ROWS if row.aliases)
-"""What programs call the axes of a ``DeviceMesh``; any other name stays as it is."""
+"""Programs' names of the axes of a ``DeviceMesh``; other names are kept."""
 
 
 def mesh_of_mpu(mpu: Any, timeout: timedelta) -> Mesh:
@@ -38,7 +38,7 @@ def mesh_of_mpu(mpu: Any, timeout: timedelta) -> Mesh:
     Raises:
         DeepSpeedConfigError: The places do not make a mesh; the same on every rank.
         DivergenceError: Some rank does something else.
-        CommunicationError: Some rank has ended or did not come.
+        CommunicationError: Some rank has ended or did not arrive.
     """
     mine = place_of(mpu)
     watched = Job.current().watched.of()
@@ -118,7 +118,7 @@ def mesh_of_dtensors(ranks: Sequence[int]) -> Mesh:
         ranks: Result of :func:`ranks_of_dtensors`.
 
     Raises:
-        DeepSpeedConfigError: They are neither.
+        DeepSpeedConfigError: The ranks are neither neighbours nor evenly apart.
     """
     world, size = size_of(), len(ranks)
     others = world // size

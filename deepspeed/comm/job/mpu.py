@@ -1,4 +1,4 @@
-"""The coordinates and groups of a program's model-parallel unit (``mpu``), in one value.
+"""Reads the coordinates and groups of a program's model-parallel unit (``mpu``).
 
 An mpu is an object or a module with the groups of a program: the ranks that see other samples (*data*), the
 ranks that hold other parts of the same samples (*sequence*), and the ranks that hold other parts of the model (*tensor*
@@ -35,8 +35,8 @@ class RankCoordinates:
         model_size: Ranks that hold other parts of one copy of the model (``OTHER_PARTS``).
         tensor_rank: This rank's place among those that hold other parts of the same layers (``PARTS_OF_LAYERS``).
         islands: How many groups like ``zero_group`` there are, of consecutive ranks, each of which trains by itself.
-        mesh: The job's, for single axes; ``comm.job.groups.group_along`` has the groups where the mesh is not an mpu's
-            own. Of an mpu that covers some ranks of the job only: that of these ranks.
+        mesh: The job's mesh, for single axes; ``comm.job.groups.group_along`` has its groups unless it is an mpu's. If
+            an mpu covers only some ranks of the job, the mesh of these ranks.
     """
 
     zero_group: Any

@@ -1,4 +1,4 @@
-"""The one place where this package makes process groups, each with one owner.
+"""Makes all process groups of this package, each with one owner.
 
 Torch wants every rank of the job to make every group, in one order: it names a group by a count, and groups of the same
 name meet at the same keys. So no rank makes only its own group here: all make all groups of an axis, from one
@@ -23,13 +23,13 @@ from deepspeed.comm.start.probes import probed_connections
 from deepspeed.comm.watch.watched_group import WatchedGroups
 from deepspeed.errors import CallOrderError, CommunicationError
 
-_TORCH_TIMEOUT = timedelta(minutes=30)  # torch's own for making a group
+_TORCH_TIMEOUT = timedelta(minutes=30)  # torch's time limit for making a group
 
 Owner = Literal["engine", "job", "program"]
 """Who owns a process group of a backend in which the order of transfers matters (not gloo).
 
-- "engine": the open :class:`Lease`. What is sent may be held back until the end of a backward pass, so that two users
-  could not keep one order. One user at a time; the next one takes it when the lease has given it back.
+- "engine": the open :class:`Lease`. Transfers may be delayed until the end of a backward pass, so two users could not
+  keep one order. The group has one user at a time; the next one gets it when the lease ends.
 - "job": every transfer is a call of the program, or its mirror in a backward pass, and all ranks of the group make
   these calls in one order. All users share it, also at the same time.
 - "program": nothing of this package is sent in it, and programs order their own collectives. It is made once.
@@ -38,10 +38,10 @@ Owner = Literal["engine", "job", "program"]
 
 @dataclass(eq=False)
 class _CachedGroup:
-    """A process group that exists and is used again.
+    """A process group that is kept for reuse.
 
-    Torch keeps groups, with their threads and buffers, until they are destroyed; so those who request equal ones use
-    the same ones. See "A communicator has one owner" in docs/design/zero.md.
+    Torch keeps groups, with their threads and buffers, until they are destroyed; so requests for equal groups share
+    one. See "A communicator has one owner" in docs/design/zero.md.
 
     Attributes:
         axis: The members of all groups of the axis.
@@ -50,7 +50,7 @@ class _CachedGroup:
         group: This rank's group.
         owner: See :data:`Owner`; gloo's are the program's, as several users may use them in any order.
         number: Counts the groups of a job in which the order of transfers matters; equal on all ranks for one call.
-        is_free: Whether it is an engine's, and no engine has it now.
+        is_free: Whether it is for engines, and no engine uses it now.
     """
 
     axis: list[list[int]]
@@ -63,18 +63,18 @@ class _CachedGroup:
 
 
 class Lease:
-    """The process groups that an engine has for itself until it gives them back."""
+    """The process groups that one engine uses exclusively until :meth:`give_back`."""
 
     def __init__(self) -> None:
         self._entries: list[_CachedGroup] = []
 
     def take(self, entry: _CachedGroup) -> None:
-        """Adds a group, which is not free any more."""
+        """Adds a group and marks it as in use."""
         entry.is_free = False
         self._entries.append(entry)
 
     def give_back(self) -> None:
-        """Lets the next engine have the groups. No rank waits for another one; later calls do nothing."""
+        """Frees the groups for the next engine. Does not communicate; later calls do nothing."""
         for entry in self._entries:
             entry.is_free = True
         self._entries.clear()
@@ -133,9 +133,9 @@ class ProcessGroups:
                 equal ones that may be used.
 
         Raises:
-            CallOrderError: They are an engine's, and no lease is open.
+            CallOrderError: ``owner`` is "engine", and no lease is open.
             DivergenceError: Some rank does something else.
-            CommunicationError: Some rank has ended or did not come.
+            CommunicationError: Some rank has ended or did not arrive.
         """
         axis = [sorted(ranks) for ranks in groups]
         owner = "program" if backend == "gloo" else owner
@@ -228,7 +228,7 @@ class ProcessGroups:
             timeout: How long to wait for the other ranks; None: as torch.
 
         Raises:
-            CommunicationError: They are not; the same on every rank.
+            CommunicationError: The groups are not disjoint or do not cover all ranks; the same on every rank.
             DivergenceError: Some rank does something else.
         """
         size = self._ranks.size_of()

@@ -1,4 +1,4 @@
-"""The groups that torch.distributed has: the rendezvous store, which are alive, their backends."""
+"""Facts of torch.distributed's groups: the rendezvous store, which groups exist, their backends."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Who belongs to a run whose ranks may change: links between its processes, and how they regroup after a loss."""
+"""Membership of a run whose ranks may change: links between its processes, and regrouping after a loss."""

@@ -19,7 +19,7 @@ from deepspeed.comm.start.rendezvous import is_listening
 from deepspeed.comm.start.timeout import default_timeout
 from deepspeed.errors import CommunicationError
 
-_FORM_SECONDS = 60.0  # for the start of a process group among processes that are all there
+_FORM_SECONDS = 60.0  # for the start of a process group among processes that are all running
 _CONNECT_SECONDS = 2.0
 # Gloo cannot be interrupted where a member dies while it connects: it waits so long for a key of the store, and five
 # times as long for a connection.
@@ -51,8 +51,8 @@ class JobManager:
 
     def __init__(self, links: MemberLinks) -> None:
         self._links = links
-        self._served: Any = None  # the store of the present job, if this process has planned that
-        self._next: Any = None  # that of the job to come
+        self._served: Any = None  # the store of the present job, if this process has planned it
+        self._next: Any = None  # the store of the next job
 
     def open_store(self, host: str) -> int:
         """Opens a store for the next job, which this process has planned; returns the port."""
@@ -75,7 +75,7 @@ class JobManager:
         """Starts the process group of ``plan``. All its members must call it.
 
         Raises:
-            CommunicationError: A member was lost, or did not come in time.
+            CommunicationError: A member was lost, or did not arrive in time.
         """
         me = next(member for member in plan.members if member.number == self._links.number)
         self._links.on_loss = self._break_off
@@ -97,7 +97,7 @@ class JobManager:
             raise CommunicationError("a member was lost while the process group was started")
 
     def stand_by(self) -> None:
-        """Takes no part in the job that was planned, but holds its store if this process has opened it."""
+        """Stays out of the planned job, but keeps its store open if this process has opened it."""
         self._links.on_loss = self._break_off
         if self._links.lost:
             self._next = None

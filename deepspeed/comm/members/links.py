@@ -1,6 +1,6 @@
 """A connection between every two processes of a run: when a process ends, all others see it at once.
 
-The kernel closes the sockets of a process whatever ends it, so a loss is seen in milliseconds and needs no time limit.
+The kernel closes the sockets of a process however it ends, so a loss is detected in milliseconds, without a time limit.
 A machine or a network that goes down closes nothing; there TCP's keep-alive decides after about ten seconds.
 
 A process that is stopped closes nothing either. Where :meth:`MemberLinks.expect_beats` has been called, members send
@@ -38,7 +38,7 @@ _SEND_SECONDS = 5.0
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.02
 _LONGEST_LINE = 1 << 22
-_BEATS = 4  # signs of life in the time after which a member without one is lost
+_BEATS = 4  # heartbeats per ``silence``, after which a member without one is lost
 _UNCERTAIN = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN})
 
 
@@ -50,7 +50,7 @@ class LostMember:
         member: Which.
         seen: When, in seconds of the monotonic clock.
         is_certain: Its socket was closed, so the process has ended. Otherwise it, or its machine, does not answer.
-        cause: The reason, as far as this process has one, as text; empty: nothing.
+        cause: The reason, if this process knows it, as text; else empty.
     """
 
     member: RunMember
@@ -87,7 +87,7 @@ class MemberLinks:
     Attributes:
         address: Where this process listens: host and port.
         token: As given.
-        number: This process's number among the members; -1: it has none yet.
+        number: This process's number among the members; -1 before it has one.
         on_loss: Called in the watching thread when a member is lost; None: not reported.
     """
 
@@ -103,7 +103,7 @@ class MemberLinks:
         self._links: dict[int, _Link] = {}
         self._joining: list[_Link] = []
         self._lost: dict[int, LostMember] = {}
-        self._gone: set[int] = set()  # left with a message, or were taken out of the run
+        self._gone: set[int] = set()  # members that left with a message, or were removed from the run
         self._received: deque[tuple[int, dict[str, Any]]] = deque()
         self._changed = threading.Condition()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -173,7 +173,7 @@ class MemberLinks:
             return sorted(self._members.values(), key=lambda member: member.number)
 
     def expect_beats(self, silence: float) -> None:
-        """Sends signs of life, and takes members that send none any more for lost. All members must call it.
+        """Sends heartbeats, and treats members that stop sending them as lost. All members must call it.
 
         Args:
             silence: Seconds; 0: none are sent or expected.
@@ -196,7 +196,7 @@ class MemberLinks:
             return self._changed.wait_for(lambda: bool(self._lost), seconds)
 
     def settle(self, members: Sequence[RunMember], me: int, epoch: int = 0) -> None:
-        """Takes ``members`` for those of the run from now on; what was lost before is forgotten.
+        """Sets the members of the run from now on, and clears :attr:`lost`.
 
         Args:
             members: All, this process included.
@@ -215,7 +215,7 @@ class MemberLinks:
         """Links this process with every member. All members must call it.
 
         Raises:
-            CommunicationError: One did not come in time, or was lost.
+            CommunicationError: A member did not connect in time, or was lost.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -364,7 +364,7 @@ class MemberLinks:
             links = [link for link in self._links.values() if link.number not in self._gone]
         for link in links:
             if since > self._silence / 2 and link.last_sign is not None:
-                # This process was stopped itself, or starved: what the others have sent may lie unread.
+                # This process itself was stopped or starved: heartbeats of the others may be unread.
                 link.last_sign = now
             elif link.last_sign is not None and now - link.last_sign > self._silence:
                 self._give_up(link)
@@ -411,7 +411,7 @@ class MemberLinks:
             messages = [None]
         for message in messages:
             if not isinstance(message, dict) or not self._take(link, message):
-                self._end(link, is_certain=True)  # a stranger
+                self._end(link, is_certain=True)  # not a process of this run
                 return
         if len(link.received) > _LONGEST_LINE:
             self._end(link, is_certain=True)

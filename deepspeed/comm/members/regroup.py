@@ -1,4 +1,4 @@
-"""How the members that are left agree on the next job of the run.
+"""The agreement of the remaining members on the next job of the run.
 
 The living member with the lowest number leads. Every member sends it a ready message with the copies of model states
 that it holds and the members that it has lost; the leader waits for all of them and sends a plan. Whenever a further
@@ -18,7 +18,7 @@ from deepspeed.comm.members.links import MemberLinks, join_key
 from deepspeed.comm.members.member import JobPlan, RunMember
 from deepspeed.errors import CommunicationError
 
-_NUMBERS_PER_EPOCH = 1 << 20  # a number is never used again, whatever has become of an earlier plan
+_NUMBERS_PER_EPOCH = 1 << 20  # numbers are never reused, even if an earlier plan failed
 _LOOK_SECONDS = 0.5  # how long a member waits for a message before it looks at the links again
 
 
@@ -27,7 +27,7 @@ class ReadyMember:
     """The message of a member that is ready for another job.
 
     Attributes:
-        epoch: The epoch of the last plan that it has taken.
+        epoch: The epoch of the last plan that it has accepted.
         held: Copies that it holds, as ``elasticity.copies`` lists them.
         join_requests: Processes that want to join through it.
     """
@@ -86,7 +86,7 @@ class Regroup:
         self._mine = ReadyMember(epoch, held, links.join_requests)
         self._choose = choose
         self._open_store = open_store
-        self._patience = patience if not served else float("inf")  # a spare is ready before anybody needs it
+        self._patience = patience if not served else float("inf")  # a spare may wait arbitrarily long
         self._served = served
         self._ready: dict[int, ReadyMember] = {}
         self._epochs = epoch
@@ -98,7 +98,7 @@ class Regroup:
             None on a spare, when those with ranks have come to the end of the run.
 
         Raises:
-            CommunicationError: They did not all come in time, or too few are left to exclude that others continue too.
+            CommunicationError: Some did not answer in time, or too few are left to exclude that others continue too.
         """
         deadline = time.monotonic() + self._patience
         announced: tuple[int, ...] = ()

@@ -1,1 +1,1 @@
-"""How a process joins its job: environment, rendezvous, who is let in, the first process group."""
+"""How a process joins its job: environment, rendezvous, admission, the first process group."""

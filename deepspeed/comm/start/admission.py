@@ -1,10 +1,10 @@
-"""Who is let in at a rendezvous: before the ranks of a run use a store, each sends the identifier of its run.
+"""Admission to a rendezvous: before the ranks of a run use a store, each sends the identifier of its run.
 
-Two runs need only a port in common for their processes to connect to one store, and there rank 1 of the one looks like
-rank 1 of the other. So nothing is put under a name that two of them could share before rank 0, the host, has seen who
-is there. Every other process takes a number, posts who it is, and waits for the reply under its number. The host lets
-in one process per rank, and refuses processes of another run by name: all ranks of that run get the reason, here a line
-is logged. Admitted processes are sent the prefix of the run's keys, which contains a secret word.
+Processes of two runs with the same port connect to one store, where rank 1 of one run looks like rank 1 of the other.
+So no key that two runs could share is used before rank 0, the host, has checked the processes. Every other process
+takes a number, posts its description, and waits for the reply under its number. The host admits one process per rank
+and refuses processes of another run: all ranks of that run get the reason, and this run logs a line. Admitted
+processes get the prefix of the run's keys, which contains a secret.
 
 Most starters give a run a name (``Place.run``). Where none does, a process of another program on rank 0's machine that
 was not started together with it counts as a stranger. If two processes connect as the same rank and nothing decides
@@ -42,7 +42,7 @@ from deepspeed.ports import shortened
 
 _SCOPE = "deepspeed/admission"
 _HOST = f"{_SCOPE}/host"
-_HOST_PERIOD = 0.25  # seconds between looks of a waiting rank whether rank 0 was started again
+_HOST_PERIOD = 0.25  # seconds between checks of a waiting rank whether rank 0 was restarted
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
 _Made = TypeVar("_Made")
 _RANK_ARGUMENT = re.compile(r"^(--?[\w-]*rank)(=\d+)?$")
@@ -61,7 +61,7 @@ class StoreLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class JoiningProcess:
-    """One process that comes to the rendezvous.
+    """One process that asks for admission.
 
     Attributes:
         rank: The rank that it claims to be.
@@ -202,7 +202,7 @@ def job_of(words: Sequence[str]) -> str:
 
 
 def receive_ranks(store: Any, joining: JoiningProcess, where: str, timeout: timedelta) -> tuple[str, list[RankInfo]]:
-    """Brings the ranks of one run together. All of them must call it, with a store that was used for nothing else.
+    """Runs the rendezvous of one run. All its ranks must call it, with a store that was used for nothing else.
 
     Args:
         store: A torch ``Store``; processes of other runs may have it too.
@@ -241,7 +241,7 @@ def receive_ranks(store: Any, joining: JoiningProcess, where: str, timeout: time
 
 
 class _Host:
-    """Rank 0's part: who is let in."""
+    """Rank 0's part: admits processes."""
 
     def __init__(self, store: Any, me: JoiningProcess, where: str, timeout: timedelta) -> None:
         self._store = store
@@ -250,12 +250,12 @@ class _Host:
         self._where = where
         self._timeout = timeout
         self._seen = 0
-        self._late: set[int] = set()  # numbers of processes that have not posted who they are yet
-        self._members: dict[int, tuple[int, JoiningProcess]] = {}  # by rank: its number, and who it is
+        self._late: set[int] = set()  # numbers of processes that have not posted their description yet
+        self._members: dict[int, tuple[int, JoiningProcess]] = {}  # by rank: its number and description
         self._decision: str | None = None
 
     def receive(self, deadline: float) -> tuple[str, list[RankInfo]]:
-        """Lets the ranks in; see :func:`receive_ranks`."""
+        """Admits the ranks; see :func:`receive_ranks`."""
         self._open()
         pause = _pauses(self._store)
         impatient_at = time.monotonic() + _IMPATIENT_SECONDS
@@ -458,7 +458,7 @@ def _rendezvous_point_at(store: Any) -> RendezvousPoint | None:
 
 
 def _arrive(store: Any, rendezvous: RendezvousPoint, joining: JoiningProcess) -> int:
-    """Posts who this process is; returns the number under which the answer will be."""
+    """Posts this process's description; returns the number under which the answer will be."""
     number: int = store.add(rendezvous.key("arrivals"), 1)
     store.set(rendezvous.key(f"arrival/{number}"), joining.to_json())
     return number
@@ -475,7 +475,7 @@ def _waits_for_restart(rendezvous: RendezvousPoint | None, joining: JoiningProce
 
 
 def _is_over_without(store: Any, rendezvous: RendezvousPoint, joining: JoiningProcess, where: str) -> str | None:
-    """Returns why this process comes too late; None while the rendezvous is open, or if this process was part of it."""
+    """Returns why this process is too late; None while the rendezvous is open, or if this process was admitted."""
     if not store.check([rendezvous.key("closed")]):
         return None
     members = _object(store.get(rendezvous.key("closed")))

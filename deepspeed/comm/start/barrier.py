@@ -1,8 +1,7 @@
-"""A barrier at the rendezvous store before a call that nothing can end.
+"""A barrier at the rendezvous store before a call that cannot be interrupted.
 
-Torch makes process groups in calls that block inside torch until every rank makes them, and no watch reaches in there.
-So the ranks pass a barrier first, where a wait is many short ones: one that goes another way, or whose program ends, is
-named.
+Torch makes process groups in calls that block inside torch until every rank makes them, where the watchdog cannot
+interrupt them. So the ranks pass a barrier first, which waits in short intervals and names ranks that diverge or end.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def store_barrier(watch: Watch, label: str, members: Sequence[int], timeout: tim
 
     Raises:
         DivergenceError: Some of them wait for something else.
-        CommunicationError: One has ended, or did not come in time.
+        CommunicationError: A member has ended, or did not arrive in time.
     """
     rendezvous = _BarrierRound(watch, label, tuple(members))
     if word:
@@ -45,7 +44,7 @@ def store_barrier(watch: Watch, label: str, members: Sequence[int], timeout: tim
 def agree(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, offers: Sequence[str]) -> list[str]:
     """Waits until all ``members`` have come to the same call; arguments and errors as in :func:`store_barrier`.
 
-    A rank reads one key per offer of its own, however many ranks there are.
+    A rank reads one key per offer of its own, for any number of ranks.
 
     Args:
         watch: See :func:`store_barrier`.
@@ -115,7 +114,7 @@ class SupervisedStore:
 
         Raises:
             DivergenceError: Some member waits for something else.
-            CommunicationError: One has ended, or did not come in time.
+            CommunicationError: A member has ended, or did not arrive in time.
         """
         self._watch.wait_for_keys(keys, self._channel, self._index, self._label, self._members, timeout)
 

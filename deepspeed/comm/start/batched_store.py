@@ -1,4 +1,4 @@
-"""Few operations of the rendezvous store: with one per key and moment, thousands of ranks would start slowly."""
+"""Batches operations of the rendezvous store: with one per key, thousands of ranks would start slowly."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_many(store: Any, values: Mapping[str, str]) -> None:
 
 
 def those_there(store: Any, keys: Sequence[str]) -> list[str]:
-    """Returns those of ``keys`` that are set, in order: in one question if all are, else by halves.
+    """Returns those of ``keys`` that are set, in order: with one query if all are, else by bisection.
 
     Args:
         store: A torch ``Store``.
@@ -74,7 +74,7 @@ def longest_pause(ranks: int, least: float) -> float:
 
 
 def wait_at_store(store: Any, key: str, ranks: int) -> bool:
-    """Waits for a second or some, until ``key`` is set, in one operation that the store answers late.
+    """Waits up to a few seconds until ``key`` is set, in one blocking operation of the store.
 
     The connection to the store serves nothing else meanwhile, and an interrupt of the program is seen afterwards.
 
@@ -91,7 +91,7 @@ def wait_at_store(store: Any, key: str, ranks: int) -> bool:
     """
     try:
         store.wait([key], timedelta(seconds=max(1.0, ranks / 2_000)))
-    except RuntimeError:  # the time is over, or the store is gone: then the question raises too
+    except RuntimeError:  # time limit, or the store is gone: then the query below raises too
         return bool(store.check([key]))
     return True
 

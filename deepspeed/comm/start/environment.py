@@ -1,7 +1,7 @@
-"""Where this process stands among the others, read from the environment.
+"""Reads this process's rank and the rendezvous address from the environment.
 
-Every way of starting a distributed job leaves its own variables. :func:`find_place` reads them in this order and
-returns which it believed:
+Each launcher of distributed jobs sets its own variables. :func:`find_place` reads them in this order and returns which
+it used:
 
 1. ``RANK`` and ``WORLD_SIZE`` (the ``deepspeed`` command, torchrun, Accelerate, Lightning),
 2. Open MPI's ``OMPI_COMM_WORLD_*``, MVAPICH's ``MV2_COMM_WORLD_*``,
@@ -121,7 +121,7 @@ def find_place(
 
 @dataclass(frozen=True)
 class _FoundRank:
-    """A rank as far as it is known without the others.
+    """A rank, as far as it is known without the other ranks.
 
     Attributes:
         rank: Global rank.

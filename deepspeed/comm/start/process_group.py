@@ -293,7 +293,7 @@ def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
 
     Raises:
         DivergenceError: Some rank does something else.
-        CommunicationError: Some rank has ended or did not come.
+        CommunicationError: Some rank has ended or did not arrive.
     """
     among = ranks if options.get("use_local_synchronization") else None
     if among is None or get_rank() in among:

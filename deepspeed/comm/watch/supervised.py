@@ -61,7 +61,7 @@ def collective(name: str, start: Callable[..., Any], group: Any, tensor: torch.T
 
     Raises:
         DivergenceError: Some of the ranks wait for something else.
-        CommunicationError: One has ended or died.
+        CommunicationError: A rank has ended or died.
     """
     watched = _watching(group, tensor)
     work = start(async_op=async_op or watched is not None)
@@ -79,7 +79,7 @@ def blocking(name: str, call: Callable[[], Any], group: Any, patience: float | N
 
     Raises:
         DivergenceError: Some of the ranks wait for something else.
-        CommunicationError: One has ended or died.
+        CommunicationError: A rank has ended or died.
     """
     watched = _watching(group, None)
     if watched is None:
