@@ -1,8 +1,8 @@
-"""Refuses pickles that make much out of little, before they are loaded.
+"""Refuses pickles that allocate far more than their own size, before they are loaded.
 
-Torch's restricted loader runs no code, but it calls what is on its list with any arguments: ``bytes(10**9)`` is a
-short pickle. The opcodes are followed here without executing anything. What they call must be what a pickler writes:
-no number and no ``range`` where a container is meant, and no type that picklers never call.
+Torch's restricted loader runs no code, but it calls the functions on its allow-list with any arguments:
+``bytes(10**9)`` is a short pickle. This module follows the opcodes without executing them. Calls must be such as a
+pickler writes: no number or ``range`` in the place of a container, and no type that picklers never call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BUILTINS = frozenset(
 )
 _NUMPY_CORE = ("numpy._core.multiarray.", "numpy.core.multiarray.")
 _REBUILD = "torch._utils._rebuild"
-_LEGACY_PICKLES = 5  # of a torch file that is no archive: magic number, version, system, the object, storage keys
+_LEGACY_PICKLES = 5  # in a torch file that is no archive: magic number, version, system, the object, storage keys
 _OLD_NAMES = {"__builtin__.xrange": "builtins.range"}
 _CONSTANTS = frozenset(
     {
@@ -62,10 +62,10 @@ def check_file(file: IO[bytes]) -> None:
     """Checks a torch file.
 
     Args:
-        file: Open for reading, at its start; it is there again afterwards.
+        file: Open for reading, at its start; reset to the start afterwards.
 
     Raises:
-        pickle.UnpicklingError: It would make more than it holds, or is no torch file.
+        pickle.UnpicklingError: It would allocate more than its own size, or is no torch file.
     """
     try:
         for stream in _pickles(file):
@@ -146,7 +146,7 @@ def _pop_to_mark(stack: list[Any]) -> list[Any]:
 
 
 def _check_call(called: Any, arguments: Any) -> str:
-    """Returns the name of what is called; raises where the call may make more than the pickle holds."""
+    """Returns the name of the called global; raises if the call may allocate more than the pickle's size."""
     if not isinstance(called, _Global) or not isinstance(arguments, tuple):
         raise pickle.UnpicklingError("a call of something that is not a global, or whose arguments are not a tuple")
     name = called.name

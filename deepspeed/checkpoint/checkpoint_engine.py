@@ -1,4 +1,4 @@
-"""Checkpoint engines store and load state dicts by path: torch's files, or a class of a program's own.
+"""Checkpoint engines store and load state dicts by path: torch's files, or a program's own class.
 
 A program gives its own to ``engine.checkpoint_engine``; ``save_checkpoint`` and ``load_checkpoint`` then pass every
 large tensor through it. ``PipelineModule.save_state_dict`` and ``load_state_dir`` take one as an argument.
@@ -48,7 +48,7 @@ class CheckpointCommitInfo:
 
 
 class CheckpointEngine:
-    """Base class of what stores state dicts by path. Rank-local: nothing here is a collective.
+    """Base class of objects that store state dicts by path. Rank-local: no method is a collective.
 
     Args:
         config_params: Settings of a derived class.
@@ -157,7 +157,7 @@ class StateDictWriter(FileWriter):
     @override
     def _write(self, name: str, entries: Sequence[FileTensor]) -> tuple[list[int], int, tuple[int, ...]]:
         state = {entry.name: _joined(entry) for entry in entries}
-        # Checksums and places are those of a file with a head of zeros and the tensors end to end.
+        # Checksums and offsets are those of a virtual file: a head of zeros, then the tensors end to end.
         with open(os.devnull, "wb") as sink:
             stream = ChunkedStream(sink.fileno(), self._pool, self._note)
             stream.write(memoryview(bytes(_HEAD)))

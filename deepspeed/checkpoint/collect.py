@@ -1,4 +1,4 @@
-"""What this rank writes: the runs of every bucket that fall to it, and the small states of the optimizer.
+"""Collects what this rank writes: its runs of every bucket, and the small states of the optimizer.
 
 Along axes on which tiles are whole, one rank writes them (``BucketGroup.is_primary_replica``) and the others nothing.
 Sharded states are written by their owner. Replicated ones are divided alike: each rank writes its share of each bucket
@@ -50,7 +50,7 @@ def collect(
     Args:
         runtime: The sharded model.
         optimizer: The torch optimizer over runs, or None.
-        numbers: Index of each bucket that this rank writes of, to its number in the checkpoint.
+        numbers: Maps the index of each bucket that this rank writes to its number in the checkpoint.
         exclude_frozen: Leave out parameters that have no gradient and no master.
     """
     found = RankCheckpoint()
@@ -86,11 +86,12 @@ def _collect_master(found: RankCheckpoint, bucket: Bucket, number: int, master: 
 
 
 def _is_rounded(out: torch.Tensor, flat: torch.Tensor) -> bool:
-    """Returns whether ``out`` holds the bits of ``flat`` in its own dtype, so that writing it would be waste."""
+    """Returns whether ``out`` equals ``flat`` rounded to its dtype, so that it need not be written."""
     for start in range(0, flat.numel(), _COMPARED_NUMEL):
         rounded = flat[start : start + _COMPARED_NUMEL].to(out.dtype)
         part = out[start : start + _COMPARED_NUMEL].to(rounded.device)
-        bits = torch.int64 if part.numel() * part.element_size() % 8 == 0 else torch.uint8  # the widest is fastest
+        # the widest dtype is fastest
+        bits = torch.int64 if part.numel() * part.element_size() % 8 == 0 else torch.uint8
         if not torch.equal(rounded.view(bits), part.view(bits)):
             return False
     return True

@@ -1,4 +1,4 @@
-"""How a save becomes visible: all at once, by a rename, after everything in it is on the disk.
+"""Makes a save visible atomically: by a rename, after all its files are on the disk.
 
 A save is written into ``.saving-<random>/`` beside the tags. Its lock is held by the writing process, so that a later
 save recognises what a killed one left and removes it. A tag that exists already is first renamed to
@@ -44,7 +44,7 @@ class SaveFolder:
         token: Makes the name of the folder unique; the same for all processes that write into it.
 
     Attributes:
-        folder: Where the files go.
+        folder: The folder of the files.
     """
 
     def __init__(self, root: Path, tag: str, token: str) -> None:
@@ -55,7 +55,7 @@ class SaveFolder:
         self._is_made = False
 
     def create(self) -> None:
-        """Makes the folder, after removing what killed saves left."""
+        """Makes the folder, after removing leftovers of killed saves."""
         self._is_made = True
         disk.make_folder(self._root)
         clean(self._root)
@@ -71,11 +71,11 @@ class SaveFolder:
         return os.path.realpath(self.folder)
 
     def mark(self, rank: int) -> None:
-        """Shows to all who see the folder that ``rank`` has made it."""
+        """Writes a marker that ``rank`` has made this folder."""
         self._marker(rank).touch()
 
     def is_marked(self, rank: int) -> bool:
-        """Returns whether this is the folder that ``rank`` has made."""
+        """Returns whether ``rank`` has made this folder."""
         return self._marker(rank).exists()
 
     def _marker(self, rank: int) -> Path:
@@ -90,7 +90,7 @@ class SaveFolder:
         disk.sync_folder(self.folder)
 
     def commit(self) -> Path:
-        """Gives the folder its name.
+        """Renames the folder to its tag.
 
         Returns:
             The tag folder.
@@ -114,7 +114,7 @@ class SaveFolder:
         return final
 
     def abandon(self) -> None:
-        """Removes whatever was written, if this process made the folder."""
+        """Removes the folder, if this process made it."""
         if not self._is_made:
             return
         with contextlib.suppress(OSError):
@@ -128,14 +128,14 @@ class SaveFolder:
 
 
 def _keep_foreign_files(old: Path, new: Path) -> None:
-    """Moves what others put into the former tag folder into the new one."""
+    """Moves files of other programs from the former tag folder into the new one."""
     for name in os.listdir(old):
         if not is_checkpoint_file(name) and not (new / name).exists():
             os.rename(old / name, new / name)
 
 
 def clean(root: Path) -> None:
-    """Removes what killed saves left in ``root``, and completes a replacement that was cut short."""
+    """Removes leftovers of killed saves in ``root``, and completes interrupted replacements."""
     names = os.listdir(root)
     in_use = False
     for name in names:
@@ -163,7 +163,7 @@ def _remove_if_abandoned(folder: Path, lock_file: Path) -> bool:
         disk.remove_folder(folder)
         os.unlink(lock_file)
     except FileNotFoundError:
-        return True  # another process cleans too
+        return True  # another process cleans up as well
     finally:
         lock.release()
     return True
@@ -202,11 +202,11 @@ def prune(root: Path, keep: int, newest: str) -> list[str]:
             if format_of(root / tag) is Format.OURS and Manifest.read(root / tag).facts.get("tag") == tag:
                 ours.append(tag)
         except CheckpointError:
-            continue  # a damaged one is left for a person to look at
+            continue  # damaged checkpoints are kept for inspection
     candidates = [tag for tag in ours if tag != newest]
     removed = candidates[: max(len(candidates) - (keep - 1), 0)]
     for tag in removed:
-        # First out of sight, so that no reader sees half a checkpoint; then for good.
+        # Renamed before it is deleted, so that no reader sees half a checkpoint.
         aside = root / f"{SAVING}{secrets.token_hex(8)}"
         disk.rename(root / tag, aside)
         disk.remove_folder(aside)

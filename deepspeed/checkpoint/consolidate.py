@@ -1,6 +1,6 @@
-"""From a checkpoint to full tensors, without a GPU, a process group or a configuration.
+"""Reads a checkpoint into full tensors, without a GPU, a process group or a configuration.
 
-``zero_to_fp32.py``, which lies beside every checkpoint, is this module with what it imports.
+``zero_to_fp32.py``, which is saved next to every checkpoint, contains this module and its imports.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def open_source(checkpoint_dir: str | Path, tag: str | None = None) -> Checkpoin
         return CheckpointReader(folder)
     try:
         from deepspeed.checkpoint.upstream import open_upstream
-    except ImportError:  # in a script that carries only the reader of our own format
+    except ImportError:  # in zero_to_fp32.py, which contains only the reader of this package's format
         raise CheckpointError(f"{folder}: to read checkpoints of another format, install deepspeed") from None
     return open_upstream(folder, kind)
 

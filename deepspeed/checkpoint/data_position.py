@@ -1,4 +1,4 @@
-"""Restores the position in the data: each rank's own, or that of all ranks together on another layout of ranks."""
+"""Restores the position in the data: each rank's own, or on another layout of ranks that of all ranks together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DataPlan:
     Attributes:
         is_same_layout: The checkpoint was saved by as many ranks along each axis.
         has_loader: This rank has a loader with a state.
-        by_samples: The state of each rank does not fit: the position of all ranks together must be used.
+        by_samples: Whether the position of all ranks together must be used, since each rank's state does not fit.
         problem: Why the loader cannot go to the position of all ranks together, or None.
     """
 
@@ -50,7 +50,7 @@ def plan_of(run_state: RunState, state: TrainingState) -> DataPlan:
 
 
 def restore_position(run_state: RunState, state: TrainingState, plans: Sequence[DataPlan], rank: int) -> None:
-    """Goes to the saved position in the data. No communication.
+    """Restores the saved position in the data, without communication.
 
     Random states belong to a rank, and are restored only where the layout of ranks is the same.
 

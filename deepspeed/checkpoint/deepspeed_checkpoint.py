@@ -1,4 +1,4 @@
-"""Opens the folder of one checkpoint for programs that convert it: which ranks wrote it, and what each of them has."""
+"""``DeepSpeedCheckpoint``: reads one checkpoint folder rank by rank, for programs that convert it."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class DeepSpeedCheckpoint:
         """Opens every file.
 
         Raises:
-            CheckpointError: One is missing or damaged.
+            CheckpointError: A file is missing or damaged.
         """
         if self._is_ours:
             with CheckpointReader(Path(self.dir)) as reader:

@@ -1,4 +1,4 @@
-"""The folder that holds checkpoints: tags, ``latest``, and what is there when something is missing. Reads only.
+"""The folder of checkpoints: tags, ``latest``, and messages about missing ones. Reads only.
 
 ::
 
@@ -46,12 +46,12 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint that is there.
+    """An existing checkpoint.
 
     Attributes:
         tag: Its name.
-        folder: Where it lies.
-        format: Who wrote it.
+        folder: Its folder.
+        format: Its format, which tells the program that wrote it.
     """
 
     tag: str
@@ -86,7 +86,7 @@ def is_checkpoint_file(name: str) -> bool:
 
 
 def replaced_folder(root: Path, tag: str) -> Path:
-    """Returns where the former content of ``tag`` waits while the tag is being saved again."""
+    """Returns the folder of the former content of ``tag`` while the tag is being saved again."""
     return root / (REPLACED + quote(tag, safe=""))
 
 
@@ -96,10 +96,10 @@ def tag_of_replaced(name: str) -> str:
 
 
 def format_of(folder: Path) -> Format | None:
-    """Returns who wrote ``folder``; None if it is not a checkpoint.
+    """Returns the format of ``folder``; None if it is not a checkpoint.
 
     Raises:
-        CheckpointError: It is one of ours without its manifest.
+        CheckpointError: It is a checkpoint of this package without its manifest.
     """
     if not folder.is_dir():
         return None
@@ -170,7 +170,7 @@ def read_pointer(path: Path) -> str | None:
     """Returns the tag that ``latest`` names; None if the file is not there.
 
     Raises:
-        CheckpointError: It is no text.
+        CheckpointError: The file is unreadable or names no tag.
     """
     try:
         data = path.read_bytes()[:_LONGEST_LATEST]
@@ -210,7 +210,8 @@ def _collect(folder: Path, prefix: str, found: list[tuple[float, str]], depth: i
         if kind is not None:
             marker = path / MANIFEST if kind is Format.OURS else path
             found.append((marker.stat().st_mtime, prefix + name))
-        elif depth > 1 and not (path / LATEST).is_file():  # with a `latest` of its own it is another experiment
+        # a folder with its own `latest` belongs to another experiment
+        elif depth > 1 and not (path / LATEST).is_file():
             _collect(path, f"{prefix}{name}/", found, depth - 1)
 
 

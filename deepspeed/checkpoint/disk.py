@@ -1,6 +1,6 @@
-"""Everything that changes files goes through here: whole writes, fsync of files and folders, renames.
+"""All changes of files: complete writes, fsync of files and folders, renames.
 
-A file or a rename is only as lasting as the folder entry that names it, so the folder is synced too.
+A file or a rename is durable only if its folder entry is, so the folder is synced too.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ except ImportError:  # not on Windows: then a left-over folder is recognised by 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns the bytes of a contiguous host tensor, to read or to write, without a copy.
 
-    The caller must keep the tensor. Not by way of numpy: torch pins a storage's size for good once numpy has seen it,
-    and the flat buffers of sharded parameters come and go by resizing.
+    The caller must keep the tensor alive. Does not use numpy: torch never resizes a storage that numpy has seen, and
+    flat buffers of sharded parameters are freed by resizing.
     """
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
@@ -62,7 +62,7 @@ def unsynced_file(path: Path) -> Iterator[int]:
 
 
 def sync_and_close(descriptor: int) -> None:
-    """Makes the content of a file last, and closes it in any case."""
+    """Syncs a file to the disk, and closes it in any case."""
     try:
         os.fsync(descriptor)
     finally:
@@ -105,7 +105,7 @@ def replace_file(path: Path, data: bytes, *, executable: bool = False) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames a folder and makes that last."""
+    """Renames a folder durably."""
     os.rename(source, target)
     sync_folder(target.parent)
     if source.parent != target.parent:
@@ -113,12 +113,12 @@ def rename(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the entries of ``folder`` last."""
+    """Syncs the entries of ``folder`` to the disk."""
     sync_and_close(os.open(folder, os.O_RDONLY))
 
 
 def make_folder(folder: Path) -> None:
-    """Makes ``folder`` and what is missing above it, each entry lasting."""
+    """Makes ``folder`` and missing parents, durably."""
     missing = [folder]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -129,13 +129,13 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes ``folder`` and all in it; nothing happens if it is not there."""
+    """Removes ``folder`` with its content; does nothing if it is missing."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)
 
 
 class FolderLock:
-    """Shows that a process works in a folder; the system lets go of it when the process ends, however it does.
+    """A lock of a process that works in a folder. The system releases it whenever the process ends.
 
     Attributes:
         path: The lock file.
@@ -170,7 +170,7 @@ class FolderLock:
         return self._descriptor is not None
 
     def release(self) -> None:
-        """Lets go; does nothing without the lock."""
+        """Releases the lock; does nothing without it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -1,4 +1,4 @@
-"""``python -m deepspeed.checkpoint.ds_to_universal``: exists for scripts; no conversion is needed.
+"""``python -m deepspeed.checkpoint.ds_to_universal``: for scripts that call it; no conversion is needed.
 
 Checkpoints of this package and of upstream load at any number of ranks and any stage. The command writes the checkpoint
 under another name, in this package's format, and writes that name into ``latest_universal``.
@@ -137,7 +137,7 @@ class _Parameter:
 
 
 def convert(source: CheckpointSource, state: TrainingState, root: Path, tag: str, version: str) -> Path:
-    """Writes a checkpoint of any supported layout again in this package's own.
+    """Converts a checkpoint of any supported layout to this package's.
 
     Args:
         source: Any checkpoint.
@@ -151,7 +151,7 @@ def convert(source: CheckpointSource, state: TrainingState, root: Path, tag: str
 
     Raises:
         CheckpointError: The source is damaged or not complete.
-        OSError: It cannot be written.
+        OSError: The new checkpoint cannot be written.
     """
     source.check([Wanted(k, n, 0, p.numel) for n, p in source.parameters.items() for k in p.kinds])
     buckets = _layout(source, state)

@@ -1,4 +1,4 @@
-"""Ranks that act together: what one of them cannot do, none of them believes done."""
+"""Runs actions on all ranks together: if one rank fails, all raise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepspeed.errors import CheckpointError, DeepSpeedError
 
 T = TypeVar("T")
 
-_PATIENCE = timedelta(hours=12)  # for the slowest disk among the ranks; a rank that dies is noticed at once
+_PATIENCE = timedelta(hours=12)  # for the slowest disk among the ranks; a rank that dies is detected immediately
 
 
 class Exchange:
@@ -55,7 +55,7 @@ class Exchange:
         result: T | None = None
         try:
             result = action()
-        except Exception as error:  # whatever it is, the other ranks must receive it instead of waiting
+        except Exception as error:  # any error must reach the other ranks, which would wait otherwise
             failure, cause = _describe(error), error
         outcomes = self.gather((failure, result), doing)
         failed = [(rank, text) for rank, (text, _) in enumerate(outcomes) if text is not None]
@@ -74,7 +74,7 @@ def _describe(error: Exception) -> str:
 
 
 def _remedy(error: OSError) -> str:
-    """Returns what to change where a disk refuses to take more."""
+    """Returns advice for errors of a full disk."""
     if error.errno == errno.EFBIG:
         return "; a limit on the size of files is in force: raise it (ulimit -f)"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -1,8 +1,8 @@
-"""Full tensors out of a running engine: brought together a few at a time, kept or written on rank 0.
+"""Exports full tensors from a running engine: gathers a few at a time, and keeps or writes them on rank 0.
 
-Of a model whose parts several groups of ranks hold, full tensors are brought to the first rank of the job. The ranks go
-through the model together, part of a bucket by part: those that share one bring its tiles together, the first of them
-sends these to the first rank of the job, and that lays them into the logical parameters.
+If several groups of ranks hold parts of the model, full tensors are assembled on the first rank of the job. All ranks
+walk through the model together, in parts of buckets: the ranks of a bucket gather its tiles, the first of them sends
+these to the first rank of the job, which assembles the logical parameters.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def iter_weights(
             continue
         is_cast = values.is_floating_point() and names[0] not in buffers
         wanted = dtype if is_cast and dtype is not None else values.dtype
-        # What the walk gives is the model's own memory, or memory that the next tensors overwrite.
+        # The walk yields views of the model's memory, or of memory that the next tensors overwrite.
         yield names[0], values.detach().to(wanted, copy=True)
         del values  # a view of what was gathered, which must be free before more is
 
@@ -138,7 +138,7 @@ def _walk(
 
     Every rank must iterate to the end.
 
-    Where not all ranks have the whole model, only the first one of the job gets to see anything.
+    If not all ranks have the whole model, only the first rank of the job yields anything.
     """
     tied = _tied(listed)
     for name, values in _parameters(run_state, listed, exclude_frozen, gathered_bytes):

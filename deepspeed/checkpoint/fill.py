@@ -19,8 +19,8 @@ from deepspeed.zero.tiling.layout import BucketLayout
 class WeightFiller:
     """Fills the masters and compute parameters of one rank.
 
-    The best values go into the master (where there is one) and are rounded into the compute parameter. Where the
-    checkpoint has compute values of their own, they are laid over the rounded ones.
+    The most precise values are copied into the master (if there is one) and rounded into the compute parameter. If the
+    checkpoint has separate compute values, they replace the rounded ones.
 
     Args:
         runtime: The sharded model.
@@ -56,7 +56,7 @@ class WeightFiller:
         """Makes sure that parameters may change now.
 
         Raises:
-            CheckpointError: Some are gathered.
+            CheckpointError: Some are inside a ``GatheredParameters`` block.
         """
         for bucket in self._runtime.buckets:
             if bucket.is_sharded and bucket.state is not State.SHARDED:

@@ -41,7 +41,7 @@ VERSION = 2
 MANIFEST = "manifest.json"
 
 CHUNK_BYTES = 4 << 20
-"""Bytes of a file that share one CRC-32: what a reader must read to verify one element."""
+"""Bytes per CRC-32 of a file: the least that a reader must read to verify an element."""
 
 MASTER = "master"
 COMPUTE = "compute"
@@ -322,7 +322,7 @@ def _encode_file(entry: SavedFile) -> dict[str, Any]:
 
 
 class _Checker:
-    """Takes values out of untrusted JSON and raises with what is wrong with them."""
+    """Reads values from untrusted JSON and raises for invalid ones."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -408,7 +408,7 @@ def _decode(data: bytes, check: _Checker) -> Manifest:
 
 
 def _check_tiles(name: str, tiles: Sequence[SavedTile], buckets: Sequence[BucketLayout], check: _Checker) -> None:
-    """Tiles of one parameter agree on what it is, each is there once, and they overlap only where regions are equal."""
+    """Checks that a parameter's tiles agree on it, occur once, and overlap only in equal regions."""
     first = tiles[0].tile
     if len(tiles) == 1:
         return

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as tables: ``ds_inspect`` and ``python -m deepspeed.checkpoint inspect``."""
+"""Shows the content of a checkpoint as tables: ``ds_inspect`` and ``python -m deepspeed.checkpoint inspect``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Summary:
 
 
 def summarize(path: Path, tag: str | None, *, verify: bool) -> Summary:
-    """Looks into a checkpoint.
+    """Summarises a checkpoint.
 
     Args:
         path: The folder of checkpoints, or of one tag.

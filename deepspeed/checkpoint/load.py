@@ -1,4 +1,4 @@
-"""Loading: find, match, check, agree; only then change anything."""
+"""Loads checkpoints: finds, matches, checks, agrees, and only then changes anything."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class LoadResult:
     Attributes:
         folder: The tag folder.
         client_state: The caller's own state and what else the ecosystem expects.
-        counters: What the engine must take over; empty if nothing but weights was requested.
+        counters: The engine's new counters; empty if only weights were requested.
         world_size: Data-parallel ranks that saved.
         model_size: Ranks that held other parts of one copy of the model.
     """
@@ -86,7 +86,7 @@ class LoadResult:
 
 @dataclass
 class _LoadPlan:
-    """A checkpoint that fits and is whole, and what will be copied out of it."""
+    """A checked checkpoint, and the copies to make from it."""
 
     source: CheckpointSource
     state: TrainingState
@@ -134,7 +134,7 @@ def load(run_state: RunState, options: LoadOptions, exchange: Exchange) -> LoadR
             ) from error
         publish(run_state.runtime)
         if run_state.runtime.reducer is not None:
-            run_state.runtime.reducer.clear()  # those of the former weights
+            run_state.runtime.reducer.clear()  # gradients of the former weights
         if options.custom_load_fn is not None:
             load_by(run_state, full_tensors(prepared.source), options.custom_load_fn)
     return loaded
@@ -161,7 +161,7 @@ def load_state_dict(
         may_miss: Names that need not be there.
 
     Raises:
-        CheckpointError: It does not fit; nothing was changed.
+        CheckpointError: The state dict does not fit; nothing was changed.
     """
     doing = "load_module_state_dict"
     source = StateDictSource(state_dict, run_state.extra_state_owners())
@@ -273,7 +273,7 @@ def _prepare(
     source, state = _open(found, run_state, options, rank, trained, stack)
     notes = []
     matches, buffers, difference = match(source, run_state.shapes(), run_state.aliases(), run_state.buffers())
-    if not matches and difference:  # perhaps another kind of the same model
+    if not matches and difference:  # perhaps another form of the same model (pipeline or Transformers)
         for beginnings in run_state.renamings():
             names = renamed(source, beginnings)
             if names is not None:
@@ -397,7 +397,7 @@ def _apply(
             and not has_rates
             and run_state.lr_scheduler.last_batch_iteration >= 0
         ):
-            # The rates were not among what was restored: write those that the schedule stands at.
+            # Learning rates were not restored, so write the present ones of the schedule.
             run_state.lr_scheduler.step(run_state.lr_scheduler.last_batch_iteration)
     client_state = {key: value for key, value in state.model_states.items() if key not in ENGINE_KEYS}
     if options.module_only:
@@ -422,7 +422,7 @@ def _restore_schedules(run_state: RunState, state: TrainingState) -> None:
 
 
 def read_training_state(reader: CheckpointReader, rank: int, *, trust: bool) -> TrainingState:
-    """Returns the training state of a checkpoint: counters, schedulers, scalars, whatever is no large tensor.
+    """Returns the training state of a checkpoint: counters, schedulers, scalars, everything but large tensors.
 
     Args:
         reader: The open checkpoint.

@@ -68,7 +68,7 @@ class OptimizerFiller:
         """Makes sure that the optimizer can continue from the saved states.
 
         Raises:
-            CheckpointError: It needs states that the checkpoint does not have.
+            CheckpointError: The optimizer needs states that the checkpoint does not have.
         """
         name, saved_name = type(self._optimizer).__name__, self._state.optimizer
         remedy = "Use the optimizer that saved it, or pass load_optimizer_states=False to start this one afresh"
@@ -174,7 +174,7 @@ class OptimizerFiller:
                 master.keep_state(run, state, first_state(flat, group, master.flat.dtype))
         for key in sorted(saved):
             if flat is not None and key not in state:
-                continue  # of no use here, as check() has logged
+                continue  # unused here, as check() has logged
             target = state.get(key, old.get(key))
             if target is None or not is_per_element(target, run.param):
                 target = torch.zeros_like(run.param, dtype=self._matches[name].states()[key], requires_grad=False)

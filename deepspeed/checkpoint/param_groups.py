@@ -1,7 +1,7 @@
-"""Param groups of all ranks as one list, and which of them a model's groups continue from.
+"""Merges the param groups of all ranks into one list, and matches a model's groups with saved ones.
 
-A group belongs to its parameters. Its number means nothing beyond one rank: the stages of a pipeline have optimizers of
-their own, whose groups differ in number and in values.
+A group is identified by its parameters. Its number is meaningful on one rank only: each pipeline stage has its own
+optimizer, whose groups differ in number and in values.
 
 A learning-rate schedule keeps lists with one entry per group (``base_lrs`` of torch's). They follow the groups.
 """
@@ -19,9 +19,9 @@ from deepspeed.logging import logger
 
 Group = dict[str, Any]
 Path = tuple[Any, ...]
-"""Keys and positions from the top of a schedule's state down to an entry."""
+"""Path of an entry in a schedule's state: keys and positions."""
 
-NOT_HYPERPARAMETERS = frozenset({"params", "param_names", "exp_avg_mask"})  # a mask is the program's
+NOT_HYPERPARAMETERS = frozenset({"params", "param_names", "exp_avg_mask"})  # masks belong to the program
 _PER_GROUP = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "unscaled"}
 )

@@ -1,12 +1,12 @@
-"""Which parts of a checkpoint this rank's model needs, and whether the two fit. Nothing is read and nothing changed.
+"""Plans a load: matches model and checkpoint, and lists what this rank needs. Reads and changes nothing.
 
 Matching is by the name of the logical parameter: neither the order of parameters, nor their param groups, nor how
 either side is cut matters.
 
 A checkpoint of one kind of model may be read under the names that another kind has for the same weights.
 
-A pipeline names its parameters by the number of the layer, a Transformers model by the path of the module. What the
-beginnings of names become is known where these models are built; here they are only applied.
+A pipeline names its parameters by the number of the layer, a Transformers model by the path of the module. The code
+that builds these models provides the mapping of name prefixes, which is applied here.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class SavedNames:
 
 
 def renamed(source: CheckpointSource, beginnings: Mapping[str, str]) -> SavedNames | None:
-    """Returns the names of a checkpoint with other beginnings; None where a parameter begins with none of them.
+    """Returns the names of a checkpoint with replaced prefixes; None if a parameter has none of the prefixes.
 
     Args:
         source: The checkpoint.
-        beginnings: Beginnings of its names, to those in the model. The longest that fits is taken.
+        beginnings: Maps its name prefixes to those in the model. The longest match counts.
     """
     in_order = sorted(beginnings, key=len, reverse=True)
 

@@ -1,8 +1,7 @@
-"""Private state in a checkpoint: what each rank keeps for itself, in a file of its own, and may do without.
+"""Private states of ranks in a checkpoint: optional, each in a file of its own.
 
-What reductions have lost of a rank's gradients (``comm.codecs.codec``) belongs to that rank and to the places that its
-buckets have. A run whose ranks stand as they stood continues with it, bit for bit; any other begins with none, which
-costs it no more than the first steps of a run do. So it is never an obstacle to loading.
+Error feedback (``comm.codecs.codec``) belongs to one rank and its buckets' layout. A run with the same layout continues
+with it, bit for bit; any other run starts with zeros, like a new run. So it never prevents loading.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class PrivateFiller:
             self.notes.append(f"{' and '.join(what)} starts from zero: {why}")
 
     def _read(self, reader: CheckpointReader, rank: int) -> dict[str, torch.Tensor] | None:
-        """Returns everything that is wanted, verified; None where some of it is not there in its size."""
+        """Returns the private tensors, verified; None if one is missing or has another size."""
         present = reader.named_tensors(names.private_file(rank))
         if any(name not in present or present[name] != target.shape for name, target in self._targets):
             return None
@@ -76,7 +75,7 @@ class PrivateFiller:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Copies what was found; without it the errors are 0."""
+        """Copies the tensors that were found; others become 0."""
         for name, target in self._targets:
             if self._found is None:
                 target.zero_()

@@ -37,7 +37,7 @@ from deepspeed.zero.tiling.tiles import Span, Tile, spans
 _FILE_OF_RANK = re.compile(r"rank(\d+)-")
 _THREADS = 4
 _STAGING_NUMEL = 1 << 22
-_GAP_BYTES = 4 << 10  # reading the gap between two runs costs less than a second read
+_GAP_BYTES = 4 << 10  # reading a gap of this size is cheaper than a second read
 _WINDOW_BYTES = 1 << 20
 
 
@@ -88,12 +88,12 @@ class FileReader:
         return self._descriptor
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Closes the file."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def __del__(self) -> None:  # tensors that are read when they are requested have no other end
+    def __del__(self) -> None:  # lazily read tensors have no other place to close the file
         self.close()
 
     def read_into(self, offset: int, out: memoryview) -> None:
@@ -126,7 +126,7 @@ class FileReader:
         """Compares the checksum of one chunk.
 
         Raises:
-            CheckpointError: It differs.
+            CheckpointError: The checksum differs.
         """
         if chunk in self._verified:
             return
@@ -159,7 +159,7 @@ def _read_at(descriptor: int, out: memoryview, offset: int) -> int:
 
 
 class FileRun(NamedTuple):
-    """Elements ``[start, stop)`` of a wanted tile that lie side by side in a file.
+    """Elements ``[start, stop)`` of a wanted tile that are contiguous in a file.
 
     Attributes:
         start: The first, in the flattened tile.
@@ -187,7 +187,7 @@ class CheckpointReader:
     Args:
         folder: The tag folder.
         verify: Whether :meth:`check` compares checksums.
-        manifest: What there is; None: as in the folder.
+        manifest: The manifest; None: read it from the folder.
         files: Readers of its files that are not in the folder; None: all of them are.
 
     Attributes:
@@ -236,7 +236,7 @@ class CheckpointReader:
         }
 
     def close(self) -> None:
-        """Lets go of all files."""
+        """Closes all files."""
         for reader in self._files.values():
             reader.close()
 
@@ -321,7 +321,7 @@ class CheckpointReader:
         if wanted.start >= wanted.stop:
             return
         same = self._same(wanted)
-        if same is not None:  # as it is, with its padding
+        if same is not None:  # copied unchanged, with its padding
             yield same, Span(wanted.start, wanted.start, wanted.stop - wanted.start)
             return
         tile = self.manifest.tiles[wanted.name][0].tile.whole() if wanted.tile is None else wanted.tile
@@ -451,7 +451,7 @@ class CheckpointReader:
         """Makes sure that the file ``name`` is there in its size.
 
         Raises:
-            CheckpointError: It is not.
+            CheckpointError: The file is missing or has another size.
         """
         self._files[name].open()
 
@@ -480,7 +480,7 @@ def windows(runs: Iterable[FileRun]) -> Iterator[list[FileRun]]:
 
 
 def _copy(reader: FileReader, offset: int, dtype: torch.dtype, out: torch.Tensor) -> None:
-    """Bytes of a file into ``out``: straight where it lies in host memory in the same dtype, else by a small buffer."""
+    """Copies bytes of a file into ``out``: directly if it is in host memory in the same dtype, else by a buffer."""
     if out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous():
         reader.read_into(offset, bytes_of(out))
         return

@@ -1,9 +1,9 @@
-"""Torch files without code: what may be in them, what is set apart when it may not, and how they are read.
+"""Torch files that run no code when read: splits off objects that need code, and reads the rest safely.
 
-Loading goes through ``torch.load(weights_only=True)`` with the allow-list below: plain containers, numbers, tensors,
-numpy arrays, paths, times and namespaces. What a file calls of these is looked at before
-(:mod:`deepspeed.checkpoint.bounded_pickle`). Whatever else a caller puts into its client state is still saved, in a
-file of its own that is only opened on request, because opening it may run code.
+Files are loaded by ``torch.load(weights_only=True)`` with the allow-list below: plain containers, numbers, tensors,
+numpy arrays, paths, times and namespaces. Before that, the calls in a file are checked
+(:mod:`deepspeed.checkpoint.bounded_pickle`). Other objects in a client state are saved in a separate file, which is
+only opened on request, because opening it may run code.
 """
 
 from __future__ import annotations
@@ -118,14 +118,14 @@ def loads_trusting(data: bytes) -> Any:
 
 
 def split(value: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, Any]]:
-    """Takes out of a nested dict what the restricted loader would refuse.
+    """Splits off the entries of a nested dict that the restricted loader would refuse.
 
     Args:
         value: The state; it is not changed.
 
     Returns:
-        A dict without the refused entries, and the refused entries by path. Dicts are searched through, so that one
-        odd entry does not take its neighbours with it; other containers are kept or taken as a whole.
+        A dict without the refused entries, and the refused entries by path. Dicts are searched recursively; other
+        containers are kept or split off as a whole.
     """
     if _is_accepted(value):
         return value, {}
@@ -145,7 +145,7 @@ def split(value: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, Any]]:
 
 
 def merge(value: dict[str, Any], refused: dict[Path, Any]) -> None:
-    """Puts back, in place, what :func:`split` took out."""
+    """Restores, in place, the entries that :func:`split` removed."""
     for path, entry in refused.items():
         target = value
         for key in path[:-1]:
@@ -165,7 +165,7 @@ def _is_accepted(value: Any) -> bool:
         check_file(io.BytesIO(data))
         with allow_list():
             torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception:  # whatever an object's own pickling raises means the same: it cannot be loaded safely
+    except Exception:  # any error of an object's own pickling means that it cannot be loaded safely
         return False
     return True
 
@@ -182,7 +182,7 @@ def _without_bulk(value: Any) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """Returns what torch's long message is about."""
+    """Returns the essential part of torch's long message."""
     text = str(error)
     marker = "WeightsUnpickler error:"
     text = text[text.index(marker) + len(marker) :] if marker in text else text

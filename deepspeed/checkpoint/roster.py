@@ -1,7 +1,7 @@
-"""What the ranks that save together have of the model: every bucket once, with its number in the checkpoint.
+"""Lists the buckets of all ranks that save together: every bucket once, with its number in the checkpoint.
 
-Where one group of ranks shares everything, that is what any of them has. Otherwise (model-parallel ranks, groups of
-their own for some parameters) the first rank of each group sends the others the list of its buckets.
+If one group of ranks shares everything, any rank knows the list. Otherwise (model-parallel ranks, separate groups for
+some parameters) the first rank of each group sends the others its buckets.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ _Gathered = tuple[list[Listed], dict[str, str], list[str], dict[str, Any]]
 
 
 def _refuse_copies(listed: tuple[Listed, ...]) -> None:
-    """A tile that two ranks would write is a copy that is not known as one, or a part that is not known as one."""
+    """Raises if two ranks would write one tile: an undeclared copy, or an undeclared part."""
     found: dict[tuple[str, tuple[TileRegion, ...]], int] = {}
     for entry in listed:
         for tile in entry.layout.tiles:

@@ -71,9 +71,9 @@ class RunState:
         return state_dict() if callable(state_dict) else None
 
     def settle(self) -> None:
-        """Takes what users wrote into resident parameters into buckets and masters, so that it counts as the value.
+        """Copies users' writes to resident parameters into buckets and masters, so that they are saved.
 
-        Ranks whose weights differ come together; every rank must call it.
+        Ranks whose weights differ synchronise. Every rank must call it.
         """
         self.runtime.originals.restore()
         if self.optimizer is not None:
@@ -158,7 +158,7 @@ class RunState:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """How the ranks stand: what belongs to one of them fits where they stand alike."""
+        """Sizes of the mesh's axes; states of single ranks can be restored on an equal mesh."""
         return {"data": self.dp_world_size, "model": self.model_size}
 
     def extra_state(self) -> dict[str, Any]:

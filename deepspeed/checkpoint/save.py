@@ -1,10 +1,10 @@
-"""Saving: collect, write, agree, commit. In the calling thread, or beside training from a copy in host memory.
+"""Saves checkpoints: collects, writes, agrees, commits. In the calling thread, or in the background from a host copy.
 
-It also writes ``zero_to_fp32.py``, a script that uses this package where it is installed and carries its reader
-otherwise.
+It also writes ``zero_to_fp32.py``, a script that uses this package if it is installed and otherwise the reader that it
+contains.
 
-The carried part is the source of the modules below, word for word, so that there is only one reader to maintain. They
-import nothing but each other, torch and Python itself; a test runs the script without the package.
+The script contains the source of the modules below unchanged, so that there is only one reader to maintain. They import
+only each other, torch and the standard library; a test runs the script without the package.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class _Job:
     """Everything that the writing needs, so that it can run concurrently with training.
 
     Attributes:
-        apart_is_meant: Not all ranks see one folder, and this is configured.
+        apart_is_meant: Whether the configuration states that not all ranks see one folder.
         shared: On rank 0 the small files that are the same for all ranks, by name.
-        buffers: The model's buffers that this rank has for the others.
-        private: What this rank keeps for itself, by name.
+        buffers: The model's buffers that this rank writes for the others.
+        private: This rank's private state, by name.
         pace: Limits a save in the background; None: it writes as fast as it can.
     """
 
@@ -116,7 +116,7 @@ class Saver:
         """Waits for the save in the background.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: The save failed.
         """
         if self._thread is not None:
             self._pace.hurry()
@@ -172,7 +172,7 @@ class Saver:
         collected: RankCheckpoint | None = None
 
         schedule = run_state.schedule_state()
-        has_own_groups = not run_state.is_one_part  # else they are those of rank 0
+        has_own_groups = not run_state.is_one_part  # otherwise they equal rank 0's
 
         def mine() -> tuple[list[Any], RankGroups | None, dict[str, Any] | None]:
             nonlocal collected
@@ -234,7 +234,7 @@ def _agree_on_tag(exchange: Exchange, options: SaveOptions, validation: str) -> 
 def _manifest_maker(
     run_state: RunState, options: SaveOptions, listed: Roster, saved_at: str
 ) -> Callable[[tuple[SavedFile, ...], list[int]], Manifest]:
-    """Returns what makes the manifest, of the files and of the leader of each rank's folder."""
+    """Returns a function that makes the manifest from the files and the leader of each rank's folder."""
     optimizer = run_state.torch_optimizer
     facts = {
         "tag": options.tag,
@@ -264,7 +264,7 @@ def _manifest_maker(
 
 
 def _copy_to_host(job: _Job, host: HostCopy) -> None:
-    """Takes a copy of everything that training will change."""
+    """Copies everything that training will change to the host."""
     parts = [part for runs in job.collected.runs.values() for s in runs for part in s.values]
     named = [values for _, values in (*job.buffers, *job.private)]
     copies = iter(host.take([*parts, *named]))
@@ -358,7 +358,7 @@ def _run_through(engine: CheckpointEngine, job: _Job, exchange: Exchange) -> Non
 
 
 def _share(job: _Job, exchange: Exchange, doing: str, *, leads: bool) -> None:
-    """Gives the leader of every folder what ranks in other folders have for all. Every rank must call it."""
+    """Sends the leader of every folder the shared files of ranks in other folders. Every rank must call it."""
     gathered = exchange.together(doing, lambda: (job.shared, [(name, t.detach().cpu()) for name, t in job.buffers]))
     job.shared = gathered[0][0] if leads else {}
     job.buffers = [entry for _, theirs in gathered for entry in theirs] if leads else []
@@ -471,7 +471,7 @@ def make_folders(exchange: Exchange, folder: SaveFolder, doing: str) -> list[int
     what = f"{doing}: making the folder"
 
     exchange.together(what, lambda: folder.create() if exchange.rank == 0 else None)
-    # None: sees the folder of rank 0. Otherwise ranks with equal keys surely share theirs.
+    # None: sees the folder of rank 0. Otherwise ranks with equal keys share their folder.
     keys = exchange.together(what, lambda: None if folder.is_visible() else (socket.gethostname(), folder.real_path()))
     first: dict[tuple[str, str], int] = {}
     for rank, key in enumerate(keys):

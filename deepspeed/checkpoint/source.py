@@ -25,7 +25,7 @@ class SavedParameter:
         shape: Full shape.
         kinds: Dtype by kind (see :mod:`deepspeed.checkpoint.format`), for kinds that hold the whole parameter.
         is_frozen: It had no gradient when it was saved.
-        compute_dtype: What the model computed with.
+        compute_dtype: The compute dtype of the model that was saved.
         tiles: The tiles that it is saved in.
     """
 
@@ -76,7 +76,7 @@ class TrainingState:
     Attributes:
         counters: ``global_steps``, ``global_samples``, ``skipped_steps``, ``micro_steps``.
         world_size: Data-parallel ranks that saved.
-        mesh: How all ranks that saved stood; empty where nothing belongs to a rank.
+        mesh: Sizes of the mesh's axes of the ranks that saved; empty if nothing belongs to single ranks.
         optimizer: Name of the torch optimizer's class, or None.
         param_groups: Hyperparameters of each group; ``params`` lists parameter names.
         scalars: Per parameter name the optimizer states that are no per-element tensors, such as ``step``.
@@ -143,7 +143,7 @@ class CheckpointSource(Protocol):
     def read(self, wanted: Wanted, out: torch.Tensor) -> None:
         """Copies ``wanted`` into ``out``: 1-D, of that length, any dtype and device.
 
-        Padding of a tile becomes zero, but where the checkpoint has that very tile: then it is as it was saved.
+        Padding of a tile becomes zero, unless the checkpoint has the same tile; then its padding is copied.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The small files: counters, schedule, scaler, the caller's state, what the ecosystem's tools look up."""
+"""The small files of a checkpoint: counters, schedule, scaler, the caller's state, and keys that other tools read."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def rank_file(run_state: RunState) -> bytes:
     state: dict[str, Any] = {"random": random_state()}
     position = getattr(run_state.dataloader, "state_dict", None)
     if callable(position):
-        # Only runs with a loader need them.
+        # Imported here, since only runs with a loader need them.
         from deepspeed.data.loader import epoch_sampler_of
         from deepspeed.data.positions import is_counted_without_its_sampler, passed_before
 
         state["data"] = position()
         state["data_passed"] = passed_before(run_state.dataloader)
         state["data_is_rest"] = is_counted_without_its_sampler(run_state.dataloader)
-        # Loaders of other libraries save how many batches were given out, but not of which order.
+        # Loaders of other libraries save the number of used batches, but not their order.
         epoch = getattr(epoch_sampler_of(run_state.dataloader), "epoch", None)
         if isinstance(epoch, int):
             state["data_epoch"] = epoch
@@ -129,7 +129,7 @@ def _objects(refused: dict[str, dict[restricted.Path, Any]]) -> bytes:
 
 
 def merge_objects(data: bytes, what: str, training: dict[str, Any], top: dict[str, Any], *, trust: bool) -> list[str]:
-    """Puts back what was saved apart, if the caller trusts it.
+    """Restores the objects in the separate file, if the caller trusts it.
 
     Args:
         data: The file.

@@ -1,7 +1,7 @@
 """Files of full tensors that other programs read: torch or safetensors, in one file or in shards with an index.
 
-Tensors come one after the other, in the planned order, so that a safetensors file costs no more memory than one part of
-a tensor, and a torch file no more than itself.
+Tensors are written one after the other, in the planned order. So a safetensors file needs no more memory than a part of
+a tensor, and a torch file no more than its size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def parse_size(size: int | str) -> int:
     """Returns the bytes of a text such as ``5GB`` (powers of 1000) or ``5GiB`` (powers of 1024).
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is no size.
     """
     if isinstance(size, int):
         return size

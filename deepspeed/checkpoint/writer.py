@@ -1,7 +1,7 @@
 """Writes safetensors files as a stream: header first, then one tensor after the other, with checksums on the way.
 
-Nothing is collected in memory: host tensors are written from where they lie, device tensors pass through two small
-staging buffers. The checksums are computed by a second thread while the bytes are in flight to the disk.
+Nothing is buffered: host tensors are written directly, device tensors through two small staging buffers. A second
+thread computes the checksums while the bytes are written to the disk.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ChunkedStream:
 
         Args:
             data: Bytes.
-            owner: Whose memory they are, where the view does not hold it; kept until then.
+            owner: The owner of the memory, if the view does not hold it; kept alive until then.
         """
         last: Future[None] | None = None
         while data:
@@ -244,7 +244,7 @@ class FileWriter:
     def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
         self._pool.shutdown()
         self._sync_pool.shutdown()
-        if kind is None:  # else that error goes first
+        if kind is None:  # otherwise the block's error takes precedence
             for synced in self._syncing:
                 synced.result()
 
@@ -310,7 +310,7 @@ class FileWriter:
 def lower_priority() -> None:
     """Lowers the priority of the calling thread, which threads that it starts inherit.
 
-    Training then gets its processor first, and a save the rest. Only Linux has priorities of threads.
+    Training then has priority on the processor. Only Linux has priorities of threads.
     """
     if sys.platform == "linux":
         this_thread = 0  # of PRIO_PROCESS; Linux counts threads as processes here

@@ -1,7 +1,7 @@
 """Names of the codecs that a configuration can choose.
 
-What they are stands in ``comm.codecs.table``, a row for each. The names stand here because the configuration is below
-communication and must not load it.
+``comm.codecs.table`` defines them. The names are here because the configuration is in a lower layer than communication
+and must not import it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def _data_ranks(root: Root, mpu: Any, mesh_device: Any) -> int:
 class DeepSpeedConfig:
     """A checked configuration under the attribute names that programs read.
 
-    It holds nothing of its own: ``parsed`` is the whole of it, and each attribute is one key of ``parsed.root``.
+    It has no state besides ``parsed``; each attribute is one key of ``parsed.root``.
 
     Args:
         config: A dict, a path to an Hjson file, or URL-safe base64 of JSON.
@@ -48,7 +48,7 @@ class DeepSpeedConfig:
         self.world_size = _data_ranks(self.parsed.root, mpu, mesh_device)
         self._param_dict = self.parsed.raw
 
-    # What upstream calls otherwise than the key; every other attribute is the key itself (see __getattr__).
+    # Attributes whose upstream name differs from the key; all others are the key itself (see __getattr__).
 
     @property
     def train_batch_size(self) -> int:
@@ -78,7 +78,7 @@ class DeepSpeedConfig:
         self._set_size("gradient_accumulation_steps", accumulation_steps=value)
 
     def _set_size(self, key: str, **sizes: Any) -> None:
-        """Replaces one size of a batch; the program sees to it that the three agree, as its own engine needs them."""
+        """Replaces one size of a batch; the program must keep the three sizes consistent."""
         (value,) = sizes.values()
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise DeepSpeedConfigError(f"DeepSpeedConfig.{key} = {value!r}: expected a positive integer")

@@ -16,11 +16,11 @@ _OF_TYPE = {
     "fixed_discrete": ("difficulty", "max_step"),
     "custom": (),
 }
-"""What ``schedule_config`` must hold, by ``schedule_type``."""
+"""The keys that ``schedule_config`` must have, by ``schedule_type``."""
 
 
 def problems_of(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], str]]:
-    """Returns what a schedule lacks or contradicts: the path below its section, and a sentence.
+    """Returns the problems of a schedule: the path below its section, and a sentence.
 
     Args:
         config: ``min_difficulty``, ``max_difficulty``, ``schedule_type`` and ``schedule_config``.
@@ -55,7 +55,7 @@ def problems_of(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], str]]:
 
 
 def check_data(root: Root, findings: ConfigMessages) -> None:
-    """Reports what the sections about training data lack or contradict."""
+    """Reports missing and contradictory keys in the sections about training data."""
     if root.curriculum_learning is not None and root.curriculum_learning.enabled:
         _schedule(root.curriculum_learning, ("curriculum_learning",), findings)
     if root.data_efficiency is not None and root.data_efficiency.enabled:
@@ -68,7 +68,7 @@ def _schedule(section: Section, at: Path, findings: ConfigMessages) -> None:
 
 
 def check_data_efficiency(section: DataEfficiency, findings: ConfigMessages) -> None:
-    """Reports what an enabled section lacks or contradicts."""
+    """Reports missing and contradictory keys in an enabled section."""
     sampling, at = section.data_sampling, ("data_efficiency", "data_sampling")
     if sampling.enabled and sampling.curriculum_learning.enabled:
         _curriculum_metrics(section, findings)
@@ -96,7 +96,7 @@ def _curriculum_metrics(section: DataEfficiency, findings: ConfigMessages) -> No
         if metric.clustering_type == "single_cluster":
             continue
         for key in ("index_to_sample_path", "index_to_metric_path", "difficulty_type"):
-            # A percentile is a place in the order of the samples, whatever their values.
+            # A percentile is a position in the order of the samples, independent of their values.
             if getattr(metric, key) is None and (key, metric.difficulty_type) != ("index_to_metric_path", "percentile"):
                 findings.problem(
                     (*at, name, key),

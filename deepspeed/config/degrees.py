@@ -1,4 +1,4 @@
-"""How many ranks the configuration wants along the axes of the job, and what they leave for data parallelism."""
+"""Reads the degrees of parallelism from the configuration, and computes the data-parallel size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def data_parallel_size(root: Root, world_size: int, *, stages: int = 1) -> int:
     """Returns the number of ranks that see other samples: ``world_size / (tensor x sequence x stages)``.
 
     Experts are spread over ranks that hold the same part of the rest of the model (data x sequence), as Megatron-LM
-    folds them, so expert parallelism does not lessen them.
+    folds them, so expert parallelism does not reduce their number.
 
     Args:
         root: The configuration.
@@ -36,7 +36,8 @@ def data_parallel_size(root: Root, world_size: int, *, stages: int = 1) -> int:
         stages: Stages of the pipeline.
 
     Raises:
-        DeepSpeedConfigError: The degrees do not divide ``world_size``, or the experts' not what the others leave.
+        DeepSpeedConfigError: The degrees do not divide ``world_size``, or the expert degree does not divide the ranks
+            that the others leave.
     """
     wanted = {**degrees(root), PIPE: stages}
     sizes = {row.key or row.counts: wanted[row.name] for row in ROWS if row.name in wanted and row.name not in SAMPLES}

@@ -1,4 +1,4 @@
-"""Old spellings: each is translated to today's with one warning, and refused beside it."""
+"""Old spellings of keys: each is translated with one warning, and refused together with the new one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class OldKey:
     """An old spelling.
 
     Attributes:
-        old: Where it stood.
-        new: Where its value goes; several keys receive the same value.
-        about: What became of it, for the reference.
+        old: Its path.
+        new: The keys that get its value; several get the same value.
+        about: Its replacement, in words, for the reference.
         convert: Makes the new value; raises ValueError for a value the old key could not have.
-        expects: What the old key takes, for the message when ``convert`` refuses.
-        neutral: New values that mean the same as the default: they get no line.
-        same_section: The old name held a whole section of the same shape.
+        expects: Valid values of the old key, for the message when ``convert`` refuses.
+        neutral: New values that mean the same as the default; no warning is logged for them.
+        same_section: Whether the old name held a whole section of the same shape.
     """
 
     old: Path
@@ -200,7 +200,8 @@ def _check_ignored_size(value: Any, path: Path, findings: ConfigMessages) -> Non
 def translate_old_keys(data: dict[str, Any], findings: ConfigMessages) -> None:
     """Moves every old spelling in ``data`` to its new place, in place.
 
-    Each is reported by one notice unless it means the same as the default; an old key beside its new one is a problem.
+    Each is reported by one notice unless it means the same as the default; an old key together with its new one is a
+    problem.
     """
     _stage_as_bool(data, findings)
     _clipping_as_bool(data, findings)

@@ -75,7 +75,7 @@ class KeyEntry:
     Attributes:
         path: Its path; ``<name>`` stands for a name of the caller's own, ``[]`` for an entry of a list.
         field: The declaration.
-        facts: What is known of it.
+        facts: Its description.
         owner: The section it is declared in.
     """
 
@@ -128,7 +128,7 @@ def type_words(annotation: Any, interval: str = "", plural: bool = False) -> str
 
     Args:
         annotation: The type.
-        interval: What follows the numbers in it, such as ``> 0``.
+        interval: Text after its numbers, such as ``> 0``.
         plural: Whether the words are to stand for several.
     """
     members = [member for member in _members(annotation) if member not in (None, type(None))]
@@ -148,7 +148,7 @@ def _is_numeric(member: Any) -> bool:
 
 
 def expectation(field: FieldInfo) -> str:
-    """Returns what a key takes, in words: type, interval, null."""
+    """Returns the valid values of a key in words: type, interval, null."""
     words = type_words(field.annotation, facts_of(field).range_text())
     return f"{words}, or null" if is_nullable(field.annotation) and words != "null" else words
 

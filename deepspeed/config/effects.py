@@ -1,4 +1,4 @@
-"""Values that change nothing: one line each group, and none for a value equal to its default."""
+"""Reports values without effect: one line per group, and none for a value equal to its default."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHANGE_TRAINING = frozenset(
         "zero_quantized_weights",
     }
 )
-"""Keys of stage 3 that change what is sent between ranks; the others tune stage 3 and stand in files for any stage."""
+"""Stage 3's keys that change communication; the others tune stage 3 and are common in files for any stage."""
 
 
 def note_effects(root: Root, findings: ConfigMessages) -> None:
@@ -98,7 +98,7 @@ def _off_switch(section: Section) -> tuple[str, Any] | None:
 
 
 def _explained(section: Section, path: Path) -> bool:
-    """Returns whether the key's own reason was given already."""
+    """Returns whether the key's own reason was already reported."""
     return facts_of(type(section).model_fields[str(path[0])]).no_effect is not None
 
 
@@ -145,7 +145,8 @@ def _idle_codes(root: Root, findings: ConfigMessages) -> None:
         idle = [
             ("communication_compression", name)
             for name, _ in _changed(section)
-            if name not in ("weights", "warm_up", "islands")  # warm_up: the optimizer decides, see the engine
+            # warm_up: checked by the engine, since it depends on the optimizer
+            if name not in ("weights", "warm_up", "islands")
         ]
         _line(list(idle), "communication_compression.gradients is not given", findings)
 

@@ -22,7 +22,7 @@ _LARGEST = 720_720
 
 @dataclass(frozen=True)
 class ElasticChoice:
-    """A batch and who can share it.
+    """A batch and the numbers of ranks that can share it.
 
     Attributes:
         train_batch_size: Samples per optimizer step.

@@ -1,4 +1,4 @@
-"""What the section ``elasticity`` must contain, and the batch keys that it puts in place of the caller's."""
+"""Checks the section ``elasticity``, and replaces the caller's batch keys by its batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_elastic(root: Root) -> bool:
 
 
 def _problems(section: Elasticity) -> Iterator[tuple[str, ...]]:
-    """Yields key, what is wrong with it, and the other keys on which that rests."""
+    """Yields the key of a problem, the problem, and the other keys that it depends on."""
     if section.version not in (0.1, 0.2):
         yield "version", f"expected 0.1 or 0.2, found {section.version:g}"
     if section.min_gpus > section.max_gpus:
@@ -77,7 +77,7 @@ def put_elastic_batch(root: Root, data: dict[str, Any], data_ranks: int | None, 
         root: The configuration.
         data: As the caller wrote it.
         data_ranks: Data-parallel ranks; None where they are not known, and then the batch keys stay open.
-        findings: Takes the problems.
+        findings: Receives the problems.
     """
     section = root.elasticity
     if section is None or not section.enabled:

@@ -28,7 +28,7 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 class ZeroStageEnum(IntEnum):
-    """Numbers the ZeRO stages. Each shards what the stage before it shards, and one thing more."""
+    """Numbers the ZeRO stages. Each shards what the stage before it shards, and one model state more."""
 
     disabled = 0
     optimizer_states = 1

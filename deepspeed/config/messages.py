@@ -1,4 +1,4 @@
-"""What reading a configuration brings to light: problems, all together, and notices."""
+"""Collects problems and notices while a configuration is read."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class ConfigMessages:
         Args:
             path: The key that the message begins with.
             text: What was expected, what was found, what to change.
-            *depends: Further keys the finding rests on; if one of them (or ``path``) was refused already, the finding
-                would only be its echo and is dropped.
+            *depends: Further keys the problem depends on; if one of them (or ``path``) was already refused, the problem
+                would only follow from that and is dropped.
         """
         if any(self._is_failed(each) for each in (path, *depends)):
             return
@@ -86,12 +86,12 @@ class ConfigMessages:
             self._problems.append(entry)
 
     def notice(self, line: str) -> None:
-        """Records a line for the log, once."""
+        """Records a line to be logged once."""
         if line not in self.notices:
             self.notices.append(line)
 
     def warning(self, line: str) -> None:
-        """Records a line for the log, once, that is to be shown as a warning."""
+        """Records a line to be logged once, as a warning."""
         self.notice(line)
         if line not in self.warnings:
             self.warnings.append(line)

@@ -35,14 +35,14 @@ from deepspeed.config.types import to_bool
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.missing_features import FEATURES
 
-# What zero.Init needs; the rest of its dict may not be finished yet.
+# The keys that zero.Init needs; the rest of its dict may be incomplete.
 ZERO_INIT_KEYS = frozenset({"zero_optimization", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"})
 PURPOSES = {"zero_init": ZERO_INIT_KEYS, "compression": frozenset({"compression_training"})}
 
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """A configuration in order.
+    """A valid configuration.
 
     Attributes:
         root: All keys, by their names; sections that were not given have their defaults.
@@ -68,11 +68,11 @@ def parse(
 ) -> ParsedConfig:
     """Reads and checks a configuration.
 
-    Nothing is logged here: the caller logs ``notices`` where and once it sees fit. Runs on any rank by itself.
+    Logs nothing: the caller logs ``notices``. Needs no other rank.
 
     Args:
         source: A dict, a path to an Hjson file, or URL-safe base64 of JSON.
-        dp_world_size: Data-parallel ranks, for the batch arithmetic; or what finds their number from the keys (as
+        dp_world_size: Data-parallel ranks, for the batch arithmetic; or a function of the keys that returns them (as
             :func:`~deepspeed.config.degrees.data_parallel_size`), whose DeepSpeedConfigError is one of the problems.
         purpose: ``zero_init`` reads only ZeRO, offload, precision and data types; ``compression`` only
             ``compression_training``.
@@ -145,7 +145,7 @@ def _order(data: Any, path: Path = (), order: dict[Path, int] | None = None) -> 
 
 
 def _set_dotted_aside(data: dict[str, Any], findings: ConfigMessages) -> None:
-    """Takes out dotted top-level keys that spell a known path: they are found in files and never meant anything."""
+    """Removes dotted top-level keys that spell a known path: files have them, but they never had an effect."""
     for name in [name for name in data if isinstance(name, str) and "." in name]:
         if name in declared_paths():
             del data[name]
@@ -156,7 +156,7 @@ def _by_data_ranks(root: Root, ranks: int | None, findings: ConfigMessages) -> R
     """Returns the configuration with a batch that counts ranks which share layers once.
 
     The original package multiplies by all ranks, and so do Accelerate and the Trainer of Transformers when they fill
-    in the product. Where all three sizes are given and only this factor is between them, nothing is left to guess.
+    in the product. If all three sizes are given and differ by exactly this factor, the intention is clear.
     """
     total, micro, steps = root.train_batch_size, root.train_micro_batch_size_per_gpu, root.gradient_accumulation_steps
     shared = degrees(root)[TENSOR]
@@ -220,7 +220,7 @@ def _check_batch(root: Root, data: dict[str, Any], dp_world_size: int | None, fi
 
 
 def _origins(data: dict[str, Any], dp_world_size: int | None, findings: ConfigMessages) -> str:
-    """Returns where each of the numbers in the batch rule comes from."""
+    """Returns the source of each number in the batch rule, in words."""
     parts = []
     for name in BATCH_KEYS:
         if data.get(name) is None:
@@ -363,7 +363,7 @@ def read_scheduler(section: dict[str, Any], findings: ConfigMessages) -> None:
     read = _read(models[name], params, ("scheduler", "params"), findings)
     section["params"] = read
     if read.get("warmup_num_steps") == 0:
-        # accelerate and transformers send 0 for no warm-up; the schedules themselves want a positive number.
+        # accelerate and transformers pass 0 for no warm-up; the schedules need a positive number.
         read["warmup_num_steps"] = 1
         findings.notice(f"{findings.label(('scheduler', 'params', 'warmup_num_steps'))}: 0 means no rise and became 1")
     total, warmup = read.get("total_num_steps"), read.get("warmup_num_steps", 1000)
@@ -375,7 +375,7 @@ def read_scheduler(section: dict[str, Any], findings: ConfigMessages) -> None:
 
 
 def parse_section(source: Any, name: str) -> Section | None:
-    """Reads and checks the section ``name``; the rest may be unfinished and is not looked at.
+    """Reads and checks the section ``name``; the rest may be incomplete and is ignored.
 
     Args:
         source: A :class:`ParsedConfig`, a dict, a path to an Hjson file, or URL-safe base64 of JSON.

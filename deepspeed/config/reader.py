@@ -54,7 +54,7 @@ def clean(model: type[Section], data: dict[Any, Any], path: Path, findings: Conf
     Args:
         model: The section that ``data`` is read as.
         data: As written.
-        path: Where it stands.
+        path: Path of the section.
         findings: Receives unknown keys, doubled spellings, and what every ``"auto"`` became.
     """
     names, inner = spellings(model), nested_fields(model)

@@ -1,4 +1,4 @@
-"""Contradictions between keys. Each rule is a few lines and speaks of the keys by name."""
+"""Contradictions between keys. Each rule is a few lines and names the keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGE: Path = (ZERO, "stage")
 
 
 def check_rules(root: Root, findings: ConfigMessages) -> None:
-    """Reports every contradiction in a configuration whose values are each in order."""
+    """Reports every contradiction in a configuration whose single values are valid."""
     _precision(root, findings)
     _offload(root.zero_optimization, findings)
     _reduction(root, findings)
@@ -43,7 +43,7 @@ def check_rules(root: Root, findings: ConfigMessages) -> None:
 
 
 def check_ranks(root: Root, dp_world_size: int, findings: ConfigMessages) -> None:
-    """Reports what does not fit the number of data-parallel ranks."""
+    """Reports keys that do not fit the number of data-parallel ranks."""
     zero = root.zero_optimization
     if zero.stage < 3:
         return
@@ -299,14 +299,14 @@ _REQUIRED = {
     "channel_pruning": ("dense_ratio",),
     "head_pruning": ("dense_ratio",),
 }
-"""What each group's ``params`` must hold, by technique."""
+"""The keys that each group's ``params`` must have, by technique."""
 _OF_SNIP = {"block_pattern", "dense_ratio", "schedule_offset_stride", "schedule_offset_end", "excluded_modules"}
 LEAST_LEVELS = 3
-"""From this many bits on codes are levels between two ends; below, they are signs."""
+"""Least bits of codes that are levels of an interval; codes of fewer bits are signs."""
 
 
 def check_compression(root: Root, findings: ConfigMessages) -> None:
-    """Reports what the techniques that are switched on lack or contradict."""
+    """Reports missing and contradictory keys of the techniques that are switched on."""
     section = root.compression_training
     if section is None:
         return

@@ -1,7 +1,7 @@
-"""The base of all configuration sections, and :func:`key`, which declares one key with everything known about it.
+"""The base of all configuration sections, and :func:`key`, which declares one key with its description.
 
-A key is declared once: its type by annotation, the rest here. The strict reading, the error messages, the reference
-page and the JSON Schema are all made from these declarations.
+A key is declared once: its type by annotation, the rest here. Validation, error messages, the reference page and the
+JSON Schema all use these declarations.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Section(BaseModel):
 
     Class attributes:
         switch_name: Name of the key, where a section has one, that turns it on.
-        place: Where the section stands in a configuration, for those that have old spellings.
+        place: The path of the section, for those that have old spellings.
         _feature: Module of the feature that the engine needs for it (``deepspeed.engine.features``); None: none.
     """
 
@@ -142,7 +142,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _proper_names(cls, data: Any) -> Any:
-        """Takes aliases and old names too when a program builds a section itself; files are resolved before."""
+        """Accepts aliases and old names when a program builds a section itself; files are resolved earlier."""
         if not isinstance(data, dict):
             return data
         if cls.place is not None and not old_names(cls.place).isdisjoint(data):

@@ -1,4 +1,4 @@
-"""Where a configuration comes from: a dict, a file in Hjson, or URL-safe base64 of JSON."""
+"""Reads a configuration: a dict, a file in Hjson, or URL-safe base64 of JSON."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from deepspeed.config.messages import Path, configuration_error, dotted
 
 @dataclass
 class Document:
-    """A configuration as read, before any of it is judged.
+    """A configuration as read, before validation.
 
     Attributes:
         data: The caller's dict, or what was read.
         lines: Line of each key, for files.
         name: File name, if there is one.
         problems: Duplicate keys.
-        notices: What is worth a line although it was read.
+        notices: Lines about oddities that were accepted.
     """
 
     data: dict[str, Any]
@@ -56,7 +56,7 @@ class _PositionDecoder(HjsonDecoder):  # type: ignore[misc]
     function gives the position of each value, without a parser of our own.
 
     Attributes:
-        unclosed: After an error, where the objects begin in whose middle it happened, outermost first.
+        unclosed: After an error, the beginnings of the objects that were open, outermost first.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ def _syntax_problem(text: str, error: HjsonDecodeError, unclosed: list[int]) -> 
             f"line {line}: {what} has no closing brace when the text ends; a brace on the same line behind a text "
             "without quotation marks is part of that text"
         )
-    # The decoder leaves the place of the offending character open in its messages.
+    # The decoder's messages have a %r for the offending character.
     message = error.msg.replace("%r", repr(text[error.pos : error.pos + 1]))
     found = text[error.pos :].split("\n", 1)[0].strip()[:40]
     what = f"found {found!r}" if found else "the text ends there"
@@ -224,7 +224,7 @@ def _read_file(path: FilePath) -> Document:
 
 
 def load_ds_config(config: Any) -> dict[str, Any]:
-    """Returns the configuration as a dict, not judged beyond its syntax.
+    """Returns the configuration as a dict; only its syntax is checked.
 
     Args:
         config: As for :func:`deepspeed.config.parse`. A dict is returned as it is.

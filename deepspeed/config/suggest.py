@@ -1,4 +1,4 @@
-"""Which key was probably meant: known confusions, other libraries' names, the nearest spelling, the name elsewhere."""
+"""Suggests the key that was probably meant: known confusions, other libraries' names, near spellings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     best, choice = -1.0, ""
     for candidate in candidates:
         matcher.set_seq1(candidate.lower())
-        # The cheap upper bounds settle most candidates; only real rivals pay for the exact ratio.
+        # Cheap upper bounds exclude most candidates; the exact ratio is computed for the others.
         if matcher.real_quick_ratio() > best and matcher.quick_ratio() > best and matcher.ratio() > best:
             best, choice = matcher.ratio(), candidate
     return choice
@@ -121,7 +121,7 @@ _COSINE = f"{_SCHEDULE}.cos_min_ratio|, a share of the learning rate"
 _OFFLOAD_PARAM, _OFFLOAD_OPTIMIZER = f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"
 _RECOMPUTE = "activation_checkpointing|; the model's own switch (gradient_checkpointing_enable()) turns it on"
 
-# Where these names are looked for, besides the top level; elsewhere the same words mean other things.
+# Sections, besides the top level, in which these names are recognised; elsewhere they mean other things.
 _SECTIONS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "activation_checkpointing", "checkpoint")
 
 SYNONYMS: dict[str, tuple[str, ...]] = {
@@ -281,7 +281,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "pp_size": ("pipeline.stages",),
     "torch_compile": ("compile",),
 }
-"""By a name that is unknown where it stands: the keys that may be meant, best first; after a bar, further advice."""
+"""By unknown name: the keys that may be meant, best first; after a bar, further advice."""
 
 
 def meant_by(name: str, section: tuple[object, ...], valid: set[str]) -> tuple[str, str] | None:
@@ -289,7 +289,7 @@ def meant_by(name: str, section: tuple[object, ...], valid: set[str]) -> tuple[s
 
     Args:
         name: As written.
-        section: Where it stands.
+        section: The section that it is in.
         valid: The keys of that section.
 
     Returns:

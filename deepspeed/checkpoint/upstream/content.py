@@ -1,4 +1,4 @@
-"""What a reader of one of the original layouts finds: values by kind and parameter, and everything small."""
+"""The content of a checkpoint in an original layout: values by kind and parameter, and the small states."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 
 Experts have a file each for weights, and groups of their own in optimizer states.
 
-Weights are named by an expert's number among all. Optimizer states of stages 1 and 2 name it as the rank does that has
-it: rank *d* of those with equal places, place *x* of *ep* that share experts, calls its first one 0. Ranks that share
-experts are neighbours, so those with the same ones are *ep* apart.
+Weights are named by an expert's global number. Optimizer states of stages 1 and 2 use local numbers: each rank calls
+its first expert 0. Ranks that share experts are neighbours, so ranks with the same experts are *ep* apart.
 """
 
 from __future__ import annotations

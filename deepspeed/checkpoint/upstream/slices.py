@@ -24,7 +24,7 @@ INFO = "universal_checkpoint_info"
 
 @dataclass(frozen=True)
 class StridedRun:
-    """Elements of a slice that lie evenly apart in the whole.
+    """Elements of a slice that are evenly spaced in the whole.
 
     Attributes:
         rank: Whose slice.
@@ -66,7 +66,7 @@ class SlicedParam:
 
 @dataclass
 class _LatestCache:
-    """The parameter that was put together last: neighbouring reads request the same one."""
+    """Caches the parameter that was joined last, since consecutive reads request the same one."""
 
     held: tuple[object, torch.Tensor] = (None, torch.empty(0))
 
@@ -177,7 +177,7 @@ def whole_of(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any]
         where: For messages.
 
     Raises:
-        CheckpointError: It does not fit the shapes.
+        CheckpointError: The description does not fit the shapes.
     """
     whole = _by_map(name, shapes, info.get("affine_map")) or _by_patterns(name, shapes, info, where)
     fits = all(run.fits(prod(whole.shape), prod(shapes[run.rank])) for run in whole.runs)

@@ -115,7 +115,7 @@ def open_upstream(
         layer_names: With what the names of a pipeline's layer begin in the model, where that is not its number.
 
     Raises:
-        CheckpointError: It is not complete, or not understood.
+        CheckpointError: The checkpoint is incomplete, or its layout is not understood.
     """
     try:
         if kind is Format.UNIVERSAL:
