@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,21 @@ LENGTH = 4  # bytes that say how long a message is
 class ForkServer:
     """The end of the process that asks.
 
+    Args:
+        modules: Names of modules that the server imports beside torch and the package, so that no worker has to.
+
     Attributes:
         is_closed: Whether the server has been ended. What it has forked has ended with it.
     """
 
     is_closed = False
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         environ = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONUNBUFFERED="1")
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", START, str(theirs.fileno())],
+                [sys.executable, "-c", START, str(theirs.fileno()), *modules],
                 cwd=ROOT,
                 env=environ,
                 stdin=subprocess.DEVNULL,
@@ -157,11 +161,13 @@ def main() -> None:
     """Answers until the asking process ends. A forked child returns from here into the worker."""
     from tests.harness import worker
 
-    channel = socket.socket(fileno=int(sys.argv.pop(1)))  # ranks are of one run: their command lines must be alike
+    # Ranks are of one run: their command lines must be alike.
+    (_, descriptor, *modules), sys.argv[1:] = sys.argv, []
+    channel = socket.socket(fileno=int(descriptor))
     worker.die_with_parent()
     worker.explain_assertions()
     gc.disable()  # nothing of what is imported is ever freed
-    _import_much()
+    _import_much(modules)
     server = os.getpid()
     gc.collect()
     gc.freeze()
@@ -192,8 +198,8 @@ def main() -> None:
     worker.serve(connection, stacks)
 
 
-def _import_much() -> None:
-    """Imports what nearly every rank needs.
+def _import_much(modules: Sequence[str]) -> None:
+    """Imports what nearly every rank needs, and these modules.
 
     Raises:
         RuntimeError: An import has started a thread, which a fork would lose.
@@ -208,6 +214,8 @@ def _import_much() -> None:
     from deepspeed.config import parse
 
     parse({"train_batch_size": 1, "optimizer": {"type": "AdamW"}}, dp_world_size=1)  # pydantic makes its schemas here
+    for module in modules:
+        importlib.import_module(module)
     torch.set_num_threads(1)
     threads = Path("/proc/self/task")
     if threads.is_dir() and len(list(threads.iterdir())) > 1:

@@ -394,6 +394,14 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+MODULES_OF_LIBRARIES = {
+    "transformers.modeling_utils": [
+        f"transformers.models.{name}.modeling_{name}" for name in ("auto", "bert", "gpt2", "llama", "mixtral")
+    ],
+}
+"""What servers import beforehand if pytest's own process has loaded the key, as it has in a run of all tests. These
+modules take each worker seconds, and many tests use them."""
+
 _shared: Pool | None = None
 _servers: list[ForkServer] = []
 
@@ -403,8 +411,9 @@ def _fork_servers() -> list[ForkServer]:
     if not _servers:
         atexit.register(shut_down)
     _servers[:] = [server for server in _servers if not server.is_closed]
+    modules = [name for key, names in MODULES_OF_LIBRARIES.items() if key in sys.modules for name in names]
     while len(_servers) < 2:
-        _servers.append(ForkServer())
+        _servers.append(ForkServer(modules))
     return _servers
 
 
