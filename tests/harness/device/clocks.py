@@ -22,12 +22,15 @@ class Actor:
         name: For sentences.
         time: Pieces of work so far.
         known: Per actor, how much of its work is over before the next piece of this one's.
+        num_learnt: How often ``known`` has changed in what it says of other actors.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.time = 0
         self.known: dict[Actor, int] = {}
+        self.num_learnt = 0
+        self._followed: dict[Actor, int] = {}  # what ``num_learnt`` of others was when this one has learnt all of it
 
     def __repr__(self) -> str:
         return self.name
@@ -48,6 +51,16 @@ class Actor:
         for actor, time in known.items():
             if mine.get(actor, 0) < time:
                 mine[actor] = time
+                self.num_learnt += 1
+
+    def follow(self, other: Actor) -> None:
+        """As ``learn(other.known)``; looks through it only if ``other`` has learnt something since the last time."""
+        num_learnt = other.num_learnt
+        if self._followed.get(other) == num_learnt:
+            self.learn({other: other.time})
+        else:
+            self.learn(other.known)
+            self._followed[other] = num_learnt
 
 
 class Clocks:
@@ -104,7 +117,7 @@ class Clocks:
 
     def allocate(self) -> Actor:
         """The stream that owns memory which the host allocates now."""
-        self.current.learn(self.host.known)
+        self.current.follow(self.host)
         return self.current
 
     def close(self) -> None:
@@ -117,7 +130,7 @@ class Clocks:
         self.waits += 1
         for stream in self.streams:
             stream.finish()
-            self.host.learn(stream.known)
+            self.host.follow(stream)
 
 
 class Stream(Actor):
@@ -149,12 +162,12 @@ class Stream(Actor):
         self.jobs = ()
 
     def wait_stream(self, other: Stream) -> None:
-        self.learn(self._clocks.host.known)
-        self.learn(other.known)
+        self.follow(self._clocks.host)
+        self.follow(other)
         self.jobs = unfinished(self.jobs, other.jobs)
 
     def wait_event(self, event: Event) -> None:
-        self.learn(self._clocks.host.known)
+        self.follow(self._clocks.host)
         self.learn(event.known)
         self.jobs = unfinished(self.jobs, event.jobs)
 
@@ -166,7 +179,7 @@ class Stream(Actor):
     def synchronize(self) -> None:
         self._clocks.waits += 1
         self.finish()
-        self._clocks.host.learn(self.known)
+        self._clocks.host.follow(self)
 
     def query(self) -> bool:
         return self.record_event().query()

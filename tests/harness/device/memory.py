@@ -270,7 +270,7 @@ class Memory:
             self.device.free(block.part)
             owner = block.owner
             assert owner is not None
-            owner.learn(host.known)
+            owner.follow(host)
             uses = [
                 (actor, access)
                 for actor, access in block.last_uses()
@@ -292,9 +292,8 @@ class Memory:
                     "over: the host must wait for it first",
                 )
 
-    def access(self, storage: Any, ranges: Ranges, actor: Actor, time: int, place: Place, *, writes: bool) -> None:
-        """Notes that ``actor`` reads or writes bytes of a storage."""
-        block = self.know(storage, on_device=False)
+    def access(self, block: Block, ranges: Ranges, actor: Actor, time: int, place: Place, *, writes: bool) -> None:
+        """Notes that ``actor`` reads or writes bytes of a block."""
 
         def clash(how: str, other: Actor, before: Place) -> None:
             doing = "writes to" if writes else "reads"

@@ -8,7 +8,6 @@ one, leaves the kernel to a thread of the stream and continues.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness.device.clocks import Actor, Clocks
 from tests.harness.device.jobs import Job, unfinished
-from tests.harness.device.memory import Memory, Ranges
+from tests.harness.device.memory import Block, Memory, Ranges
 from tests.harness.device.places import Place
 
 _aten = torch.ops.aten
@@ -48,15 +47,17 @@ _COPIES = {_aten.copy_.default, _aten._to_copy.default, _aten._foreach_copy_.def
 _MOST_RANGES = 128  # of a tensor with gaps; above that, the whole stretch it spans
 
 
-def tensors_of(values: Any) -> Iterator[torch.Tensor]:
+def tensors_of(values: Any) -> list[torch.Tensor]:
     """All tensors in lists, tuples and dicts."""
     if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from tensors_of(value)
-    elif isinstance(values, dict):
-        yield from tensors_of(list(values.values()))
+        return [values]
+    found: list[torch.Tensor] = []
+    for value in values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ():
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple, dict)):
+            found += tensors_of(value)
+    return found
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -90,21 +91,40 @@ def ranges_of(tensor: torch.Tensor) -> Ranges:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Contents of a schema.
+    """What an operation does, as far as its name and its schema say.
 
     Attributes:
+        name: Of the operation.
         written: Names and positions of the arguments that are written.
         is_view: The result is memory of an argument and nothing is computed.
         is_factory: Its tensors are only models of the one that it makes.
+        is_copy: It moves values and does nothing else.
+        is_waited_for: The host needs its result.
+        leaves_blank: It does not write the tensor that it makes.
+        is_in_place: All of its results are arguments.
+        is_random: Its results depend on a generator.
     """
 
+    name: str
     written: frozenset[int | str]
     is_view: bool
     is_factory: bool
+    is_copy: bool
+    is_waited_for: bool
+    leaves_blank: bool
+    is_in_place: bool
+    is_random: bool
 
 
-@functools.cache
+_shapes: dict[int, _Shape] = {}
+"""By the address of the operation, which lives as long as the process."""
+
+
 def _shape_of(func: Any) -> _Shape:
+    return _shapes.get(id(func)) or _read_schema(func)
+
+
+def _read_schema(func: Any) -> _Shape:
     schema = func._schema
     written: set[int | str] = set()
     aliased = False
@@ -116,8 +136,18 @@ def _shape_of(func: Any) -> _Shape:
         else:
             aliased = True
     name = schema.name.removeprefix("aten::")
-    is_view = name in _VIEWS or (aliased and not written)
-    return _Shape(frozenset(written), is_view, name.endswith("_like") or name.startswith(("new_", "empty")))
+    found = _shapes[id(func)] = _Shape(
+        name,
+        frozenset(written),
+        is_view=name in _VIEWS or (aliased and not written),
+        is_factory=name.endswith("_like") or name.startswith(("new_", "empty")),
+        is_copy=func in _COPIES,
+        is_waited_for=func in _WAITED_FOR,
+        leaves_blank=func in _UNWRITTEN,
+        is_in_place=all(value.alias_info is not None for value in schema.returns),
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+    )
+    return found
 
 
 class Operations(TorchDispatchMode):
@@ -166,7 +196,8 @@ class Operations(TorchDispatchMode):
     def _touch(self, tensors: Any, actor: Actor, time: int, place: Place, *, writes: bool) -> None:
         for tensor in tensors_of(tensors):
             if _is_plain(tensor):
-                self._memory.access(tensor.untyped_storage(), ranges_of(tensor), actor, time, place, writes=writes)
+                block = self._memory.know(tensor.untyped_storage(), on_device=False)
+                self._memory.access(block, ranges_of(tensor), actor, time, place, writes=writes)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -178,67 +209,70 @@ class Operations(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shape = _shape_of(func)
         given = [tensor for tensor in tensors_of((args, kwargs)) if _is_plain(tensor)]
-        for tensor in given:
-            self._memory.know(tensor.untyped_storage(), on_device=bool(self._asked))
+        asked = bool(self._asked)
+        blocks = [self._memory.know(tensor.untyped_storage(), on_device=asked) for tensor in given]
         if shape.is_view:
             return func(*args, **kwargs)
-        place = Place(func._schema.name.removeprefix("aten::"))
-        if func in _COPIES:
+        place = Place(shape.name)
+        if shape.is_copy:
             return self._copy(func, args, kwargs, place)
-        on_device = any(self._memory.on_device(tensor.untyped_storage()) for tensor in given)
+        on_device = any(block.on_device for block in blocks)
         if self._asked is not None and (shape.is_factory or not any(tensor.dim() for tensor in given)):
             on_device = self._asked or (on_device and not shape.is_factory)
         actor: Actor = self._clocks.launch() if on_device else self._clocks.host
         time = actor.work()
         if not shape.is_factory:
             for key, argument in [*enumerate(args), *kwargs.items()]:
-                if key in shape.written:
-                    self._touch_all(argument, on_device, actor, time, place, writes=True)
-                else:
-                    self._touch_all(argument, on_device, actor, time, place, writes=False)
+                self._touch_all(argument, on_device, actor, time, place, writes=key in shape.written)
         result = self._execute(func, args, kwargs) if on_device else func(*args, **kwargs)
-        known = {tensor.untyped_storage()._cdata for tensor in given}
-        for tensor in tensors_of(result):
-            if _is_plain(tensor) and tensor.untyped_storage()._cdata not in known:
-                made = self._memory.know(tensor.untyped_storage(), on_device=on_device)
-                made.is_blank = on_device
-                if func not in _UNWRITTEN:
-                    self._touch(tensor, actor, time, place, writes=True)
-        if on_device and func in _WAITED_FOR:
+        if not shape.is_in_place:
+            self._note_results(result, blocks, on_device, actor, time, None if shape.leaves_blank else place)
+        if on_device and shape.is_waited_for:
             self._clocks.current.synchronize()
         return result
+
+    def _note_results(
+        self, result: Any, given: list[Block], on_device: bool, actor: Actor, time: int, place: Place | None
+    ) -> None:
+        """Notes the tensors that an operation has made, and, with a place, that it has written them."""
+        for tensor in tensors_of(result):
+            if not _is_plain(tensor):
+                continue
+            made = self._memory.know(tensor.untyped_storage(), on_device=on_device)
+            if any(made is block for block in given):
+                continue
+            made.is_blank = on_device
+            if place is not None:
+                self._memory.access(made, ranges_of(tensor), actor, time, place, writes=True)
 
     def _touch_all(
         self, argument: Any, on_device: bool, actor: Actor, time: int, place: Place, *, writes: bool
     ) -> None:
         """As :meth:`_touch`; a kernel is handed the numbers of the host's tensors when it is queued."""
         for tensor in tensors_of(argument):
-            is_there = not on_device or not _is_plain(tensor) or self._memory.on_device(tensor.untyped_storage())
-            if is_there:
-                self._touch([tensor], actor, time, place, writes=writes)
+            if not _is_plain(tensor):
+                continue
+            block = self._memory.know(tensor.untyped_storage(), on_device=False)
+            if block.on_device or not on_device:
+                self._memory.access(block, ranges_of(tensor), actor, time, place, writes=writes)
             else:
                 self._memory.mixed(tensor, place, writes=writes)
-                self._touch([tensor], self._clocks.host, self._clocks.host.work(), place, writes=writes)
+                host = self._clocks.host
+                self._memory.access(block, ranges_of(tensor), host, host.work(), place, writes=writes)
 
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a kernel of the current stream, now or when what the stream waits for is over."""
-        stream = self._clocks.current
-        stream.jobs = unfinished(stream.jobs)
-        returns = func._schema.returns
-        is_in_place = all(value.alias_info is not None for value in returns)
-        can_wait = is_in_place or not _shape_of(func).written
-        if (
-            not stream.jobs
-            or stream is self._clocks.default
-            or func in _WAITED_FOR
-            or not can_wait
-            or torch.Tag.nondeterministic_seeded in func.tags
-        ):
+        stream, shape = self._clocks.current, _shape_of(func)
+        if stream.jobs:
+            stream.jobs = unfinished(stream.jobs)
+        can_wait = shape.is_in_place or not shape.written
+        if not stream.jobs or stream is self._clocks.default or shape.is_waited_for or not can_wait or shape.is_random:
             stream.finish()
             return func(*args, **kwargs)
-        if is_in_place:
+        if shape.is_in_place:
             names = [*enumerate(args), *kwargs.items()]
-            written = [value for name, value in names if name in _shape_of(func).written]
+            written = [value for name, value in names if name in shape.written]
+            returns = func._schema.returns
             result = None if not returns else written[0] if len(returns) == 1 else tuple(written)
         else:  # of values that are not there yet, for its shape
             result = func(*args, **kwargs)
@@ -246,7 +280,7 @@ class Operations(TorchDispatchMode):
         def run() -> None:
             with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction(), torch.no_grad():
                 made = func(*args, **kwargs)
-                if not is_in_place:
+                if not shape.is_in_place:
                     for target, source in zip(tensors_of(result), tensors_of(made), strict=True):
                         target.copy_(source)
 

@@ -13,16 +13,15 @@ _TORCH = os.path.dirname(torch.__file__)
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
 _PYTHON = os.path.dirname(os.__file__)
 
-_is_program: dict[CodeType, bool] = {}
+# By the address of its code, which the entry keeps: the file of a function of the program, empty for any other one.
+_files: dict[int, tuple[str, CodeType]] = {}
 
 
-def _belongs_to_program(code: CodeType) -> bool:
-    known = _is_program.get(code)
-    if known is None:
-        name = code.co_filename
-        known = not name.startswith((_HERE, _TORCH, _PYTHON, "<")) and "site-packages" not in name
-        _is_program[code] = known
-    return known
+def _note_file(code: CodeType) -> tuple[str, CodeType]:
+    name = code.co_filename
+    is_program = not name.startswith((_HERE, _TORCH, _PYTHON, "<")) and "site-packages" not in name
+    found = _files[id(code)] = (name if is_program else "", code)
+    return found
 
 
 class Place:
@@ -37,11 +36,16 @@ class Place:
     def __init__(self, what: str) -> None:
         self.what = what
         frames: list[tuple[CodeType, int]] = []
+        files: list[str] = []
         frame = sys._getframe(1)
-        while frame is not None and len(frames) < 3:
+        while frame is not None:
             code = frame.f_code
-            if _belongs_to_program(code) and all(code.co_filename != other.co_filename for other, _ in frames):
+            file, _ = _files.get(id(code)) or _note_file(code)
+            if file and file not in files:
+                files.append(file)
                 frames.append((code, frame.f_lineno))
+                if len(frames) == 3:
+                    break
             frame = frame.f_back  # type: ignore[assignment]
         self.frames = frames
 

@@ -172,7 +172,7 @@ class _RecordedFile(BlockFile):
             block = self.memory.know(buffer.untyped_storage(), on_device=False)
         if block.disk is None:
             block.disk = Actor("the disk")
-        block.disk.learn(self.memory.clocks.host.known)
+        block.disk.follow(self.memory.clocks.host)
         self.operations.touch(buffer, block.disk, Place(what), writes=writes)
         return _RecordedTransfer(real, self.memory, block.disk, block.disk.time, buffer)
 
