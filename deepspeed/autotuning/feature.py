@@ -39,6 +39,8 @@ from deepspeed.autotuning.experiment import (
 )
 from deepspeed.autotuning.planned import CandidatePlanner, InputSpec, ranks_that_plan, require_plannable
 from deepspeed.autotuning.probes import measure_device
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.config.sections.root import Root
 from deepspeed.config.source import read_source
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, StepTracker
@@ -280,9 +282,10 @@ class TuningHooks(EngineHooks):
             write_json(folder / "model_info.json", self._model_info(planner, before))
             planners = ranks_that_plan(len(settings), time.process_time() - started, own_ranks, refine=refine)
         # All ranks that plan a part go by what the first has measured.
-        objects = [(wall, inside, planner.machine, ratio, planners)]
-        comm.broadcast_object_list(objects, src=0)
-        wall, inside, planner.machine, ratio, planners = objects[0]
+        label = "the measured step of the first rank"
+        ranks = Job.current().axis_of().objects(patience=comm.default_timeout(), why=label)
+        measured = gather_objects(ranks, (wall, inside, planner.machine, ratio, planners), label=label)[0]
+        wall, inside, planner.machine, ratio, planners = measured
         if comm.get_rank() >= planners:
             return
         planner.outside = max(wall - inside, 0.0) * space.total / before[TOTAL]

@@ -449,6 +449,7 @@ class GlooTransport(Transport):
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         self.progress_pending()
         self.started += 1
+        self.record_broadcast(tensor, source)
         work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
         self.guard(work.wait, self.issue("broadcast"), label)
 

@@ -234,6 +234,7 @@ class NativeTransport(Transport):
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=self.device)
         gathered = torch.empty_like(rows, device="cpu")
+        traffic.record_ran("all_gather_into_tensor", tensor.numel() * tensor.element_size(), self.axis)
         work = self.group._allgather_base(rows.view(-1), tensor.to(self.device, non_blocking=True))
 
         def scale_and_copy() -> None:
@@ -245,6 +246,7 @@ class NativeTransport(Transport):
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
+        self.record_broadcast(tensor, source)
         work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
         self.guard(work.wait, self.issue("broadcast"), label)
 

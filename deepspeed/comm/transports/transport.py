@@ -29,7 +29,7 @@ from deepspeed.axes import DATA
 from deepspeed.comm.codecs.codec import Residual
 from deepspeed.comm.codecs.zero_rows import ZeroRows
 from deepspeed.comm.transports import packing
-from deepspeed.comm.transports.counters import waiting
+from deepspeed.comm.transports.counters import traffic, waiting
 from deepspeed.comm.transports.packing import Tensors, numel_of
 from deepspeed.comm.watch.forward_queue import ForwardRequest
 from deepspeed.comm.watch.watchdog import Watch
@@ -399,6 +399,12 @@ class Transport:
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         """Overwrites ``tensor`` (contiguous, any shape) with that of group rank ``source``; blocks."""
         raise NotImplementedError
+
+    def record_broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Counts a broadcast of ``tensor``, of any shape: group rank ``source`` sends it once."""
+        nbytes = tensor.numel() * tensor.element_size()
+        traffic.record_requested("broadcast", nbytes, self.axis)
+        traffic.record_ran("broadcast", nbytes if source == self.rank else 0, self.axis)
 
     def move(self, transfers: Sequence[TensorTransfer], *, label: str) -> None:
         """Sends and receives many tensors in one round; blocks.

@@ -32,6 +32,9 @@ import torch
 from torch import nn
 
 from deepspeed import comm
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.start.device import local_device
+from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import CheckpointError
 from deepspeed.models.construction import stage_3_unmentioned, wrap_passes
 from deepspeed.models.loading import empty_record, find_unlikely, putting_by, wrap_loading
@@ -74,6 +77,9 @@ class _Loading:
     def __init__(self, model: nn.Module) -> None:
         self.loaded: list[str] = []
         self._model = model
+        ranks, timeout = Job.current().axis_of(), comm.default_timeout()
+        self._messages = ranks.objects(patience=timeout, why="loading of weights")
+        self._transport = ranks.transport("outside engines", device=local_device(), timeout=timeout)
         self._values: dict[str, torch.Tensor] = {}
         self._bytes = 0
 
@@ -84,17 +90,17 @@ class _Loading:
                 info, _ = original()
             self._send()
         except Exception as error:
-            _broadcast({"error": f"{type(error).__name__}: {error}"})
+            self._announce({"error": f"{type(error).__name__}: {error}"})
             raise
         used = getattr(self._model, "_weight_conversions", None) or []
         mapping = list(load_config.weight_mapping or [])
         indices = [index for index, rule in enumerate(mapping) if any(rule is one for one in used)]
-        _broadcast({"record": vars(info), "conversions": indices})
+        self._announce({"record": vars(info), "conversions": indices})
         return info
 
     def follow(self, load_config: Any) -> Any:
         """Receives on another rank what rank 0 sends. Returns rank 0's record."""
-        while "names" in (message := _broadcast(None)):
+        while "names" in (message := self._announce(None)):
             self._fill(message["names"], None)
         if "error" in message:
             raise CheckpointError(f"from_pretrained at ZeRO stage 3: rank 0 could not load. {message['error']}")
@@ -123,7 +129,7 @@ class _Loading:
 
     def _send(self) -> None:
         if self._values:
-            _broadcast({"names": list(self._values)})
+            self._announce({"names": list(self._values)})
             self._fill(list(self._values), list(self._values.values()))
         self._values, self._bytes = {}, 0
 
@@ -141,22 +147,19 @@ class _Loading:
         for target in targets:
             target._is_hf_initialized = True  # type: ignore[attr-defined]
             if id(target) not in sharded:
-                comm.broadcast(target.data, 0)
+                self._transport.broadcast(target.data, 0, label="a buffer of the weights of rank 0")
         self.loaded += names
+
+    def _announce(self, message: dict[str, Any] | None) -> dict[str, Any]:
+        """Returns rank 0's message on every rank; the others give None. All ranks must call it."""
+        announced: dict[str, Any] = gather_objects(self._messages, message, label="the loading of weights")[0]
+        return announced
 
 
 def _tensor_of(model: nn.Module, name: str) -> torch.Tensor | None:
     path, _, leaf = name.rpartition(".")
     found: torch.Tensor | None = getattr(model.get_submodule(path), leaf)
     return found
-
-
-def _broadcast(message: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns rank 0's message on every rank; the others give None. All ranks must call it."""
-    messages = [message]
-    comm.broadcast_object_list(messages, 0)
-    assert messages[0] is not None
-    return messages[0]
 
 
 def _refuse_misfits(model: Any, load_config: Any, info: Any, loaded: list[str]) -> None:
