@@ -169,8 +169,8 @@ class BlockCheckpointing:
             method()
         except Exception as error:  # whatever the model's own code raises
             raise DeepSpeedConfigError(
-                f"activation_checkpointing.blocks: {type(self._model).__name__}.gradient_checkpointing_{verb}() "
-                f"failed: {error}. Correct the model's method, or leave the key out and checkpoint blocks in the model"
+                f"activation checkpointing: {type(self._model).__name__}.gradient_checkpointing_{verb}() "
+                f"failed: {error}. Correct the model's method, or switch activation checkpointing off"
             ) from error
 
 
