@@ -44,7 +44,6 @@ LAYERS = (
             "release",
             "torch_private",
             "uncompiled",
-            "plain_attributes",
             "give_base",
         ),
     ),
@@ -108,8 +107,7 @@ def page() -> str:
     ]
     for layer in reversed(LAYERS):
         for package in layer.packages:
-            if _is_there(package):
-                lines += [f"| `{name}` | {job_of(name)} |" for name in _with_parts(package)]
+            lines += [f"| `{name}` | {job_of(name)} |" for name in _with_parts(package)]
     return "\n".join(lines) + "\n"
 
 
@@ -120,10 +118,6 @@ def job_of(package: str) -> str:
     first = " ".join(docstring.split("\n\n")[0].split())
     sentence = first.split(". ")[0].rstrip(".:") + "."
     return sentence.replace("``", "`").replace(":mod:", "").replace(":func:", "").replace("|", "\\|")
-
-
-def _is_there(package: str) -> bool:
-    return f"deepspeed.{package}" in modules()
 
 
 def _with_parts(package: str) -> list[str]:
@@ -142,7 +136,7 @@ def _drawing() -> list[str]:
     rule = "+" + "-" * (WIDTH - 2) + "+"
     drawn = [rule]
     for layer in reversed(LAYERS):
-        packages = "  ".join(package for package in layer.packages if _is_there(package))
+        packages = "  ".join(layer.packages)
         rows = [layer.title, *textwrap.wrap(packages, WIDTH - 8, initial_indent="    ", subsequent_indent="    ")]
         drawn += [f"| {row:<{WIDTH - 4}} |" for row in rows]
         drawn.append(rule)
