@@ -1,7 +1,7 @@
-"""AutoEP: models that were not written for it, with their experts spread over ranks by the configuration alone.
+"""AutoEP: spreads the experts of an ordinary Transformers model over ranks, by the configuration alone.
 
-Works on the one form that mixture-of-experts models of the Transformers library (5.0 and newer) have: a module with
-stacked weights that gets tokens, chosen experts and weights. It needs no list of models, and no names: the router,
+Works on the form that all mixture-of-experts models of the Transformers library (5.0 and newer) share: a module with
+stacked weights that gets tokens, chosen experts and weights. No list of models or module names is needed: the router,
 shared experts, scaling and balance loss stay the model's own.
 """
 
@@ -42,7 +42,7 @@ _PRESETS = {
 """The Transformers model types that each preset of upstream stands for."""
 
 ReplacedParameters = dict[int, nn.Parameter]
-"""Parameters that took the place of others, by the identity of these."""
+"""New parameters, by the ``id`` of those that they replaced."""
 
 
 def spread_experts(
@@ -50,8 +50,8 @@ def spread_experts(
 ) -> ReplacedParameters:
     """Spreads the experts of ``model`` over ranks, in place. Every rank of the job must call it.
 
-    Each rank keeps ``E / ep`` experts of every module with stacked experts. One module is cut after the other; where
-    ``zero.Init`` has sharded the model, one module at a time is whole.
+    Each rank keeps ``E / ep`` experts of every module with stacked experts. Modules are cut one after another; where
+    ``zero.Init`` has sharded the model, only one module at a time is gathered.
 
     Args:
         model: The model.
@@ -61,10 +61,11 @@ def spread_experts(
         data_first: ``use_data_before_expert_parallelism``.
 
     Returns:
-        The parameters that are new objects; the others were cut in place, so that optimizers keep them.
+        The parameters that were replaced by new objects; the others were cut in place, so optimizers still refer to
+        them.
 
     Raises:
-        DeepSpeedConfigError: The model has no such module, or what the section requests is not what it is.
+        DeepSpeedConfigError: The model has no such module, or does not fit what the section requests.
     """
     _check_preset(model, section)
     found = _found_by_stages(model, section, device)
@@ -77,7 +78,7 @@ def spread_experts(
     exchanged: ReplacedParameters = {}
     for name, module in found.items():
         if spread_of(module) is not None:
-            _mark_parts(name, module, assignment)  # this rank may have another place than in a former job
+            _mark_parts(name, module, assignment)  # this rank's place may differ from that in an earlier job
         else:
             exchanged |= _cut(name, module, assignment)
             _state(module).grouped = section.use_grouped_mm
@@ -94,15 +95,15 @@ def spread_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if spread_of(module) is not None}
 
 
-# -- which modules -----------------------------------------------------------------------------------------------------
+# -- finding modules ---------------------------------------------------------------------------------------------------
 
 
 class _NoExpertsError(DeepSpeedConfigError):
-    """A model has no experts that could be spread; a stage of a pipeline may be so."""
+    """The model has no experts that could be spread. Allowed for a stage of a pipeline if another stage has some."""
 
 
 def _found_by_stages(model: nn.Module, section: ExpertParallel, device: torch.device) -> dict[str, nn.Module]:
-    """Returns the modules of this rank. Every rank raises what is wrong with those of any stage."""
+    """Returns the modules of this rank. An error on any stage is raised on every rank."""
     found: dict[str, nn.Module] = {}
     problem: DeepSpeedConfigError | None = None
     try:
@@ -132,7 +133,7 @@ def _check_module(name: str, module: nn.Module, section: ExpertParallel) -> None
 
 
 def _check_adapters(name: str, model: nn.Module) -> None:
-    """Adapters of stacked weights (PEFT's ``target_parameters``) add to whole stacks in the middle of a forward."""
+    """Raises if an adapter (PEFT's ``target_parameters``) adds to stacked weights: it would need the whole stack."""
     above, _, last = name.rpartition(".")
     wrapper = model.get_submodule(above)
     if last == "base_layer" and hasattr(wrapper, "parameter_name"):
@@ -233,7 +234,7 @@ class _ExpertAssignment:
         self._place_of = {ranks[0]: place for place, ranks in enumerate(_within(declared.same, everyone))}
 
     def mine(self, experts: int) -> slice:
-        """Returns which of ``experts`` this rank keeps."""
+        """Returns the range of ``experts`` that this rank keeps."""
         return self._of(experts, self.place)
 
     def _of(self, experts: int, place: int) -> slice:
@@ -243,7 +244,7 @@ class _ExpertAssignment:
     def out(self, weight: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a stacked weight, with the first rank's values. Every rank must call it."""
         kept = weight[self.mine(len(weight))].clone()
-        # Who joins a run comes among ranks whose experts are spread already, and takes its values from copies.
+        # A rank that joins a running job meets ranks whose experts are already spread; its values come from replicas.
         if self._peers.size == 1 or Job.current().awaits_copies:
             return kept
         me, everyone = rank_in(), self._peers.ranks
@@ -266,7 +267,7 @@ def _within(same: Sequence[Sequence[int]], everyone: Sequence[int]) -> list[Sequ
 
 
 def _cut(name: str, module: nn.Module, assignment: _ExpertAssignment) -> ReplacedParameters:
-    """Leaves a module this rank's experts, and makes it send tokens to the others."""
+    """Removes other ranks' experts from a module, and makes it send tokens to the ranks that have them."""
     experts = int(module.num_experts)  # type: ignore[arg-type]
     exchanged: ReplacedParameters = {}
     if assignment.ep_size > 1:

@@ -1,20 +1,20 @@
-"""Tokens sent to their experts and back: once for every kind of layer.
+"""Sends tokens to their experts and the results back, for expert layers of every kind.
 
-Which routes there are has been decided before (``gate``, or a model's own router), and dropped routes are out. What is
-left is sorted by expert; the ranks exchange how many rows come (one small exchange), the rows are sent once there
-and once back, and every token adds up what its experts made of it. Nothing is padded: with E experts spread over *ep*
+The gate (``gate``, or a model's own router) has already chosen the routes and dropped those over capacity. The routes
+are sorted by expert; the ranks exchange row counts (one small exchange), the rows are sent to the experts and their
+results back, and the results of each token are summed. Nothing is padded: with E experts spread over *ep*
 ranks a layer sends about ``k S M (1 - 1 / ep)`` elements each way, whatever the capacity, and ranks may have any number
 of tokens, none included.
 
-**Rows are touched little.** Forward they are written four times: gathered from the tokens, put in the order of experts,
-put in that of routes, and summed by token with their weights in one pass (``embedding_bag``); the first two of these
-are one where this rank has all experts. Backward likewise, and once for the gradient of the weights. On one host ranks
-read what the others wrote, so only the way back writes rows of others once more. Those leave first, and are sent while
-the own ones are being copied.
+**Rows are copied few times.** Forward writes them four times: gathered from the tokens, sorted by expert, sorted back
+by route, and summed by token with their weights in one pass (``embedding_bag``); the first two are one pass
+where this rank has all experts. Backward likewise, and once for the gradient of the weights. On one host, ranks
+read each other's rows in place, so only the way back copies rows of other ranks once more. Those are copied first, and
+are sent while this rank's own rows are being copied.
 
-**Ranks must take part alike.** A rank whose experts get no row still has a backward with two exchanges: the graph of
-what comes back hangs on an anchor, and that of no rows on the rows themselves. It also gathers its experts where they
-are sharded, at the same place as the others, though it has no use for them.
+**All ranks take part in every exchange.** A rank whose experts get no rows still runs both exchanges in backward: an
+anchor tensor that requires a gradient keeps the nodes in its autograd graph. It also gathers its experts where they
+are sharded, at the same point as the other ranks, although it does not need them.
 
 **Rows may be sent in 8 bits**: an integer per element and a factor for each block of a row. One factor per 128 elements
 of a token is what DeepSeek-V3 sends to experts by (`technical report <https://arxiv.org/abs/2412.19437>`_, section

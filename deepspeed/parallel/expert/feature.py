@@ -1,4 +1,4 @@
-"""What the engine does for experts: spreads those of a model over ranks, and connects expert layers."""
+"""Expert parallelism as an engine feature: spreads a model's experts over ranks, and connects expert layers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _CELL, _LEFT, _TOP = 18, 260, 40
 
 
 def expert_balances(model: nn.Module) -> dict[str, RoutingMetrics]:
-    """Returns where the routes of this rank went in the last forward, by name of the expert layer; those that ran.
+    """Returns the counts of this rank's routes in the last forward, by name of each expert layer that ran.
 
     Args:
         model: A model with layers of ``deepspeed.moe``, or whose experts the ``expert_parallel`` section has spread.

@@ -70,7 +70,7 @@ class TopKGate(nn.Module):
         noisy_gate_policy: In training only. ``"Jitter"`` multiplies the gate's input by U(0.99, 1.01); ``"RSample"``
             (k = 1) chooses by logits plus Gumbel noise.
         drop_tokens: False: experts take whatever comes.
-        use_rts: Random token selection (k = 1): whom an expert turns away is drawn, not the last tokens.
+        use_rts: Random token selection (k = 1): an expert over capacity drops random tokens instead of the last.
         ep_group: Accepted; the gate needs no other rank.
         top2_2nd_expert_sampling: The second of two experts is drawn with Gumbel noise; in training only.
 
@@ -294,7 +294,7 @@ def top1gating(
     sparse_routes: bool = False,
     use_tutel: bool = False,
 ) -> tuple[Any, ...]:
-    """Does top-1 gating.
+    """Routes each token to one expert.
 
     Args:
         logits: ``[S, E]``.
@@ -436,7 +436,7 @@ def dense(routes: Routes, locations: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _queue(experts: torch.Tensor, num_experts: int, order: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns each route's place in the queue of its expert; that of one that goes nowhere means nothing.
+    """Returns each route's place in the queue of its expert; undefined for dropped routes.
 
     Args:
         experts: ``[R]`` int64, -1: nowhere.

@@ -30,9 +30,9 @@ from deepspeed.zero.tiling.describe import in_group
 
 
 class MOELayer(nn.Module):
-    """Sends tokens to their experts and adds up, weighted, what these make of them.
+    """Sends tokens to their experts and returns the weighted sums of the results.
 
-    Every rank of the expert-parallel group must call it as often as the others; they may bring any number of tokens.
+    Every rank of the expert-parallel group must call it equally often; the number of tokens may differ between ranks.
 
     Args:
         gate: The gate.
@@ -40,16 +40,16 @@ class MOELayer(nn.Module):
         ep_group_name: Name of the group of ranks that share the experts.
         ep_size: Ranks that share the experts.
         num_local_experts: Experts of this rank.
-        use_tutel: Accepted; the dispatch is one for all.
+        use_tutel: Accepted without effect.
 
     Attributes:
         l_aux: Balance loss of the last forward, 0-dim fp32.
         exp_counts: ``[E]`` int64: how many routes of this rank chose each expert in the last forward, before any is
             dropped.
-        balance: Where the routes of the last forward went; None before the first.
+        balance: Counts of the routes of the last forward; None before the first.
         time_moe: Milliseconds of the host in the last forward, while ``wall_clock_breakdown``.
-        time_falltoall: The part of them in the exchange of tokens sent to experts.
-        time_salltoall: And in that of what experts made of them.
+        time_falltoall: Milliseconds of ``time_moe`` in the exchange of tokens sent to experts.
+        time_salltoall: Milliseconds of ``time_moe`` in the exchange of the experts' results.
     """
 
     _is_expert_layer = True
@@ -91,7 +91,7 @@ class MOELayer(nn.Module):
             **kwargs: ``used_token`` by name.
 
         Returns:
-            A tensor in shape and dtype of the first.
+            A tensor with the shape and dtype of the first input.
         """
         started = time.perf_counter()
         hidden, used_token = input[0], input[1] if len(input) > 1 else kwargs.get("used_token")
@@ -100,7 +100,7 @@ class MOELayer(nn.Module):
         self.l_aux, self.exp_counts = routes.l_aux, routes.counts
         plan = plan_routes(routes.indices, routes.num_experts, self._connected(x.device))
         self.balance = RoutingMetrics.of(plan)
-        # One of them: the layer is a leaf, whose parameters are gathered together.
+        # One parameter is enough: the layer is a ZeRO-3 leaf, whose parameters are gathered together.
         needed = list(islice(self.experts.parameters(), 1))
         out = dispatch(x, routes.weights, plan, self.experts, needed, module=self)
         out = out.to(hidden.dtype).reshape(hidden.shape)
@@ -111,10 +111,10 @@ class MOELayer(nn.Module):
         return out
 
     def _set_ep_group(self, ep_group: Any) -> None:
-        """Takes a process group of the program's own; once.
+        """Sets a process group that the program made; allowed once.
 
         Raises:
-            DeepSpeedConfigError: It has another one already.
+            DeepSpeedConfigError: The layer already has another group.
         """
         if self.ep_group is not None and self.ep_group is not ep_group:
             raise DeepSpeedConfigError(
@@ -124,10 +124,10 @@ class MOELayer(nn.Module):
         self.gate.ep_group = ep_group
 
     def connect(self, device: torch.device | None = None) -> None:
-        """Makes the ranks of the layer known to each other. Every rank of the job must call it, in the same order.
+        """Creates the layer's process groups. Every rank of the job must call it, in the same order.
 
         Args:
-            device: Where the tokens are; None: the accelerator's, where the backend is none of the host's.
+            device: Where the tokens are; None: the accelerator, unless the backend is a host backend.
         """
         if self.ep_group is not None:
             self._transport = Job.current().axis_of(self.ep_group, EXPERT).transport("outside engines", device=device)
@@ -141,12 +141,12 @@ class MOELayer(nn.Module):
         return self._transport
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out of copies the groups and what the last forward left behind."""
+        """Returns the state for a copy, without the groups and the results of the last forward."""
         return {**self.__dict__, "_transport": None, "ep_group": None, "l_aux": None, "exp_counts": None}
 
 
 class MoE(nn.Module):
-    """A mixture-of-experts layer in the place of ``expert``.
+    """A mixture-of-experts layer that replaces the module ``expert``.
 
     Args:
         hidden_size: M, the last dimension of the input.
@@ -162,8 +162,8 @@ class MoE(nn.Module):
         noisy_gate_policy: See :class:`TopKGate`.
         drop_tokens: See :class:`TopKGate`.
         use_rts: See :class:`TopKGate`.
-        use_tutel: Accepted; the dispatch is one for all.
-        enable_expert_tensor_parallelism: The experts are cut over the tensor-parallel ranks by the program.
+        use_tutel: Accepted without effect.
+        enable_expert_tensor_parallelism: The program itself has cut the experts over the tensor-parallel ranks.
         top2_2nd_expert_sampling: See :class:`TopKGate`.
 
     Raises:
@@ -220,7 +220,7 @@ class MoE(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Makes the ranks of the layer known to each other. Every rank of the job must call it, in the same order.
+        """Creates the layer's process groups. Every rank of the job must call it, in the same order.
 
         ``initialize`` calls it; a layer that is used without an engine calls it by itself when it first runs.
 
@@ -241,8 +241,8 @@ class MoE(nn.Module):
             used_token: ``[S]`` of 0 and 1: tokens with 0 go nowhere (k = 1).
 
         Returns:
-            ``(output, l_aux, exp_counts)``: output in shape and dtype of ``hidden_states``; the balance loss, 0-dim
-            fp32; how many routes of this rank chose each expert, ``[E]`` int64.
+            ``(output, l_aux, exp_counts)``: output with the shape and dtype of ``hidden_states``; the balance loss,
+            0-dim fp32; how many routes of this rank chose each expert, ``[E]`` int64.
         """
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
@@ -273,18 +273,18 @@ def _check_sizes(num_experts: int, ep_size: int) -> None:
 
 
 _MARKS = ("tensor_model_parallel", "model_parallel", "partition_dim", "partition_stride")
-"""What programs write on parameters that they cut over tensor-parallel ranks."""
+"""Attributes that programs set on parameters that they cut over tensor-parallel ranks."""
 
 
 class Experts(nn.Module):
-    """The experts of one mixture-of-experts layer that this rank computes, each on the tokens routed to it.
+    """This rank's experts of one mixture-of-experts layer; each computes the tokens routed to it.
 
     All copies begin with equal values. Their attributes ``allreduce = False`` and ``group_name`` show which ranks share
     them. At ZeRO stage 3 they are gathered together, as it is not known in advance which will be needed.
 
     Args:
         expert: The module that is copied; a tensor in, a tensor (or a tuple that begins with one) of equal length out.
-        num_local_experts: How many this rank has.
+        num_local_experts: Number of experts of this rank.
         expert_group_name: Name of the ranks that share them; None: all data-parallel ranks.
     """
 
@@ -297,7 +297,7 @@ class Experts(nn.Module):
         )
         for made in self.deepspeed_experts:
             for old, new in zip(expert.parameters(), made.parameters(), strict=True):
-                for mark in _MARKS:  # deepcopy leaves attributes of parameters behind
+                for mark in _MARKS:  # deepcopy does not copy attributes of parameters
                     if hasattr(old, mark):
                         setattr(new, mark, getattr(old, mark))
         for parameter in self.deepspeed_experts.parameters():
@@ -309,7 +309,7 @@ class Experts(nn.Module):
         """Runs every expert.
 
         Args:
-            inputs: The rows ``[n, M]`` of each expert, of which one without rows is not run; or one tensor whose second
+            inputs: The rows ``[n, M]`` of each expert (an expert without rows is not run), or one tensor whose second
                 dimension is that of the experts.
 
         Returns:
@@ -330,13 +330,16 @@ class Experts(nn.Module):
 
 
 def first_of(result: Any) -> torch.Tensor:
-    """Returns the tensor, where a module may return it with others behind it."""
+    """Returns ``result``, or its first entry if it is a tuple."""
     found: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return found
 
 
 def _copy(expert: nn.Module) -> nn.Module:
-    """Returns a deep copy with parameters of its own, gathered first where ``zero.Init`` has sharded the original's."""
+    """Returns a deep copy with its own parameters.
+
+    Those of the original are gathered first if ``zero.Init`` has sharded them.
+    """
     if all(address_of(parameter) is None for parameter in expert.parameters()):
         return copy.deepcopy(expert)
     made = copy.deepcopy(expert)

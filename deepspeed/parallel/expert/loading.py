@@ -1,8 +1,9 @@
-"""Mixtures of experts read from files so that no rank ever holds more than its share and one layer.
+"""Loads mixture-of-experts models so that no rank ever holds more than its share and one layer.
 
-The model is built without values and its experts are cut before anything is read. Of weights that a file has expert by
-expert the others' are not read at all, of stacked ones only this rank's slice. Names and shapes in files are converted
-to those of the model by the Transformers library. At ZeRO stage 3 a module is sharded as soon as it is filled.
+The model is built on the meta device and its experts are cut before anything is read. Where a file has one tensor per
+expert, only this rank's experts are read; where it has stacked tensors, only this rank's slice. Names and shapes in
+files are converted to those of the model by the Transformers library. At ZeRO stage 3 a module is sharded as soon as it
+is filled.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def from_pretrained(
         engine, *_ = deepspeed.initialize(model=model, config=config)
 
     Args:
-        folder: With ``config.json`` and ``*.safetensors``, as ``save_pretrained`` writes it or as the hub has it.
+        folder: A folder with ``config.json`` and ``*.safetensors``, from ``save_pretrained`` or the hub.
         config: The configuration that ``initialize`` gets, with ``expert_parallel`` enabled.
         dtype: The dtype of floating weights; None: as in the folder.
         model_class: A class of the library; None: ``AutoModelForCausalLM``.
@@ -89,12 +90,12 @@ def _files(folder: Path) -> list[Path]:
 
 @dataclass
 class _TargetWeight:
-    """A weight of the model, or several that are made together.
+    """A weight of the model, or several that one conversion produces together.
 
     Attributes:
-        name: The first one's.
-        conversion: The library's way to it.
-        sources: By pattern, where it comes from: file and name there.
+        name: Name of the first weight.
+        conversion: The library's conversion that produces it.
+        sources: By pattern: the file and the tensor's name in it.
     """
 
     name: str
@@ -103,13 +104,13 @@ class _TargetWeight:
 
 
 class _ModelFiller:
-    """Gives a model on the meta device its values.
+    """Fills a model on the meta device with values from files.
 
     Args:
-        model: Its experts are cut.
+        model: The model; its experts have been cut.
         files: The files of weights.
         dtype: The dtype of floating weights.
-        shard: Called with every module that owns weights once all of them are there; None: nothing is.
+        shard: Called with each module that owns weights once all of these are loaded; None: not called.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class _ModelFiller:
         self._unknown: list[str] = []
 
     def run(self) -> None:
-        """Reads everything."""
+        """Loads all weights."""
         try:
             for target in self._targets():
                 self._fill(target)
@@ -142,7 +143,7 @@ class _ModelFiller:
                 f"{len(self._files)} files of {self._files[0].parent}, such as {missing[0]!r}{also}; "
                 "give the folder of this model, with all of its files"
             )
-        for module in self._model.modules():  # what no file names, such as a head that shares its weight
+        for module in self._model.modules():  # modules that no file names, such as a head with a shared weight
             self._finished(module)
 
     def _targets(self) -> Iterator[_TargetWeight]:
@@ -184,7 +185,7 @@ class _ModelFiller:
         return self._opened[path]
 
     def _read(self, path: Path, key: str, mine: _ExpertRange | None) -> tuple[torch.Tensor, bool]:
-        """Returns a tensor of a file, or of stacked experts this rank's; and whether it is these."""
+        """Returns a tensor of a file, and whether it was reduced to this rank's experts."""
         found = self._open(path).get_slice(key)
         shape = found.get_shape()
         if mine is not None and len(shape) > 1 and shape[0] == mine.total:
@@ -195,7 +196,7 @@ class _ModelFiller:
     def _put(self, name: str, value: torch.Tensor, mine: _ExpertRange | None) -> None:
         shape, old_dtype = self._empty[name]
         if mine is not None and value.dim() and len(value) == mine.total != shape[0]:
-            value = value[mine.first : mine.stop].clone()  # its form in the file did not allow less
+            value = value[mine.first : mine.stop].clone()  # the file's layout did not allow reading less
         if tuple(value.shape) != shape:
             raise CheckpointError(
                 f"expert loading: {name!r} has shape {list(value.shape)} in the files of {self._files[0].parent}, and "
@@ -209,12 +210,12 @@ class _ModelFiller:
             return
         old = owner._parameters[leaf]
         made = nn.Parameter(value.contiguous(), requires_grad=old.requires_grad)
-        made.__dict__.update(old.__dict__)  # who shares it, and what part it is
+        made.__dict__.update(old.__dict__)  # attributes: which ranks share it, and which part it is
         owner._parameters[leaf] = made
         self._finished(owner)
 
     def _finished(self, owner: nn.Module) -> None:
-        """Shards what a module owns, once all of it is there."""
+        """Shards the parameters that a module owns once all of them are loaded."""
         own = [p for p in owner._parameters.values() if p is not None]
         if self._shard is not None and own and not any(p.is_meta for p in own):
             self._shard(owner)
@@ -253,7 +254,7 @@ def _make_buffers(model: nn.Module) -> None:
     """Computes buffers that no file has, as the library does: by the model's initialiser, or by a constructor.
 
     Raises:
-        CheckpointError: Neither computes one.
+        CheckpointError: A buffer can be computed by neither.
     """
     for name, module in model.named_modules():
         empty = [leaf for leaf, value in module._buffers.items() if value is not None and value.is_meta]

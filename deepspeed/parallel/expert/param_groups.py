@@ -1,7 +1,7 @@
-"""Questions about experts, and optimizer groups of their own for them.
+"""Tests whether parameters belong to experts, and separate optimizer groups for experts.
 
-ZeRO reads the parameters' marks (``allreduce = False`` and ``group_name``) and needs no such groups: any optimizer with
-any groups reaches experts. Programs that make them keep them.
+ZeRO reads the parameters' marks (``allreduce = False`` and ``group_name``), so separate groups are optional; they exist
+for programs that create them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def split_params_into_different_moe_groups_for_optimizer(
         max_group_size: Most elements of a group of experts; None: no limit.
 
     Returns:
-        The given groups, behind them those of experts, which have ``moe: True`` and a ``name``.
+        The given groups followed by those of experts, which have ``moe: True`` and a ``name``.
     """
     given = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     made: list[dict[str, Any]] = []
@@ -80,7 +80,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: Any) -> list[dict[str, Any]]:
-    """Returns the same for what an optimizer is given: parameters, or groups of them.
+    """Returns the same groups for an optimizer's argument: parameters, or groups of them.
 
     Raises:
         DeepSpeedConfigError: It is neither.

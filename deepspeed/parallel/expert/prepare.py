@@ -1,4 +1,4 @@
-"""What ``initialize`` does with the expert layers of a model before ZeRO lays its parameters out."""
+"""Prepares the expert layers of a model in ``initialize``, before ZeRO shards its parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prepare_expert_layers(
         timed: ``wall_clock_breakdown``: layers time themselves.
 
     Raises:
-        DeepSpeedConfigError: The number of ranks cannot be cut as a layer wants it.
+        DeepSpeedConfigError: The number of ranks cannot be divided as a layer requires.
     """
     layers = dict(expert_layers(model))
     is_cut = any(_is_cut(parameter) for layer in layers.values() for parameter in layer.experts.parameters())
@@ -46,7 +46,7 @@ def prepare_expert_layers(
             define_group(cut_experts(group_name(ep_size)), Job.current().experts.declare(ep_size).same, lasts=False)
         Job.current().experts.make_groups(ep_size)
         if any(size == ep_size and is_ours for size, _, is_ours in wanted):
-            # Stages without such a layer take part in the connection; the layers below find it made.
+            # Stages without such a layer must take part in creating the groups; the layers below reuse them.
             Job.current().axis(EXPERT, size=ep_size, device=device).transport("layers")
     for module in model.modules():
         connect = getattr(module, "set_deepspeed_parallelism", None)

@@ -1,8 +1,8 @@
 """One module with stacked experts, as models of the Transformers library have them, spread over ranks.
 
 Such a module gets tokens, the experts that the model's own router chose, and weights; the router, shared experts and
-losses are the model's and stay as they are. What changes is that this rank keeps its part of the stacked weights and
-that tokens are sent to where their experts are.
+losses are the model's and stay as they are. Only the stacked weights are cut, and
+tokens are sent to the ranks that have their experts.
 
 The weights of all experts lie stacked in one tensor, ``[E, out, in]`` or ``[E, in, out]``. On the host every expert is
 a matrix product of its own: a loop over ``weight.unbind(0)``, whose backward builds each gradient once (indexing
@@ -61,14 +61,14 @@ def spread_of(module: nn.Module) -> Spread | None:
 
 
 def spread(module: nn.Module, state: Spread) -> None:
-    """Makes ``module``, which has its part of the weights by now, run its experts where they are."""
+    """Makes ``module``, whose weights have been cut, send tokens to the ranks of their experts."""
     module.__dict__[_STATE] = state
     mark(module, "deepspeed.parallel.expert.feature")
     give_base(module, _TakesAll if state.takes_all else _TakesChosen)
 
 
 def is_stack(module: nn.Module) -> bool:
-    """Returns whether a module has experts stacked in one tensor, whatever it computes with them."""
+    """Returns whether a module has experts stacked in one tensor, regardless of what it computes with them."""
     return any(len(full_shape(weight)) == 3 for weight in stacked_weights(module))
 
 
@@ -79,7 +79,7 @@ class _TakesChosen(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None, **more: Any
     ) -> torch.Tensor:
-        """Returns the weighted sum of what experts make of ``[S, M]`` tokens by ``[S, k]`` choices."""
+        """Returns ``[S, M]``: for each token the weighted sum of its experts' results, by ``[S, k]`` choices."""
         index, weights = routes_in(top_k_index, top_k_weights, more)
         state: Spread = self.__dict__[_STATE]
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -95,7 +95,7 @@ class _TakesAll(nn.Module):
 
     @uncompiled
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Returns what experts make of ``[E * S, M]`` tokens, weighted before they came.
+        """Returns the experts' results ``[E * S, M]`` for tokens that the caller has already weighted.
 
         Rows of zeros give zeros and no gradient, so they are not sent.
         """
@@ -145,7 +145,7 @@ class ExpertStack:
     Attributes:
         weight: ``[E, out, in]``, or ``[E, in, out]`` where ``is_transposed``.
         bias: ``[E, out]`` or None.
-        is_transposed: Which of the two.
+        is_transposed: The weight is ``[E, in, out]``.
     """
 
     weight: torch.Tensor
@@ -186,9 +186,9 @@ class StackedExperts:
 
     Attributes:
         up: The first product.
-        between: From its result to the input of the second one: activation, and gate if there is one.
+        between: Maps the first product's result to the second's input: activation, and gate if there is one.
         down: The second product.
-        after: What follows it; None: nothing.
+        after: Applied to the second product's result; None: nothing.
     """
 
     up: ExpertStack
@@ -197,10 +197,10 @@ class StackedExperts:
     after: Rowwise | None = None
 
     def run_each(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns what each expert makes of its rows ``[n, M]``; none without rows is run.
+        """Returns each expert's result for its rows ``[n, M]``; experts without rows are not run.
 
-        Where none has rows the first one is, on nothing: a stack that other ranks' parts of are used has gradients of
-        zero, not none, so that its weights decay and its moments continue as those of one whole stack.
+        If no expert has rows, the first one runs on an empty tensor: the gradients are then zero, not None, so that
+        weights decay and moments are updated as they would be for one whole stack.
         """
         results = []
         is_idle = not any(map(len, rows))
@@ -213,7 +213,7 @@ class StackedExperts:
         return results
 
     def run_grouped(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Returns what the experts make of their rows.
+        """Returns the experts' results for their rows.
 
         Args:
             rows: ``[n, M]``, sorted by expert.
@@ -231,7 +231,7 @@ class StackedExperts:
 
     @property
     def uses_grouped(self) -> bool:
-        """Returns whether :meth:`run_grouped` is the faster way, and fits."""
+        """Returns whether :meth:`run_grouped` is faster, and supported."""
         return uses_grouped(self.up.weight, self.down.weight)
 
 

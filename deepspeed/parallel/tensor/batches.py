@@ -1,9 +1,9 @@
-"""Ranks that share layers must see the same batch and draw the same random numbers; here both are seen to.
+"""Checks that ranks that share layers get the same batch, and makes them draw the same random numbers.
 
 Before every forward a fingerprint of all arguments (shapes, dtypes and every byte of every tensor) is compared over the
-tensor ranks, in one exchange of a few numbers. A difference, be it in a mask only, is named on all of them: on the host
-before anything has been computed from it, on a device one forward later, so that the host does not wait for the
-comparison.
+tensor ranks, in one exchange of a few numbers. A difference, even in a mask only, is raised on all of them: on the host
+before anything has been computed from the batch, on a device one forward later, so that the host does not wait for
+the comparison.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class _ForwardRecord:
     """Holds what the ranks gathered about one forward.
 
     Attributes:
-        rows: By rank, the numbers that it gave, on the host.
+        rows: The numbers of each rank, on the host.
         names: The names of the arguments.
-        shown: The arguments in words.
-        event: Reached when ``rows`` are there; None: they are.
+        shown: The arguments as text for messages.
+        event: Complete when ``rows`` are valid; None: they are valid already.
     """
 
     rows: torch.Tensor
@@ -48,15 +48,15 @@ class _ForwardRecord:
 
 
 class BatchCheck:
-    """Compares what a model is given.
+    """Compares the arguments of a model between ranks.
 
     Where transfers block the host, a difference is raised before anything has been computed from the batch. Where they
-    run on a stream, the host waits for nothing: fingerprints stay on the device, and what a forward has gathered is
-    looked at in the next one.
+    run on a stream, fingerprints stay on the device and those of one forward are compared in the next, so that the
+    host does not wait.
 
     Args:
         channel: The ranks that share its layers.
-        cuts_between_stages: Stages of a pipeline get parts of sequences from each other, which differ.
+        cuts_between_stages: Pipeline stages send each other parts of sequences, which differ between ranks.
     """
 
     def __init__(self, channel: Channel, *, cuts_between_stages: bool = False) -> None:
@@ -124,17 +124,17 @@ class BatchCheck:
             "equal random states"
         )
         if compared.event is not None and transport.watch is not None:
-            transport.watch.post_failure(text)  # the others may look at theirs later, and wait for this rank until then
+            transport.watch.post_failure(text)  # other ranks may compare later, and wait for this rank until then
         raise DivergenceError(text)
 
 
 def _place(number: int) -> int:
-    """Returns where the fingerprint of an argument stands in what is sent."""
+    """Returns the index of an argument's fingerprint in the vector that is sent."""
     return _HEAD + min(number, _NAMES - 1)
 
 
 def _vector(names: list[str], prints: list[tuple[int, int]]) -> torch.Tensor:
-    """Returns what a rank sends to the others, ``[_HEAD + _NAMES]`` int64 on the host, with the ``prints`` added in."""
+    """Returns the vector that a rank sends, ``[_HEAD + _NAMES]`` int64 on the host, with ``prints`` added in."""
     found = torch.zeros(_HEAD + _NAMES, dtype=torch.int64)
     found[0], found[1] = len(names), zlib.crc32(repr(names).encode())
     for number, value in prints:
@@ -156,9 +156,9 @@ def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def same_random_states(channel: Channel) -> None:
-    """Gives the tensor ranks the random state of their first: dropout on what is whole must drop the same elements.
+    """Copies the first tensor rank's random state to the others: dropout of whole activations must be equal.
 
-    Code that works on cut activations takes its numbers from ``checkpointing.get_cuda_rng_tracker()``.
+    Code that works on cut activations draws from ``checkpointing.get_cuda_rng_tracker()``.
     """
     device = get_accelerator()
     states = {"host": torch.get_rng_state()}
@@ -194,10 +194,10 @@ class Fingerprints:
     def of(self, value: torch.Tensor) -> torch.Tensor:
         """Returns a number that differs with the shape, the dtype and, all but surely, with any byte.
 
-        The host waits for the device only where it is the first tensor of that device.
+        The host waits for the device only at the first tensor on it.
 
         Args:
-            value: Strided.
+            value: A strided tensor.
 
         Returns:
             0-dim int64 on the device of ``value``.

@@ -30,11 +30,11 @@ def connect_lists(
 ) -> Channel:
     """Returns the channel between the ranks of this rank's list. Every rank of the job must call it, in the same order.
 
-    Models whose lists and words are equal share a communicator, as layers exchange in the order of the program.
+    Models with equal ``lists`` and ``why`` share a communicator, as layers exchange in program order.
 
     Args:
         lists: Lists of ranks; each rank of the job is in exactly one.
-        why: What is sent, in words.
+        why: Describes what is sent, for messages.
         device: Where activations live.
         timeout: Time limit of a communicator that is made; None: torch's.
     """

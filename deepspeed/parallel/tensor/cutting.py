@@ -1,9 +1,10 @@
 """Cuts a model over the tensor axis of the job, as configured, before an engine takes it.
 
-One small forward and backward before the cut and one after it show whether the cut model computes what the whole did.
+One small forward and backward before the cut and one after it show whether the cut model computes the same as the whole
+one.
 
-A plan can be wrong for a model in ways that nothing else shows: a layer that must not be cut, packed parts in another
-order, a number of heads that a module keeps to itself, a gradient that is not summed. Where the model is small enough,
+Some errors of a plan show only in the results: a layer that must not be cut, packed parts in another order, a number of
+heads that a module stores elsewhere, a gradient that is not summed. Where the model is small enough,
 outputs and the gradients of the parameters that stay whole are compared.
 """
 
@@ -68,8 +69,8 @@ class CutModel:
     Attributes:
         channel: The ranks that share its layers.
         layout: The cuts.
-        counts: By name of the bucket groups of parameters that several tensor ranks have: whether this rank counts.
-        connection: With the other ranks of the job.
+        counts: By bucket group of parameters that several tensor ranks have: whether this rank counts them in norms.
+        connection: The channels to the other ranks of the job.
     """
 
     channel: Channel
@@ -80,13 +81,13 @@ class CutModel:
 
 @dataclass
 class LayerConnection:
-    """Between which ranks the layers of a cut model exchange, in one job.
+    """The channels between which the layers of a cut model exchange, in one job.
 
     Attributes:
         job: The job.
         channel: The ranks that share its layers.
         replicas: The ranks that have the same key/value heads as this one; None: no others.
-        data: The ranks that have the same parts for other samples.
+        data: The ranks that have the same parts and process other samples.
     """
 
     job: Callable[[], Job | None]
@@ -109,11 +110,11 @@ class LayerConnection:
 
     @property
     def is_over(self) -> bool:
-        """Whether their job has come to its end."""
+        """Whether the job has ended."""
         return self.job() is not Job.current()
 
     def continue_as(self, made: LayerConnection, model: nn.Module, *, moves: bool) -> None:
-        """Continues as ``made``, of another job; ``moves``: this rank may have another place in it."""
+        """Switches to ``made``, of another job; with ``moves`` this rank may have another place in it."""
         self.channel.reconnect(made.channel, moves=moves)
         if self.replicas is not None and made.replicas is not None:
             self.replicas.reconnect(made.replicas, moves=moves)
@@ -127,25 +128,27 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     """Cuts a model in place. Every rank of the job must call it, with the same model.
 
     Args:
-        model: Whole on every rank, or sharded by ``zero.Init``. Values of the first rank of a tensor group win.
+        model: Whole on every rank, or sharded by ``zero.Init``. All ranks of a tensor group take the values of its
+            first.
         section: The configuration.
         mesh: The mesh of the job.
         device: Where the model will compute.
 
     Returns:
-        What was done; the same again for a model that was cut before, connected with the ranks of this job; None where
-        there is nothing to cut.
+        The cut. For a model that was cut before: its cut, connected with the ranks of this job. None if there is
+        nothing to cut.
 
     Raises:
-        DeepSpeedConfigError: The model cannot be cut so, or computes something else afterwards. In the first case
-            nothing was changed.
+        DeepSpeedConfigError: The model cannot be cut so (nothing was changed then), or the cut model computes
+            something else.
     """
     size = mesh.size(TENSOR)
     known = getattr(model, CUT, None)
     if isinstance(known, CutModel):
         if known.connection is not None and known.connection.is_over:
             connection = LayerConnection.of(model, known.layout, mesh, device)
-            # Of a run that lost all processes with one part, which a checkpoint gives to others: it fills them.
+            # The job lost all processes with one part; another rank takes it over and gets its values from a
+            # checkpoint.
             moves = Job.current().awaits_copies and connection.channel.rank != known.channel.rank
             if moves:
                 _become_part(model, known, connection.channel.rank)
@@ -158,7 +161,7 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     rules = _rules_by_stages(model, section, device)
     layout = layout_of(model, rules, size, grain=section.tensor_parallel.tp_grain_size)
     sequences = _sequences_by_stages(model, layout, device) if section.sequence_parallel_norms else None
-    # Who joins a run comes among ranks whose models are cut already: it compares nothing, and takes its values later.
+    # A rank that joins a running job skips the comparison: the others' models are cut already. It gets values later.
     joins = Job.current().awaits_copies
     if not joins:
         comm.check_same_model(_lines(model), group_along(TENSOR))
@@ -207,7 +210,7 @@ class _NoPlanError(DeepSpeedConfigError):
 
 
 def _rules_by_stages(model: nn.Module, section: TensorParallel, device: torch.device) -> dict[str, CutRule]:
-    """Returns the rules for what this rank has of a model. Every rank raises what is wrong with those of any stage."""
+    """Returns the rules for this rank's part of a model. An error on any stage is raised on every rank."""
     rules: dict[str, CutRule] = {}
     problem: DeepSpeedConfigError | None = None
     used = _specs_used_by_stages(model, section, device)
@@ -228,13 +231,13 @@ def _specs_used_by_stages(model: nn.Module, section: TensorParallel, device: tor
     try:
         mine = rules_module.used_specs(model, section)
     except DeepSpeedConfigError:
-        mine = []  # the rules of this stage raise it again, and then every rank does
+        mine = []  # rules_for raises it again on this stage, and then on every rank
     label = "the tensor-parallel patterns that fit layers of the stages"
     return {number for numbers in gather_from_stages(model, device, mine, label=label) for number in numbers}
 
 
 def _sequences_by_stages(model: nn.Module, layout: Layout, device: torch.device) -> ScatterPlan | None:
-    """Returns where the sequence is cut. Every rank raises what speaks against it on any stage."""
+    """Returns where the sequence is cut. An error on any stage is raised on every rank."""
     plan: ScatterPlan | None = None
     problem: DeepSpeedConfigError | None = None
     try:
@@ -250,12 +253,12 @@ def rules_for(model: nn.Module, section: TensorParallel, used_elsewhere: Collect
     """Returns the rules for a model, from the first source that has any.
 
     Args:
-        model: What this rank has of the model.
+        model: This rank's part of the model.
         section: The configuration.
         used_elsewhere: Numbers of ``layer_specs`` that fit weights of other pipeline stages.
 
     Raises:
-        DeepSpeedConfigError: None has.
+        DeepSpeedConfigError: No source has rules.
     """
     own = rules_module.of_user(model, section, used_elsewhere)
     found: dict[str, CutRule] = {}
@@ -314,13 +317,13 @@ def _has_parallel_loss(model: Any, channel: Channel) -> bool:
     """Gives the model a loss of cut logits; returns whether it has such logits and takes such a loss."""
     head = output_head(model)
     cut: Any = getattr(head, "tensor_cut", None)
-    if isinstance(head, VocabularyEmbedding):  # of a pipeline, whose tied head has no module of its own
+    if isinstance(head, VocabularyEmbedding):  # in a pipeline, whose tied head has no separate module
         assert head.tensor_cut.projection is not None
         head.tensor_cut.projection.is_gathered = False
     elif not isinstance(head, ColumnLinear) or cut.is_gathered:
         return False
     losses = partial(vocab_parallel_cross_entropy, channel=channel, vocabulary=cut.split.extent)
-    if hasattr(model, "use_token_losses"):  # a pipeline, or a model of one's own
+    if hasattr(model, "use_token_losses"):  # a pipeline, or a user's model
         return bool(model.use_token_losses(losses))
     if takes_loss_function(model):
         use_token_losses(head, losses)
@@ -360,7 +363,7 @@ def _replicas(model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device
 
 
 def _spread(model: nn.Module, channel: Channel, device: torch.device) -> None:
-    """Gives all tensor ranks the values of the first: they may have been drawn from different seeds."""
+    """Broadcasts the first tensor rank's values to the others: they may have been drawn from different seeds."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, ShardedParameter) or tensor.numel() == 0 or tensor.is_meta:
             continue  # all ranks share it already, or will read it from files
@@ -397,7 +400,7 @@ def _counts(layout: Layout, place: int) -> dict[str, bool]:
 
 
 def _become_part(model: nn.Module, known: CutModel, place: int) -> None:
-    """Makes a cut model the part of another rank. Its cut parameters are zeros until a checkpoint is loaded.
+    """Turns a cut model into the part of another rank. Its cut parameters are zeros until a checkpoint is loaded.
 
     Args:
         model: Cut, not sharded.
@@ -434,7 +437,7 @@ class ConsistencyCheck:
 
     Attributes:
         inputs: Keyword arguments of its forward.
-        output: What it gave.
+        output: The model's output.
         gradients: The gradients of parameters that stay whole, by name.
     """
 
@@ -446,7 +449,9 @@ class ConsistencyCheck:
     def before(
         cls, model: nn.Module, layout: Layout, section: TensorParallel, device: torch.device
     ) -> ConsistencyCheck | None:
-        """Runs the whole model; None where it is too large, sharded, elsewhere, or takes inputs that cannot be made up.
+        """Runs the whole model.
+
+        Returns None where it is too large, sharded, on another device, or its inputs are unknown.
 
         Raises:
             DeepSpeedConfigError: ``verify`` is set, and the whole model cannot be run.
@@ -471,10 +476,10 @@ class ConsistencyCheck:
         return cls(inputs, output, gradients)
 
     def after(self, model: nn.Module, channel: Channel) -> None:
-        """Runs the cut model and compares. All ranks that share its layers must call it, and decide alike.
+        """Runs the cut model and compares. All ranks that share its layers must call it, and reach the same decision.
 
         Raises:
-            DeepSpeedConfigError: It computes something else.
+            DeepSpeedConfigError: The cut model computes something else.
         """
         by_name = dict(model.named_parameters())
         try:
@@ -488,7 +493,7 @@ class ConsistencyCheck:
                 'leave its layers whole with a layer_specs entry of partition_type "skip"'
             ) from error
         failure = _difference("its output", output, self.output, 0.0)
-        # What is next to nothing beside the others (a bias of keys, which softmax takes out again) is rounding.
+        # A gradient that is tiny beside the others (a bias of keys, which softmax cancels) is rounding error.
         typical = sorted(float(gradient.abs().max()) for gradient in self.gradients.values())
         least = 1e-3 * typical[len(typical) // 2] if typical else 0.0
         for name, expected in self.gradients.items():
@@ -529,7 +534,7 @@ def inputs_of(model: nn.Module, multiple: int = 1) -> dict[str, Any] | None:
 
     Args:
         model: The model.
-        multiple: Divides the length of its sequences.
+        multiple: The length of its sequences is a multiple of this.
     """
     return small_inputs(model, _ROWS, -(-_LENGTH // multiple) * multiple)
 
@@ -553,7 +558,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 def _output_and_gradients(
     model: nn.Module, inputs: dict[str, Any], whole: dict[str, nn.Parameter]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns the model's output and the gradients of ``whole`` for a loss that looks at every element."""
+    """Returns the model's output and the gradients of ``whole`` for a loss that depends on every element."""
     with _undisturbed(model), torch.enable_grad():
         result = model(**inputs)
         output = result if isinstance(result, torch.Tensor) else result[0]

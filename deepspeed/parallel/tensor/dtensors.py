@@ -1,8 +1,8 @@
-"""Models that were cut before they came here, by torch's ``parallelize_module`` or Transformers' ``tp_plan``.
+"""Models that the program has already cut, by torch's ``parallelize_module`` or Transformers' ``tp_plan``.
 
 Their parameters are ``DTensor`` objects, which cannot lie in flat buffers. Each is replaced by an ordinary parameter
-with the local tensor, whose placement states which part of the whole it is. Only while its module computes does it
-look like a ``DTensor`` again, so that the plan of the program works as it was written, with torch's own collectives.
+with the local tensor, whose placement states which part of the whole it is. While its module computes, it is seen as a
+``DTensor`` again, so that the program's plan works unchanged, with torch's own collectives.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _ParameterPlacement:
     stride: tuple[int, ...]
 
     def place(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns the local tensor as a ``DTensor``; its gradient comes back whole where the parameter is."""
+        """Returns the local tensor as a ``DTensor``; the gradient of a replicated parameter is the whole gradient."""
         dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor
         found: torch.Tensor = dtensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
@@ -55,7 +55,7 @@ class _ParameterPlacement:
 
 
 def adopt_dtensors(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[int, nn.Parameter]:
-    """Takes a model with ``DTensor`` parameters as it is. Every rank of the job must call it.
+    """Replaces the ``DTensor`` parameters of a model, and keeps their cut. Every rank of the job must call it.
 
     Args:
         model: Changed in place.
@@ -66,7 +66,7 @@ def adopt_dtensors(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[i
         The new parameters by the ``id`` of the old ones.
 
     Raises:
-        DeepSpeedConfigError: They lie on another group of ranks than that of the mesh; nothing was changed.
+        DeepSpeedConfigError: They use other ranks than the mesh of the job; nothing was changed.
         NotYetSupportedError: A placement is neither ``Shard`` nor ``Replicate``.
     """
     found = {name: parameter for name, parameter in model.named_parameters() if is_dtensor(parameter)}
@@ -114,7 +114,7 @@ def adopt_dtensors(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[i
 
 
 def is_dtensor(value: Any) -> bool:
-    """Returns whether it is a ``DTensor``; torch's module for them is not imported for that."""
+    """Returns whether ``value`` is a ``DTensor``, without importing torch's module for them."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -138,7 +138,7 @@ def _plain(parameter: Any) -> nn.Parameter:
 
 
 def _exchange(name: str, module: nn.Module, exchanged: dict[int, nn.Parameter], trace_points: TracePoints) -> None:
-    """Puts the new parameters into a module, whose forward sees them as they were."""
+    """Puts the new parameters into a module, whose forward sees them as ``DTensor`` objects."""
     placed: dict[str, _ParameterPlacement] = {}
     for key, value in module._parameters.items():
         made = exchanged.get(id(value))

@@ -1,4 +1,4 @@
-"""What the engine does for tensor parallelism: cuts layers over ranks, or takes a model that is cut already."""
+"""Tensor parallelism as an engine feature: cuts layers over ranks, or accepts a model that is cut already."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TensorParallelism(EngineFeature):
         if mesh.size(TENSOR) > 1 and section.autotp_size <= 1:
             read_marks(model, mesh, setup.device)
         exchanged = adopt_dtensors(model, mesh, setup.device)
-        with left_alone(model):  # it is tried out before and after, each rank by itself
+        with left_alone(model):  # the consistency check runs on each rank by itself
             cut_model(model, section, mesh, setup.device)
         return exchanged
 

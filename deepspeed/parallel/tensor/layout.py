@@ -1,4 +1,4 @@
-"""From rules to cuts: which intervals of which dimension of every parameter each rank gets. Names and shapes only.
+"""Computes from rules the intervals of each parameter that each rank gets. Uses names and shapes only.
 
 Nothing here touches values, devices or processes, so the planner can use the same functions.
 """
@@ -32,13 +32,13 @@ _EXPERTS_GRAINS = (8, 4)
 
 @dataclass(frozen=True)
 class ParameterCut:
-    """A parameter of which every rank gets a part.
+    """The cut of one parameter.
 
     Attributes:
-        name: Qualified.
+        name: Qualified name.
         shape: Shape of the whole tensor.
-        dim: That is cut.
-        split: How.
+        dim: The dimension that is cut.
+        split: How it is divided.
     """
 
     name: str
@@ -52,12 +52,12 @@ class LayerCut:
     """Describes the cut of one module.
 
     Attributes:
-        name: Qualified.
-        way: The way.
+        name: Qualified name.
+        way: How it is cut.
         source: Where the rule comes from.
         split: How the dimension is split; None where none is cut.
-        parameters: Those of which every rank gets a part.
-        adapters: Adapter layers beside it, with their ways.
+        parameters: The parameters that are cut.
+        adapters: Adapter layers beside it, and how each is cut.
         note: Why it differs from the rule, or empty.
     """
 
@@ -77,7 +77,7 @@ class Layout:
     Attributes:
         size: Ranks that share a layer.
         layers: In the order of the model.
-        heads: The attention modules whose heads are divided, by name, with their original numbers.
+        heads: By name of each attention module whose heads are divided: its original numbers of heads.
     """
 
     size: int
@@ -86,21 +86,21 @@ class Layout:
 
     @property
     def parameters(self) -> dict[str, ParameterCut]:
-        """Every cut parameter by its name; tied ones have one name each."""
+        """The cut parameters by name; a tied parameter appears under each of its names."""
         return {cut.name: cut for layer in self.layers for cut in layer.parameters}
 
 
 def layout_of(model: nn.Module, rules: Mapping[str, CutRule], size: int, *, grain: int = 1) -> Layout:
-    """Works out every cut. Communicates nothing and changes nothing.
+    """Computes every cut. Communicates nothing and changes nothing.
 
     Args:
         model: May be on the meta device, or sharded.
-        rules: By name of module or parameter.
+        rules: The rules, by name of module or parameter.
         size: Ranks that share a layer.
         grain: Output features of a linear layer outside attention that stay together.
 
     Raises:
-        DeepSpeedConfigError: A layer cannot be cut into this many parts; names it and what to write.
+        DeepSpeedConfigError: A layer cannot be cut into this many parts. The message names the layer and the fix.
     """
     return _Builder(model, rules, size, grain).build()
 
@@ -114,7 +114,7 @@ class _Builder:
         self.config = getattr(model, "config", None)
         self.modules = dict(model.named_modules())
         self.attention: dict[str, AttentionHeads | None] = {}
-        self.given: list[tuple[str, Split]] = []  # block and split of what column-parallel layers give
+        self.given: list[tuple[str, Split]] = []  # block and split of each column-parallel layer's output
         self.layout = Layout(size)
 
     def build(self) -> Layout:
@@ -127,7 +127,7 @@ class _Builder:
                 self.layout.layers.append(LayerCut(name, rule.way, rule.source))
             else:
                 self.layout.layers.append(self._module(name, rule))
-        for number in rows:  # when it is known what the column-parallel layers give
+        for number in rows:  # after the outputs of column-parallel layers are known
             self.layout.layers[number] = self._row(self.layout.layers[number].name)
         while self._agree_on_tied():
             pass
@@ -205,7 +205,7 @@ class _Builder:
         return LayerCut(name, rule.way, rule.source, split, (ParameterCut(f"{name}.weight", shape, dim, split),))
 
     def _bare_parameter(self, name: str, rule: CutRule) -> LayerCut:
-        """Returns how to cut a parameter of no linear layer, such as stacked expert weights or one number per head."""
+        """Returns the cut of a parameter outside linear layers: stacked expert weights, one number per head."""
         shape = full_shape(self.model.get_parameter(name))
         if rule.way not in (*_COLUMNS, *_ROWS):
             return LayerCut(name, rule.way, rule.source)
@@ -349,7 +349,7 @@ class _Builder:
         )
 
     def _agree_on_tied(self) -> bool:
-        """Returns the layers with one weight are cut alike or stay whole; whether a layer was changed for that."""
+        """Cuts layers that share a weight alike, or leaves them whole; returns whether any layer was changed."""
         users: dict[int, list[int]] = {}
         by_name = dict(self.model.named_parameters(remove_duplicate=False))
         for number, layer in enumerate(self.layout.layers):
@@ -416,7 +416,7 @@ def _count(rule: CutRule) -> int:
 
 
 def _result(split: Split) -> Split:
-    """Returns how what a column-parallel layer gives is divided when its packed parts have been joined into one."""
+    """Returns how a column-parallel layer's output is divided after its packed parts have been joined."""
     first = split.runs[0]
     if len(split.runs) == 1 and first.assignment is UnitAssignment.EVENLY:
         return split
@@ -428,7 +428,7 @@ def _result(split: Split) -> Split:
 
 
 def block_of(name: str) -> str:
-    """Returns the repeated block that a module is in: its name up to the last number, or the module above it."""
+    """Returns the name of the repeated block around a module: its name up to the last number, or its parent's name."""
     found = re.match(r"(.*\.\d+)\.", name)
     return found.group(1) if found else name.rpartition(".")[0]
 

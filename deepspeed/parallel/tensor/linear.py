@@ -4,8 +4,8 @@
 summed. *Row-parallel*: each rank has some of the input features, and the output is the sum; the bias is added once,
 after it.
 
-Where the configuration cuts a model, a layer is made in place from one that exists (``parallel.tensor.making``): it
-keeps its identity, its name, its parameters and its hooks, and is still an instance of ``nn.Linear``. Programs that cut
+Where the configuration cuts a model, an existing layer is changed in place (``parallel.tensor.making``): it
+keeps its identity, name, parameters and hooks, and is still an instance of ``nn.Linear``. Programs that cut
 layers themselves call the constructors.
 """
 
@@ -35,7 +35,7 @@ _AS_IT_IS = nullcontext()
 
 
 class Sequence(Protocol):
-    """Defines the interface to a sequence that tensor-parallel ranks share; ``sequence.CutSequence`` has it."""
+    """Interface to a sequence that tensor-parallel ranks share; implemented by ``sequence.CutSequence``."""
 
     is_cut: bool
 
@@ -49,13 +49,14 @@ class CutLinear:
 
     Attributes:
         channel: The ranks.
-        shared_inputs: Where inputs of column-parallel layers enter.
+        shared_inputs: Shares one input between column-parallel layers.
         split: How the output features (column) or the input features (row) are split.
         name: The name of the layer, for messages.
         is_transposed: The weight is (in, out), as in Transformers' ``Conv1D``.
         is_gathered: A column-parallel layer gives all output features; a row-parallel one takes all input features.
         replicas: The ranks that have the same part, whose gradients are summed; None: this rank alone has it.
-        sequence: Where activations outside the region of the layer are cut along the sequence: gathers and sums them.
+        sequence: Gathers and sums activations that are cut along the sequence outside the layer's region; None: not
+            cut.
     """
 
     channel: Channel
@@ -74,7 +75,7 @@ class CutLinear:
 
 
 class _Column(torch.autograd.Function):
-    """A linear layer whose input's gradient is summed while the weight's is computed."""
+    """A linear layer that sums the gradient of its input over ranks while computing that of its weight."""
 
     @staticmethod
     def forward(
@@ -130,7 +131,7 @@ class _Row(torch.autograd.Function):
         flat = values.reshape(-1, values.shape[-1])
         product = cut.channel.place((*values.shape[:-1], rows.shape[1]), flat)
         out = product.view(flat.shape[0], rows.shape[1])
-        if bias is not None and cut.channel.rank == 0:  # one of the summands has it
+        if bias is not None and cut.channel.rank == 0:  # added on one rank only
             torch.addmm(bias, flat, rows, out=out)
         else:
             torch.mm(flat, rows, out=out)
@@ -153,7 +154,7 @@ class _Row(torch.autograd.Function):
 
 
 def _autocast_dtype(kind: str) -> torch.dtype | None:
-    """Returns what ``torch.autocast`` would let a linear layer compute in; None: it is off."""
+    """Returns the dtype that ``torch.autocast`` gives a linear layer; None: autocast is off."""
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
@@ -212,16 +213,16 @@ def _row(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
 def take_part(
     parameter: nn.Parameter, dim: int, place: int, size: int, name: str, *, is_part: bool = False, blocks: int = 1
 ) -> nn.Parameter:
-    """Leaves an even part of a parameter's values in it, and marks it as Megatron-LM does. Communicates nothing.
+    """Reduces a parameter to this rank's even part, and marks it as Megatron-LM does. Communicates nothing.
 
     Args:
         parameter: Whole, with equal values on all ranks of the layer.
         dim: Dimension that is cut.
         place: This rank's place among the ranks of the layer.
-        size: How many they are.
+        size: Number of these ranks.
         name: The name of the layer, for messages.
         is_part: It has this rank's part already.
-        blocks: Equal tensors that are packed along the dimension; of each, this rank takes its part.
+        blocks: Number of equal tensors packed along the dimension; each is cut separately.
 
     Returns:
         ``parameter``.
@@ -258,7 +259,7 @@ def take_part(
 
 
 class _MadeFromLinear(nn.Linear):
-    """A cut layer that can be made from a whole one, beside being made in its place."""
+    """A cut layer that can also be constructed from a whole one."""
 
     tensor_cut: CutLinear
     _dim: ClassVar[int]
@@ -306,7 +307,7 @@ class ColumnLinear(_MadeFromLinear):
         skip_partition: ``module`` has this rank's rows already, as many as on the other ranks.
         name: The name of the layer, for messages.
         is_gathered: Gives all output features.
-        blocks: Equal tensors that are packed in the rows, such as gate and up: each rank has its part of each.
+        blocks: Number of equal tensors packed in the rows, such as gate and up; each is cut separately.
 
     Attributes:
         tensor_cut: How it is cut.
@@ -323,7 +324,7 @@ class ColumnLinear(_MadeFromLinear):
         return column(values, self.weight, self.bias, self.tensor_cut)
 
     def extra_repr(self) -> str:
-        """Returns the layer as a whole, and this rank's part."""
+        """Returns the sizes of the whole layer and of this rank's part."""
         return _shown(self, "column")
 
 
@@ -340,7 +341,7 @@ class RowLinear(_MadeFromLinear):
         skip_partition: ``module`` has this rank's columns already, as many as on the other ranks.
         name: The name of the layer, for messages.
         is_gathered: Takes all input features and uses this rank's.
-        blocks: Equal tensors that are packed in the columns: each rank has its part of each.
+        blocks: Number of equal tensors packed in the columns; each is cut separately.
 
     Attributes:
         tensor_cut: How it is cut.
@@ -357,7 +358,7 @@ class RowLinear(_MadeFromLinear):
         return _row(values, self.weight, self.bias, self.tensor_cut)
 
     def extra_repr(self) -> str:
-        """Returns the layer as a whole, and this rank's part."""
+        """Returns the sizes of the whole layer and of this rank's part."""
         return _shown(self, "row")
 
 
@@ -465,7 +466,7 @@ class RowConv1D(RowLinear):
 
 
 class SharedInputs:
-    """Remembers the latest input, so that query, key and value, or gate and up, which follow each other, share it.
+    """Remembers the latest input, so that consecutive layers (query, key and value, or gate and up) share it.
 
     Args:
         channel: The ranks.
@@ -481,7 +482,7 @@ class SharedInputs:
     def enter(
         self, values: torch.Tensor, dtype: torch.dtype | None, name: str
     ) -> tuple[torch.Tensor, SharedInput | None]:
-        """Returns what a layer works on, and where it adds the gradient of its input.
+        """Returns a layer's input, and the object to which it adds the gradient of that input.
 
         Args:
             values: The input, ``[..., in]``.
@@ -504,6 +505,6 @@ class SharedInputs:
         return entered, shared
 
     def _forget(self, shared: SharedInput) -> None:
-        """Its backward has begun: the activation may go."""
+        """Drops the input once its backward has begun, so that the activation can be freed."""
         if self._latest is not None and self._latest[4] is shared:
             self._latest = None

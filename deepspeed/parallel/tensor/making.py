@@ -1,4 +1,4 @@
-"""Turns layers into cut ones, in place: parameters keep their identity and their names, and get this rank's part."""
+"""Cuts layers in place: parameters keep their identity and names, and hold this rank's part."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ from deepspeed.zero.tiling.tiles import TilePart
 def cut_parameter(
     parameter: nn.Parameter, cut: ParameterCut, logical: str, channel: Channel, group: str | None, data: Transport
 ) -> None:
-    """Leaves this rank's part in a parameter and marks the parameter as a part.
+    """Reduces a parameter to this rank's part, and marks it as a part.
 
     Args:
         parameter: Whole on every rank; or sharded by ``zero.Init``, then every rank that shares it must call this.
-        cut: Which part.
+        cut: How the parameter is cut.
         logical: Name of the logical parameter.
         channel: The ranks that share the layer.
         group: The ranks that have the same part, by the name of a bucket group; None: this rank alone.
-        data: The ranks that have this part for other samples; a parameter that was sharded is sharded over them again.
+        data: The ranks that have the same part and process other samples; a sharded parameter is sharded over them
+            again.
     """
     intervals = cut.split.intervals(channel.rank)
     address = address_of(parameter)
@@ -70,11 +71,11 @@ def cut_parameter(
 
 
 def become_part(parameter: nn.Parameter, cut: ParameterCut, place: int) -> None:
-    """Makes a parameter that was cut the part of another rank. Its values are zeros afterwards.
+    """Turns a cut parameter into the part of another rank, filled with zeros.
 
     Args:
-        parameter: Not sharded.
-        cut: Which parts there are.
+        parameter: The parameter, not sharded.
+        cut: How it is cut.
         place: The rank's place among those that share the layer.
     """
     owners = part_owners_of(parameter)
@@ -82,15 +83,15 @@ def become_part(parameter: nn.Parameter, cut: ParameterCut, place: int) -> None:
     shape = (*cut.shape[: cut.dim], cut.split.width(place), *cut.shape[cut.dim + 1 :])
     values = parameter.detach().new_zeros(shape)
     parameter.grad = None
-    # A graph of a step that was broken off may keep the parameter's autograd node, which expects gradients of the
-    # former shape. Torch gives up the node where the dtype changes.
+    # The graph of an aborted step may keep the parameter's autograd node, which expects gradients of the former
+    # shape. Torch discards the node when the dtype changes.
     parameter.data = values.to(torch.float32 if values.dtype == torch.float64 else torch.float64)
     parameter.data = values
     say_part(parameter, owners.parts[place])
 
 
 def _part(values: torch.Tensor, dim: int, intervals: list[tuple[int, int]]) -> torch.Tensor:
-    """Returns a copy, so that the whole can be freed."""
+    """Returns a copy of the part, so that the whole can be freed."""
     parts = [values.narrow(dim, low, high - low) for low, high in intervals]
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
@@ -193,7 +194,7 @@ def _find(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def sum_own_gradients(module: nn.Module, channel: Channel, name: str) -> None:
-    """Lets the gradients of a module's own parameters be summed over the ranks, as what feeds it is cut.
+    """Makes backward sum the gradients of a module's own parameters over the ranks, as its input is cut.
 
     Args:
         module: Whole on all ranks.
@@ -204,7 +205,7 @@ def sum_own_gradients(module: nn.Module, channel: Channel, name: str) -> None:
 
 
 class _SumsOwnGradients(nn.Module):
-    """Base class in front of a module's own: its forward sees its parameters through the entry of a region."""
+    """Mixin in front of a module's class: its forward uses parameters whose gradients are summed over the ranks."""
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -254,10 +255,10 @@ def _sum_output(channel: Channel, name: str) -> Callable[..., Any]:
 
 
 _PER_HEAD = ("alibi", "position_bias")
-"""Arguments that have something for every head."""
+"""Names of arguments with one entry per head."""
 
 _MASK = "attention_mask"
-"""The argument that may have heads as its second of four dimensions: where ALiBi is added to it, for example."""
+"""The argument whose second of four dimensions may be heads, as when ALiBi is added to it."""
 
 
 def set_head_counts(module: nn.Module, whole: AttentionHeads, heads: Heads, place: int) -> dict[str, tuple[int, int]]:
@@ -265,9 +266,9 @@ def set_head_counts(module: nn.Module, whole: AttentionHeads, heads: Heads, plac
 
     Args:
         module: The module.
-        whole: What it had.
-        heads: How they are divided.
-        place: This rank's.
+        whole: Its numbers before the cut.
+        heads: How the heads are divided.
+        place: This rank's place.
 
     Returns:
         By attribute: the number before and after.
@@ -278,12 +279,12 @@ def set_head_counts(module: nn.Module, whole: AttentionHeads, heads: Heads, plac
 
 
 def slice_arguments(module: nn.Module, whole: AttentionHeads, heads: Heads, channel: Channel) -> None:
-    """Lets an attention module see this rank's part of what it is handed per head (ALiBi, position biases).
+    """Makes an attention module slice its per-head arguments (ALiBi, position biases) to this rank's heads.
 
     Args:
         module: The module.
-        whole: What it had.
-        heads: How they are divided.
+        whole: Its numbers before the cut.
+        heads: How the heads are divided.
         channel: The ranks that share them.
     """
 
@@ -300,7 +301,10 @@ def slice_arguments(module: nn.Module, whole: AttentionHeads, heads: Heads, chan
 
 
 def _part_of_heads(value: torch.Tensor, count: int, low: int, high: int) -> torch.Tensor:
-    """Returns the heads of this rank along the first of 3 dimensions or the second of 4; other tensors whole."""
+    """Returns this rank's heads: along the first of 3 dimensions or the second of 4.
+
+    Other tensors are returned whole.
+    """
     if value.dim() == 4:
         return value[:, low:high] if value.shape[1] == count else value
     if value.dim() == 3 and value.shape[0] % count == 0:

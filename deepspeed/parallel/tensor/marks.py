@@ -1,8 +1,8 @@
-"""Parameters that a program with tensor parallelism of its own has cut, and marked as Megatron-LM marks them.
+"""Parameters that a program has cut itself and marked as Megatron-LM does.
 
-``tensor_model_parallel`` (or ``model_parallel``) alone means that tensor ranks have different parts. Which part it is,
-``partition_dim`` and ``partition_stride`` describe beside it: along that dimension the whole is ``stride`` equal
-blocks, each shared out evenly in the order of the ranks. With them, checkpoints, exports and accessors use whole
+``tensor_model_parallel`` (or ``model_parallel``) alone means that tensor ranks have different parts. The attributes
+``partition_dim`` and ``partition_stride`` say which part: along that dimension the whole is ``stride`` equal
+blocks, each divided evenly in the order of the ranks. With them, checkpoints, exports and accessors use whole
 parameters.
 """
 
@@ -35,7 +35,7 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Records which part of a logical parameter each marked parameter is. Every rank of the job must call it.
 
     Args:
-        model: The program's model; nothing in it is moved.
+        model: The program's model; its values are left unchanged.
         mesh: The mesh of the job.
         device: Where the model will compute.
 

@@ -1,4 +1,4 @@
-"""What layers that are cut over ranks do with activations beyond ``comm.transports.differentiable``.
+"""Operations of cut layers on activations, beyond those in ``comm.transports.differentiable``.
 
 Gradients of an input that several layers share are summed once. Parts along the last dimension may be uneven or not
 contiguous (``split``).
@@ -21,18 +21,17 @@ from deepspeed.uncompiled import uncompiled
 class SharedInput:
     """One input of cut layers and the gradients that they send back to it, which are summed over the ranks once.
 
-    Every layer adds its part of the gradient; the one that comes last starts the sum, and computes the gradient of its
-    weight while that is in flight. Should one of them have no part in a backward, the sum is made where the input
-    entered.
+    Every layer adds its part of the gradient. The last one starts the sum over ranks, and computes the gradient of its
+    weight meanwhile. If one of the layers is not part of a backward, the sum runs where the input entered.
 
     Args:
         channel: The ranks.
-        label: What is transferred, in words.
-        on_backward: Called when the first gradient comes.
+        label: Describes the transfer, for messages.
+        on_backward: Called when the first gradient arrives.
 
     Attributes:
-        users: Layers that work on the input.
-        is_open: No gradient has come yet, so a layer may still join.
+        users: Number of layers that use the input.
+        is_open: No gradient has arrived yet, so a layer may still join.
     """
 
     def __init__(self, channel: Channel, label: str, on_backward: Callable[[SharedInput], None]) -> None:
@@ -45,7 +44,7 @@ class SharedInput:
         self._sum: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor, weight: torch.Tensor) -> PendingSum | None:
-        """Adds ``gradient @ weight``; starts the sum if no other user is expected.
+        """Adds ``gradient @ weight``; starts the sum over ranks if no other user is expected.
 
         Args:
             gradient: 2-D, of a layer's output.

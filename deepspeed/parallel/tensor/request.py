@@ -1,4 +1,4 @@
-"""``tp_model_init`` and ``set_autotp_mode``: what a program requests beside the configuration."""
+"""``tp_model_init`` and ``set_autotp_mode``: tensor parallelism requested by calls instead of the configuration."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def tp_model_init(
     Args:
         model: The model.
         tp_size: Ranks that share a layer, neighbours in the job.
-        dtype: What the model computes in; it must be the configured one.
-        config: The configuration, or its ``tensor_parallel`` section; completed by that of ``initialize``.
+        dtype: The model's compute dtype; must equal the configured one.
+        config: The configuration, or its ``tensor_parallel`` section; keys that it lacks are taken from that of
+            ``initialize``.
         tp_group: Torch process group of the ranks that share layers with this one; it must be the ``tp_size``
             neighbours.
 
@@ -53,7 +54,7 @@ def tp_model_init(
         ``model``.
 
     Raises:
-        DeepSpeedConfigError: It was called before with other values, or they contradict each other.
+        DeepSpeedConfigError: An earlier call had other values, or the arguments contradict each other.
     """
     if not isinstance(tp_size, int) or tp_size < 1:
         raise DeepSpeedConfigError(f"tp_model_init(tp_size={tp_size!r}): expected a number of ranks, 1 or more")
@@ -116,7 +117,7 @@ def check_group(model: nn.Module, ranks: list[int]) -> None:
     """Compares the group that a program gave with the one of the mesh.
 
     Raises:
-        DeepSpeedConfigError: They hold other ranks.
+        DeepSpeedConfigError: The two groups have different ranks.
     """
     request: TensorParallelRequest | None = model.__dict__.get(_REQUEST)
     if request is not None and request.ranks is not None and sorted(request.ranks) != sorted(ranks):

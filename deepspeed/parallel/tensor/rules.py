@@ -37,19 +37,22 @@ class CutStyle(Enum):
     WIDTH = "width"
     """Columns of an embedding are divided."""
     PER_HEAD = "a column per head"
-    """An embedding of which every head adds one column to its scores: columns are divided with the heads."""
+    """An embedding with one column per head, added to its scores: columns are divided with the heads."""
     SUMMED = "whole, gradient summed"
-    """Whole, but fed by what is cut: the gradient is summed."""
+    """Whole, but its input is cut: the gradient is summed."""
     LATENT = "whole, rotary part summed"
     """Whole; the last ``qk_rope_head_dim`` outputs go to cut heads directly, so their gradient is summed."""
     EXPERTS = "experts"
     """A module that works on cut experts: inputs enter, the output is summed."""
     IDENTITY_EXPERT = "identity expert"
-    """An expert that gives its input on every rank; it is divided, as outputs of experts are summed."""
+    """An expert that returns its input on every rank.
+
+    The output is divided by the ranks, as experts' outputs are summed.
+    """
     SUM_OUTPUT = "output summed"
     """A module whose output is a summand on each rank."""
     WHOLE = "whole"
-    """Left as it is."""
+    """Not cut."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class CutRule:
     """Describes how one layer or parameter is cut.
 
     Attributes:
-        way: The way.
+        way: How it is cut.
         source: Where the rule comes from, for messages.
         parts: Extents of the tensors that are packed along the cut dimension; ``(2,)`` or ``(3,)`` for that many of
             equal extent; empty: not packed, or as the heads show.
@@ -129,7 +132,7 @@ def of_user(model: nn.Module, section: TensorParallel, used_elsewhere: Collectio
 
 
 def used_specs(model: nn.Module, section: TensorParallel) -> list[int]:
-    """Returns the numbers of ``partition_config.layer_specs`` that fit a weight of this rank's model.
+    """Returns the indices of ``partition_config.layer_specs`` entries that match a weight of this rank's model.
 
     Raises:
         DeepSpeedConfigError: A pattern is no regular expression.
@@ -165,12 +168,12 @@ def of_plan(model: nn.Module) -> dict[str, CutRule]:
         DeepSpeedConfigError: The plan has an unknown style.
     """
     found: dict[str, CutRule] = {}
-    # In the place of a layer that another stage of a pipeline has.
+    # A stand-in for a layer of another pipeline stage.
     empty = {name for name, module in model.named_modules() if isinstance(module, nn.Identity)}
     for place, plan in plans_in(model):
         prefix = re.escape(f"{place}." if place else "")
         if not cuts_blocks(model.get_submodule(place)):
-            continue  # the head alone: a head that is cut without a model that is
+            continue  # the plan cuts only the head, not the model
         patterns = [(key, re.compile(prefix + key.replace(".", r"\.").replace("*", r"[^.]+"))) for key in plan]
         for name in _names(model):
             key = next((key for key, pattern in patterns if pattern.fullmatch(name)), None)
@@ -204,13 +207,13 @@ def _has_weight(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Returns whether it is a linear layer, possibly inside an adapter."""
+    """Returns whether a module is a linear layer, possibly inside an adapter."""
     inner = getattr(module, "base_layer", module)
     return isinstance(inner, nn.Linear) or is_transposed(inner)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Returns whether it is Transformers' ``Conv1D``, a linear layer with a weight of (in, out)."""
+    """Returns whether a module is Transformers' ``Conv1D``, a linear layer with a weight of (in, out)."""
     return type(module).__name__ in ("Conv1D", "ColumnConv1D", "RowConv1D") and getattr(module, "nf", None) is not None
 
 
@@ -245,7 +248,7 @@ def _of_spec(spec: LayerPartition, name: str, source: str) -> CutRule:
 
 
 def _parts(spec: LayerPartition, dim: int) -> tuple[int, ...]:
-    """Returns what is packed along the cut dimension, from the view that ``shape`` describes."""
+    """Returns the extents packed along the cut dimension, from the view that ``shape`` describes."""
     if spec.shape is None or dim >= len(spec.shape):
         return ()
     entry: Any = spec.shape[dim]

@@ -1,9 +1,10 @@
-"""Activations between cut regions that are cut along the sequence: norms and residual sums work on a part of it.
+"""Sequence parallelism within tensor parallelism: norms and residual sums work on a part of the sequence.
 
-Before a region (an attention or an MLP) each rank has some positions of the sequence, which are gathered; after it the
-sum over the ranks leaves each its positions (`Korthikanti et al. <https://arxiv.org/abs/2205.05198>`_, section 4.2).
-A gather and a reduce-scatter carry as many bytes as the all-reduce that they replace. What lies between regions is held
-once instead of on every rank; gradients of its parameters are sums over positions, so they are summed over the ranks.
+Before a region (an attention or an MLP) the positions of all ranks are gathered; after it a reduce-scatter
+leaves each rank its positions (`Korthikanti et al. <https://arxiv.org/abs/2205.05198>`_, section 4.2).
+A gather and a reduce-scatter carry as many bytes as the all-reduce that they replace. Activations between regions are
+held once instead of on every rank; gradients of its parameters are sums over positions, so they are summed over the
+ranks.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ _DIM = 1
 
 @dataclass
 class CutSequence:
-    """Returns whether activations between regions are cut along the sequence now.
+    """The cut of activations along the sequence, between the regions of one model.
 
     Attributes:
         channel: The ranks.
-        is_cut: False in an evaluation whose length the ranks do not divide, which continues with whole activations.
-        must_divide: Evaluations must be divided too: the stages of a pipeline do not have each other's.
+        is_cut: Activations are cut now; False in an evaluation whose length is not divisible by the number of ranks.
+        must_divide: Evaluations must be cut too: pipeline stages cannot see each other's ``is_cut``.
     """
 
     channel: Channel
@@ -50,8 +51,8 @@ class CutSequence:
     def split(self, values: torch.Tensor) -> torch.Tensor:
         """Returns this rank's positions, ``[batch, S / ranks, width]`` of ``[batch, S, width]``.
 
-        Also sets :attr:`is_cut` for the blocks that follow. In an evaluation whose S the ranks do not divide it is
-        False, and ``values`` is returned whole.
+        Also sets :attr:`is_cut` for the blocks that follow. In an evaluation whose S is not divisible by the
+        number of ranks it is False, and ``values`` is returned whole.
 
         Raises:
             DeepSpeedConfigError: ``values`` is not 3-D, or the ranks do not divide S in training or in a pipeline.
@@ -78,7 +79,7 @@ class CutSequence:
 
         Args:
             values: This rank's positions.
-            is_partial: Whether the gradients of the ranks are summands, as behind cut layers; the backward sums them.
+            is_partial: The ranks' gradients are partial sums, as behind cut layers; backward sums them.
 
         Raises:
             DeepSpeedConfigError: ``values`` is not 3-D.
@@ -124,14 +125,14 @@ class ScatterPlan:
 
 
 def plan_of(model: nn.Module, layout: Layout) -> ScatterPlan:
-    """Works out where the sequence is cut. Changes nothing.
+    """Determines where the sequence is cut. Changes nothing.
 
     Args:
         model: The model.
         layout: How it is cut.
 
     Raises:
-        DeepSpeedConfigError: Its blocks are not built so.
+        DeepSpeedConfigError: The model's blocks do not allow it.
     """
     ways = {layer.name: layer.way for layer in layout.layers}
     rows = [name for name, way in ways.items() if way is CutStyle.ROW]
@@ -165,7 +166,7 @@ def plan_of(model: nn.Module, layout: Layout) -> ScatterPlan:
 
 
 def _blocks_of(model: nn.Module, rows: list[str]) -> tuple[ScatterPlan, list[str]]:
-    """Returns a plan without regions, and the names of the modules whose parts work on parts of the sequence."""
+    """Returns a plan without regions, and the names of the modules that contain layers between regions."""
     blocks = list(dict.fromkeys(block_of(name) for name in rows))
     stacks = {block.rpartition(".")[0] for block in blocks}
     numbers = [int(found[0]) for block in blocks if (found := re.search(r"\d+$", block))]
@@ -181,7 +182,7 @@ def _blocks_of(model: nn.Module, rows: list[str]) -> tuple[ScatterPlan, list[str
 
 
 def _blocks_of_stage(model: Any, rows: list[str]) -> tuple[ScatterPlan, list[str]]:
-    """Returns the same for a stage of a pipeline. Which layers are blocks is known on all stages; cuts are not."""
+    """Returns the same for a pipeline stage. All stages know which layers are blocks, but not where others cut."""
     blocks = model.run_of_blocks()
     mine = [number for number in blocks if str(number) in model.fwd_map]
     cut = sorted({int(name.partition(".")[0]) for name in rows if name.partition(".")[0].isdigit()})

@@ -1,9 +1,9 @@
-"""Rules for a model that brings none, read off what it computes.
+"""Derives rules from the computation of a model that brings none.
 
 A linear layer whose output is added to the stream that its own input came from (with at most norms, scalings, views
 and further summands between) *feeds a residual sum*: it is row-parallel. In the same repeated block, a linear layer
 whose output goes to such layers only is column-parallel. The rest (routers, heads, projections between widths) stays
-whole. A small forward shows what is added to what: its autograd graph is walked. Values do not matter, so it runs on
+whole. The autograd graph of a small forward shows which tensors are added. Values do not matter, so it runs on
 the meta device where the model allows that.
 """
 
@@ -36,14 +36,14 @@ Node = Any
 
 
 class SmallForwardError(DeepSpeedConfigError):
-    """A model does not run on the small inputs that would show its structure."""
+    """The model does not run on the small inputs."""
 
 
 def of_structure(model: nn.Module, inputs: Mapping[str, Any] | None, rows: Iterable[str] = ()) -> dict[str, CutRule]:
     """Returns the rules from the structure; empty where it shows no pair of layers.
 
     Args:
-        model: The model, whole or sharded; nothing of it changes.
+        model: The model, whole or sharded; it is left unchanged.
         inputs: Keyword arguments of a small forward; None: not known.
         rows: Ends of names of layers that are declared row-parallel (``injection_policy_tuple``); all other linear
             layers of their blocks are column-parallel then, and nothing is computed.
@@ -82,7 +82,7 @@ def _per_head(model: nn.Module, rules: Mapping[str, CutRule]) -> dict[str, CutRu
     """Returns bare parameters of attention modules with a number per query head, where ranks share the heads."""
     cut = {name.rpartition(".")[0] for name, rule in rules.items() if rule.way is CutStyle.COLUMN}
     found = {}
-    for name in sorted(cut):  # ranks must cut in the same order, and the order of a set is of the process
+    for name in sorted(cut):  # ranks must cut in the same order, and set order differs between processes
         module = model.get_submodule(name)
         attention = attention_of(module, getattr(model, "config", None))
         for own, parameter in module.named_parameters(recurse=False):
@@ -96,13 +96,13 @@ def summed_inside(
 ) -> dict[str, CutRule]:
     """Returns rules for uncut modules with parameters that work on the output of column-parallel layers.
 
-    An activation function with parameters beside the layers of an MLP is one. The forward that shows it runs on the
-    meta device only; where that cannot be, there are none.
+    For example an activation function with parameters inside an MLP. The forward that finds them runs on the
+    meta device only; where that is impossible, the result is empty.
 
     Args:
-        model: The model, whole or sharded; nothing of it changes.
+        model: The model, whole or sharded; it is left unchanged.
         inputs: Keyword arguments of a small forward; None: not known.
-        rules: What is known.
+        rules: The rules found so far.
     """
     linear = {name: module for name, module in model.named_modules() if is_linear(module) and _is_outermost(name)}
     columns = {name for name, rule in rules.items() if rule.way is CutStyle.COLUMN and name in linear}
@@ -227,7 +227,7 @@ class _Graph:
         return {name for name in rows if block_of(name) in fed}, columns
 
     def inside(self, columns: set[str]) -> set[str]:
-        """Returns the names of further modules with parameters that work on what column-parallel layers give."""
+        """Returns the names of further modules with parameters whose input comes from column-parallel layers."""
         ends = {node for name, node in self.outputs.items() if name not in columns}
         cut: set[Node] = set()
         for name in columns & self.outputs.keys():  # layers of towers do not run without images
@@ -254,7 +254,7 @@ class _Graph:
         return None
 
     def _reached(self, start: Node, ends: set[Node]) -> set[Node]:
-        """Returns all that depends on a node, without what lies behind ``ends``."""
+        """Returns all nodes that depend on ``start``, without those behind ``ends``."""
         reached, stack = {start}, [start]
         while stack:
             node = stack.pop()
@@ -272,7 +272,7 @@ def _parents(node: Node) -> list[Node]:
 
 
 def _is_leaf(node: Node) -> bool:
-    """Returns whether a node is that of a parameter, or of a view of one."""
+    """Returns whether a node is a parameter's, or of a view of one."""
     return not any(_parents(node)) if type(node).__name__ != "AccumulateGrad" else True
 
 
@@ -294,7 +294,7 @@ def _forward(model: nn.Module, inputs: Mapping[str, Any], *, is_meta: bool) -> l
     Args:
         model: The model.
         inputs: Its keyword arguments.
-        is_meta: Run it on the meta device or nowhere.
+        is_meta: Run it on the meta device only.
 
     Raises:
         SmallForwardError: The model's forward raises.
@@ -305,12 +305,12 @@ def _forward(model: nn.Module, inputs: Mapping[str, Any], *, is_meta: bool) -> l
         with without_compiling(), experts_by_shapes(model):
             try:
                 return _run(model, inputs, torch.device("meta"))
-            except (RuntimeError, NotImplementedError, ValueError, TypeError):  # a question about values
+            except (RuntimeError, NotImplementedError, ValueError, TypeError):  # the model's code branches on values
                 if not is_meta and not next(model.parameters()).is_meta:
                     return _run(model, inputs, None)
                 with _NoValues():
                     return _run(model, inputs, torch.device("meta"))
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:  # the model's own code may raise anything
         raise SmallForwardError(" ".join(f"{type(error).__name__}: {error}".split())) from error
     finally:
         for module, mode in modes.items():
@@ -318,7 +318,7 @@ def _forward(model: nn.Module, inputs: Mapping[str, Any], *, is_meta: bool) -> l
 
 
 class _NoValues(TorchDispatchMode):
-    """Returns zero for single values of meta tensors: whether an input is padded, for example."""
+    """Returns 0 where a model reads a value of a meta tensor, for example whether an input is padded."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:

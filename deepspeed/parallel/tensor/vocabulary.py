@@ -1,4 +1,4 @@
-"""Embeddings that are cut over the vocabulary or over their width, and the loss of logits that are cut."""
+"""Embeddings that are cut over the vocabulary or the width, and the loss of cut logits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CutEmbedding:
 
 
 class _MadeFromEmbedding(nn.Embedding):
-    """A cut embedding that can be made from a whole one, beside being made in its place."""
+    """A cut embedding that can also be constructed from a whole one."""
 
     tensor_cut: CutEmbedding
     _dim: ClassVar[int]
@@ -73,7 +73,7 @@ class _MadeFromEmbedding(nn.Embedding):
 
 
 class VocabularyEmbedding(_MadeFromEmbedding):
-    """An embedding with some of the rows: what other ranks look up is zero here, and the outputs are summed.
+    """An embedding with some of the rows: ids of other ranks' rows give zeros here, and the outputs are summed.
 
     All ranks of the group must make it, from layers with equal values.
 
@@ -136,7 +136,10 @@ class WidthEmbedding(_MadeFromEmbedding):
 
 
 def _refuse_unknown(ids: torch.Tensor, cut: CutEmbedding) -> None:
-    """An id that no rank has would be looked up as zeros; on the host, where looking costs nothing, it is refused."""
+    """Raises for ids outside the vocabulary, which would give zeros.
+
+    Checked on the host only, where it costs no wait.
+    """
     if ids.device.type == "cpu" and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= cut.split.extent):
         raise IndexError(
             f"{cut.name}: ids lie between {int(ids.min())} and {int(ids.max())}, but the vocabulary has the ids 0 to "
@@ -161,7 +164,7 @@ def vocab_parallel_cross_entropy(
         logits: ``(..., vocabulary of this rank)``, floating.
         targets: ``(...)``, ids of the whole vocabulary, the same on all ranks.
         channel: The ranks.
-        vocabulary: Size of the whole.
+        vocabulary: Size of the whole vocabulary.
         ignore_index: Target of rows that are left out.
 
     Returns:
