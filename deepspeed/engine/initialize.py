@@ -14,7 +14,7 @@ from deepspeed.engine.arguments import checked_model, config_source
 from deepspeed.engine.communication_compression import tables_of_rows
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.islands import over_all_data_ranks, settle_islands
-from deepspeed.engine.optimizers import check_optimizer, choose_optimizer, driver_of, refuse_cut_tensors
+from deepspeed.engine.optimizers import check_optimizer, choose_optimizer, refuse_cut_tensors
 from deepspeed.engine.parts import Client, EngineParts
 from deepspeed.engine.zero_settings import (
     groups_for,
@@ -26,6 +26,7 @@ from deepspeed.engine.zero_settings import (
 )
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.zero.construction.modules import suspended
+from deepspeed.zero.update.driver import driver_of
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 

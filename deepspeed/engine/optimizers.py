@@ -1,9 +1,8 @@
-"""Chooses the torch optimizer from what the caller gave, and its update driver; refuses what it cannot be used with."""
+"""Chooses the torch optimizer from what the caller gave; refuses what it cannot be used with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -19,10 +18,7 @@ from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.tiling.describe import ROWS, describe
 from deepspeed.zero.tiling.layout import DATA
-from deepspeed.zero.update.driver import MeanGradient, UpdateDriver
-
-_DRIVER = "_ds_driver"
-"""Attribute of an optimizer's class: ``module:function`` that makes its update driver; few optimizers have one."""
+from deepspeed.zero.update.driver import DRIVER
 
 _UNUSABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
@@ -119,15 +115,6 @@ def choose_optimizer(
     return chosen
 
 
-def driver_of(optimizer: torch.optim.Optimizer | None) -> UpdateDriver:
-    """Returns the driver of an optimizer's updates: the one that its class names, or that of mean gradients."""
-    name: str | None = getattr(optimizer, _DRIVER, None)
-    if name is None:
-        return MeanGradient()
-    driver: UpdateDriver = resolve_name(name)(optimizer)
-    return driver
-
-
 def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     seen: set[int] = set()
@@ -184,7 +171,7 @@ def check_optimizer(placement: Placement, optimizer: torch.optim.Optimizer | Non
 def _refuse_narrow_masters(placement: Placement, optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     setting = "bf16_master_weights_and_grads / fp16_master_weights_and_grads"
-    if not supports_flat_update(optimizer) or hasattr(optimizer, _DRIVER):
+    if not supports_flat_update(optimizer) or hasattr(optimizer, DRIVER):
         why = why_not_flat(optimizer) or "its ranks exchange states in fp32"
         raise DeepSpeedConfigError(
             f"{setting} with the optimizer {name}: 16-bit masters need an elementwise update whose results are rounded "

@@ -357,7 +357,9 @@ class Transport:
         return None
 
     def swap(self, flat: torch.Tensor, out: torch.Tensor, *, key: int, label: str) -> Work:
-        """Hands slice *r* of every rank's ``flat`` to rank *r*: the first half of a reduction of another kind.
+        """Starts an all-to-all of equal slices: rank *r* receives slice *r* of every rank's ``flat``.
+
+        It is the first half of a reduction that codecs make themselves; :meth:`share` is the second.
 
         Args:
             flat: 1-D buffer of ``size`` equal slices.
@@ -368,7 +370,7 @@ class Transport:
         raise NotImplementedError
 
     def share(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """Fills ``flat`` (1-D, any dtype) from the slices: the second half of the reduction ``key``.
+        """Starts an all-gather into ``flat`` (1-D, any dtype): the second half of the reduction ``key``.
 
         Args:
             flat: Buffer of ``size`` equal slices; this rank's own slice must be in place.

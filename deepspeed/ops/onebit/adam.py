@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.base import ElementwiseOptimizer
 from deepspeed.ops.flat import AdamRule, Kernel, UpdateRule, scratch
-from deepspeed.ops.onebit.phases import MOMENTUM_DRIVER, Phase, PhaseCheck, frozen_root, refuse_step
+from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, refuse_step
 
 
 class FrozenAdamRule:
@@ -100,7 +100,7 @@ class OneBitAdam(ElementwiseOptimizer):
         ValueError: A number is out of range, or something is requested that does not exist.
     """
 
-    _ds_driver = MOMENTUM_DRIVER
+    _ds_driver = "deepspeed.zero.onebit.momentum:MomentumExchange"
     _keeps_own_states = True
     _kept_attributes = (*ElementwiseOptimizer._kept_attributes, "freeze_step", "precondition", "phase")
     freeze_step: int

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from deepspeed.ops.exchange import add_over_ranks, exchange_device, largest_over_ranks
 from deepspeed.ops.lamb.fused_lamb import BLOCK_NUMEL, BlockMap, FusedLamb, block_most, block_squares, multiply_blocks
 from deepspeed.ops.onebit.adam import check_family
-from deepspeed.ops.onebit.phases import MOMENTUM_DRIVER, Phase, PhaseCheck, frozen_root, refuse_step
+from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, refuse_step
 from deepspeed.ops.segments import Segment, SegmentTable
 
 _MEMORY = "onebit_lamb"
@@ -65,7 +65,7 @@ class OneBitLamb(FusedLamb):
         ValueError: A number is out of range, or something is requested that does not exist.
     """
 
-    _ds_driver = MOMENTUM_DRIVER
+    _ds_driver = "deepspeed.zero.onebit.momentum:MomentumExchange"
     _keeps_own_states = True
     precondition = False
     """Its coefficients scale whole tensors, as published."""

@@ -18,9 +18,6 @@ from torch import Tensor
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import logger
 
-MOMENTUM_DRIVER = "deepspeed.zero.onebit:momentum_driver_of"
-"""What makes the update driver of these optimizers."""
-
 
 class Phase(Enum):
     """Chooses what an update does with the gradients of the ranks."""

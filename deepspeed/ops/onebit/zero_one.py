@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from deepspeed.ops.base import ElementwiseOptimizer
 from deepspeed.ops.flat import AdamRule, Kernel, UpdateRule, scratch
 from deepspeed.ops.onebit.adam import check_family
-from deepspeed.ops.onebit.phases import MOMENTUM_DRIVER, Phase, PhaseCheck, frozen_root, largest_update, refuse_step
+from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, largest_update, refuse_step
 
 LR_EXCHANGED, LR_SUM, LR_OWED = "lr_travelled", "lr_since_exchange", "lr_owed"
 """Keys of the param groups: by what the sum that has just come is to be divided, that sum as it grows, and that of the
@@ -202,7 +202,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
         ValueError: A number is out of range, or something is requested that does not exist.
     """
 
-    _ds_driver = MOMENTUM_DRIVER
+    _ds_driver = "deepspeed.zero.onebit.local_steps:LocalSteps"
     _keeps_own_states = True
     _kept_attributes = (
         *ElementwiseOptimizer._kept_attributes,

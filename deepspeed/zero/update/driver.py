@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 import torch
 from typing_extensions import override
@@ -26,6 +27,9 @@ from deepspeed.zero.tiling.layout import BucketLayout
 from deepspeed.zero.update.masters import MasterBucket
 
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+DRIVER = "_ds_driver"
+"""Attribute of an optimizer's class: ``module:class`` of its update driver; few optimizers have one."""
 
 ERROR_FEEDBACK = "error feedback of what is sent in fewer bits"
 """Name of codecs' private states in messages."""
@@ -229,3 +233,12 @@ class MeanGradient(UpdateDriver):
     @override
     def end(self) -> None:
         pass
+
+
+def driver_of(optimizer: torch.optim.Optimizer | None) -> UpdateDriver:
+    """Returns the driver of an optimizer's updates: the one that its class names, or that of mean gradients."""
+    name: str | None = getattr(optimizer, DRIVER, None)
+    if name is None:
+        return MeanGradient()
+    driver: UpdateDriver = resolve_name(name)(optimizer)
+    return driver
