@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from deepspeed.accelerator.devices import Device
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.pipe.schedule import splits_backward
+from deepspeed.parallel.pipe.schedule.lists import splits_backward
 from deepspeed.parallel.pipe.schedule.simulate import Times
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.machine import Machine, unknown_rates

@@ -16,7 +16,6 @@ from deepspeed.parallel.pipe.schedule.lists import (
     make_inference,
     make_schedule,
     place_chunks,
-    splits_backward,
     training_steps,
 )
 
@@ -30,6 +29,5 @@ __all__ = [
     "make_inference",
     "make_schedule",
     "place_chunks",
-    "splits_backward",
     "training_steps",
 ]
