@@ -57,8 +57,13 @@ FEATURES: dict[str, dict[str, Any]] = {
 SLOW = ("stage 0", "optimizer on the host", "both on the host", "Muon", "inference over tensor ranks")
 """Those whose parts the others have too."""
 
-ASIDE = {"tensor": 8 * WORDS, "inference over tensor ranks": 8 * WORDS}
-"""Bytes that are there for values only, which a plan has not: by which tensor ranks compare their batches."""
+ASIDE = {
+    "tensor": 8 * WORDS,
+    "inference over tensor ranks": 8 * WORDS,
+    "pipeline": 4 * SAMPLES * TOKENS * SHAPE.hidden,
+}
+"""Bytes that a plan does not count. Tensor ranks compare their batches by values. An activation that a stage has sent
+stays until the next one has received it, later than planned where that rank is late: seen on busy machines."""
 
 TOLERANCE = 1.1
 """Of the highest sum of all device memory: blocks are rounded up to 512 bytes, a bucket more may be in
