@@ -69,7 +69,7 @@ def find_units(model: nn.Module, granularity: int) -> list[Unit]:
         granularity: A block of at most this many elements is never split.
     """
     seen: set[int] = set()
-    units = [_fill(unit, seen) for unit in _walk(model, "", granularity, inside_container=False)]
+    units = [_with_parameters(unit, seen) for unit in _walk(model, "", granularity, inside_container=False)]
     return [unit for unit in units if unit.params]
 
 
@@ -89,7 +89,7 @@ def _walk(module: nn.Module, name: str, granularity: int, *, inside_container: b
         yield from _walk(child, path, granularity, inside_container=is_container)
 
 
-def _fill(found: tuple[Unit, bool], seen: set[int]) -> Unit:
+def _with_parameters(found: tuple[Unit, bool], seen: set[int]) -> Unit:
     unit, whole = found
     for name, parameter in unit.module.named_parameters(recurse=whole):
         if id(parameter) not in seen:

@@ -103,7 +103,7 @@ class _NextMessages:
         self.layout: MessageLayout | None = None  # of the latest message
         self._next: deque[MessageLayout | None] = deque([None] * _AHEAD)
 
-    def of(self, number: int) -> MessageLayout | None:
+    def posted_layout(self, number: int) -> MessageLayout | None:
         """Returns the layout whose packet is posted for the message after ``number`` others; None: only a header is."""
         return self._next[number]
 
@@ -112,8 +112,8 @@ class _NextMessages:
         is_known = self._next[0] is not None and self._next[0] is self.layout
         return self._posts_tensors and is_known and self.layout is not None and not self.layout.is_packed
 
-    def message(self, layout: MessageLayout | None) -> None:
-        """Records another message.
+    def advance(self, layout: MessageLayout | None) -> None:
+        """Moves on by a message that is sent or received.
 
         Args:
             layout: Its layout; None: that of the message before.
@@ -169,9 +169,9 @@ class ChannelSender:
             description, tensors = taken_apart(value)
             text = _as_text(description)
             is_new, self._text = text != self._text, text
-        posted, has_buffers = self._expected.of(0), self._expected.has_buffers()
+        posted, has_buffers = self._expected.posted_layout(0), self._expected.has_buffers()
         before = self._expected.layout
-        self._expected.message(MessageLayout(slots_of(description), packs=self._packs) if is_new else None)
+        self._expected.advance(MessageLayout(slots_of(description), packs=self._packs) if is_new else None)
         layout = self._expected.layout
         assert layout is not None
         packet = torch.empty(posted.nbytes if posted and posted.is_packed else HEADER.size, dtype=torch.uint8)
@@ -297,7 +297,7 @@ class ChannelReceiver:
 
     def _post(self) -> None:
         for number in range(len(self._posted), min(_AHEAD, self.expected)):
-            layout = self._known.of(number)
+            layout = self._known.posted_layout(number)
             layout = layout if layout is not None and layout.is_packed else None
             packet = torch.empty(layout.nbytes if layout else HEADER.size, dtype=torch.uint8)
             self._posted.append(_PostedReceive(packet, self._transport.receive(packet, HEADERS), layout))
@@ -354,9 +354,9 @@ class ChannelReceiver:
                 self._route.guard(work, ticket, micro_batch)
             posted.buffers, posted.works = [], []
             self._description = pickle.loads(text.numpy().tobytes())
-            self._known.message(MessageLayout(slots_of(self._description), packs=self._packs))
+            self._known.advance(MessageLayout(slots_of(self._description), packs=self._packs))
         else:
-            self._known.message(None)
+            self._known.advance(None)
         layout = self._known.layout
         assert layout is not None
         if layout.is_packed:
