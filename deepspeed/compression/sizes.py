@@ -12,6 +12,7 @@ from deepspeed.compression.basic_layer import Conv1DLayer_Compress
 from deepspeed.compression.settings import Selection, kind_of
 from deepspeed.compression.snip import SnipPlan
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.models.layers import queries_per_key
 
 
 class LayerWeights:
@@ -99,9 +100,9 @@ class LayerWeights:
         for name, other in pairs:
             parent = name.rpartition(".")[0]
             around: Any = self.modules[parent]
-            if selection.technique == "head_pruning" and getattr(around, "num_key_value_groups", 1) != 1:
+            if selection.technique == "head_pruning" and queries_per_key(around) != 1:
                 raise DeepSpeedConfigError(
-                    f"{where}: in {parent} {around.num_key_value_groups} heads share keys and values, so "
+                    f"{where}: in {parent} {queries_per_key(around)} heads share keys and values, so "
                     "single heads cannot be removed; leave related_modules out, and they become zero and stay"
                 )
             first, second = self.modules[name], self.modules[other]

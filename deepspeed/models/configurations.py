@@ -108,3 +108,8 @@ def rotary_width_of(*sources: Any) -> int | None:
 def name_or_path_of(model: Any) -> str:
     """Returns the name on the hub or the folder that a model was loaded by; empty where it was not."""
     return str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+
+
+def architecture_of(config: Any) -> str | None:
+    """Returns the name of the first model class that a configuration is for; None where it names none."""
+    return next(iter(getattr(config, "architectures", None) or []), None)

@@ -1,9 +1,11 @@
-"""Detects which modules are layers of the Transformers library, from their classes and without importing it."""
+"""What layers of the Transformers library are and what they state of themselves, without importing the library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 
 def is_conv1d(kind: type) -> bool:
@@ -26,3 +28,18 @@ def rope_types_of(module: Any) -> list[str]:
     """Returns the kinds of frequencies that a rotary embedding has, such as "dynamic"; empty for other modules."""
     kinds = getattr(module, "rope_type", None)
     return [kind for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]) if isinstance(kind, str)]
+
+
+def mark_initialized(tensor: torch.Tensor) -> None:
+    """Marks a parameter or buffer, of any shape, as one that has its values: the library does not initialise it."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def modules_in_fp32(model: Any) -> list[str]:
+    """Returns parts of the names of modules that a model wants to keep in fp32."""
+    return list(getattr(model, "_keep_in_fp32_modules", None) or [])
+
+
+def queries_per_key(attention: Any) -> int:
+    """Returns the number of query heads of an attention module that share a key head; 1 where it does not say."""
+    return int(getattr(attention, "num_key_value_groups", 1))

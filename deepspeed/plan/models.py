@@ -18,6 +18,7 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.models import building
+from deepspeed.models.configurations import architecture_of
 from deepspeed.models.inputs import image_shape_of, spectrum_shape_of
 from deepspeed.parallel.pipe import transformers_models
 from deepspeed.plan.decoder import Decoder, DecoderShape, layers_of, token_loss
@@ -253,7 +254,7 @@ def _from_transformers(given: Any, inputs: Any) -> ModelSource:
             "(--layers, --hidden, --heads, --vocab)"
         )
     config = given if building.is_configuration(given) else _read_transformers(Path(given))
-    architecture = next(iter(getattr(config, "architectures", None) or []), None)
+    architecture = architecture_of(config)
     cls = building.class_named(architecture) if architecture else None
     if architecture and cls is None:
         raise DeepSpeedConfigError(

@@ -15,6 +15,7 @@ from deepspeed.accelerator.base import DeepSpeedAccelerator
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import warn_once
+from deepspeed.models.layers import modules_in_fp32
 from deepspeed.precision.loss_scaler import CreateLossScaler
 
 _DTYPES = {
@@ -73,7 +74,7 @@ class PrecisionPolicy:
         types = root.data_types
         keep = types.keep_in_fp32_modules
         if keep == "auto":
-            keep = list(getattr(model, "_keep_in_fp32_modules", None) or [])
+            keep = modules_in_fp32(model)
         return cls(
             compute_dtype=compute,
             buffer_dtype=dtype_of_name(types.buffer_dtype) if types.buffer_dtype else compute,

@@ -24,7 +24,7 @@ from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.config import parse
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.models.building import build_without_values, read_configuration
-from deepspeed.models.layers import initialiser_of
+from deepspeed.models.layers import initialiser_of, mark_initialized
 from deepspeed.models.stored import StoredTensors
 from deepspeed.parallel.expert.auto import spread_experts
 from deepspeed.parallel.expert.spread import spread_of
@@ -288,6 +288,6 @@ def _initialise_buffers(model: nn.Module, name: str, leaves: list[str]) -> bool:
     for leaf, buffer in zip(leaves, buffers, strict=True):
         module._buffers[leaf] = torch.full_like(buffer, torch.nan, device="cpu")
     for parameter in module.parameters(recurse=False):
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # it has the values of the files
+        mark_initialized(parameter)  # it has the values of the files
     initialise(module)
     return not any(bool(getattr(module, leaf).isnan().any()) for leaf in leaves)

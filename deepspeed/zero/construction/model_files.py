@@ -37,6 +37,7 @@ from deepspeed.comm.start.device import local_device
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import CheckpointError
 from deepspeed.models.construction import stage_3_unmentioned, wrap_passes
+from deepspeed.models.layers import mark_initialized
 from deepspeed.models.loading import empty_record, find_unlikely, putting_by, wrap_loading
 from deepspeed.zero.access.gathered import GatheredParameters, with_addresses
 from deepspeed.zero.address import showing_wholes
@@ -145,7 +146,7 @@ class _Loading:
             for target, value in zip(targets, values or (), strict=values is not None):
                 target.copy_(value)
         for target in targets:
-            target._is_hf_initialized = True  # type: ignore[attr-defined]
+            mark_initialized(target)
             if id(target) not in sharded:
                 self._transport.broadcast(target.data, 0, label="a buffer of the weights of rank 0")
         self.loaded += names
