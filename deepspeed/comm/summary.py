@@ -28,7 +28,7 @@ def configure(
     """Sets the communication log; explicit arguments win over ``deepspeed_config``.
 
     Args:
-        deepspeed_config: A configuration (its ``comms_logger`` section counts): a dict, a path, or a parsed one.
+        deepspeed_config: A configuration (dict, path or parsed), of which the ``comms_logger`` section is used.
         enabled: Whether anything is recorded.
         prof_all: Record all operations.
         prof_ops: Names of operations to record if not all.
@@ -65,7 +65,7 @@ def log_summary(
     Returns:
         With ``return_dict``: operation -> bytes -> ``count``, ``total_ms``, ``avg_ms``, ``waited_ms``, ``algbw_gbps``,
         ``busbw_gbps`` (and ``straggler_ms``). Of a transfer that ran beside the computation, ``total_ms`` is the time
-        from its start until the program had waited for it, ``waited_ms`` the part in which the program stood still.
+        from its start to the end of the wait for it, ``waited_ms`` the part in which the program was blocked.
     """
     numbers: dict[str, dict[int, dict[str, float]]] = {}
     for name, size, totals in log.rows():
@@ -91,7 +91,7 @@ def _numbers(name: str, size: int, totals: OperationTotals) -> dict[str, float]:
 
 
 def _straggler_ms(totals: OperationTotals) -> float:
-    """Returns this rank's time beyond that of the rank which waited least (the last to arrive), over all calls."""
+    """Returns the time that this rank waited longer than the last rank to arrive, summed over all calls."""
     mine = torch.tensor(totals.seconds, dtype=torch.float64)
     device = "cpu" if torch_dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
     shortest = mine.to(device)

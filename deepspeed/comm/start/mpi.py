@@ -1,4 +1,4 @@
-"""Where rank 0 of an MPI job runs: from MPI's process manager, from mpi4py, or from a list of hosts."""
+"""Finds the host of rank 0 of an MPI job: from MPI's process manager, mpi4py, or a list of hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepspeed.ports import address_towards
 
 _RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 _QUERY = Path(__file__).with_name("mpi_query.py")
-# All ranks answer together, and the slowest may still be importing torch.
+# The query waits for all ranks, and the slowest may still be importing torch.
 _QUERY_SECONDS = 120.0
 # Files with a host per line, the first of them rank 0's, where nothing places ranks otherwise.
 _HOST_FILES = ("OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile", "PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
@@ -27,8 +27,7 @@ _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 def find_first_host(environ: Mapping[str, str]) -> str | None:
     """Returns the name or address of rank 0's host; None if no source has it. All ranks of the MPI job must call it.
 
-    mpi4py is tried first where it is installed: a program that has it may start MPI itself, which the process manager
-    allows once per process.
+    mpi4py is tried first if installed: a program with mpi4py may start MPI itself, which is allowed once per process.
 
     Args:
         environ: The variables that MPI has set.
@@ -81,9 +80,9 @@ def _rank(environ: Mapping[str, str]) -> str:
 
 
 def reachable(text: str) -> str | None:
-    """Returns the name in ``NAME ADDRESS`` where it means a machine of the network here, else the address.
+    """Returns the name in ``NAME ADDRESS`` if it resolves here to a machine of the network, else the address.
 
-    A name may be unknown on other hosts, or mean the loopback interface of each.
+    On other hosts a name may be unknown, or resolve to the loopback interface.
     """
     name, _, address = text.strip().partition(" ")
     try:
@@ -95,7 +94,7 @@ def reachable(text: str) -> str | None:
 
 
 def own_address(environ: Mapping[str, str]) -> str:
-    """Returns an address of this host that others reach: that of the route to mpirun's host, else the usual route's.
+    """Returns an address of this host that others reach: of the route to mpirun's host, else of the default route.
 
     Returns:
         The address as text; empty if the host has no network.
@@ -107,11 +106,11 @@ def own_address(environ: Mapping[str, str]) -> str:
 
 
 def _first_of_files(environ: Mapping[str, str]) -> str | None:
-    """Returns the first host of the lists that schedulers and MPI's options name; None if there is none to read."""
+    """Returns the first host in the host files named by the scheduler or MPI's options; None if none can be read."""
     for name in _HOST_FILES:
         try:
             lines = Path(environ[name]).read_text(encoding="utf-8").splitlines() if environ.get(name) else []
-        except OSError:  # only mpirun's machine may have the file
+        except OSError:  # perhaps only mpirun's machine has the file
             continue
         for line in lines:
             words = line.partition("#")[0].split()

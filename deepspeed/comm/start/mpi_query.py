@@ -1,8 +1,8 @@
 """Queries MPI's process manager for the host of rank 0, in a separate process.
 
-Run as a program, without the packages of the environment, by every rank at once: rank 0 publishes the host name and
-the address given on its command line, and each rank prints the two. A process cannot start MPI after such a query, so
-the ranks do not make it themselves.
+Every rank runs this file as a program, without installed packages: rank 0 publishes the host name and the address given
+on its command line, and each rank prints both. A process that has made the query cannot start MPI any more, hence the
+separate process.
 
 ``PMIX_NAMESPACE`` means PMIx (Open MPI 4 and newer, PRRTE), reached through the library that Open MPI brings.
 ``PMI_FD`` means PMI-1 (MPICH, Intel MPI, MVAPICH): lines of text on an open descriptor. Sources: the PMIx standard 4.1,
@@ -29,7 +29,7 @@ class _PmixProcess(ctypes.Structure):
 
 
 class _PmixValue(ctypes.Structure):
-    """``pmix_value_t``: a type and a union, of which only the string is used; larger than that of any version."""
+    """``pmix_value_t``: a type and a union, here only its string; padded to be larger than in any PMIx version."""
 
     _fields_ = (("type", ctypes.c_uint16), ("text", ctypes.c_char_p), ("rest", ctypes.c_uint64 * 8))
 
@@ -71,7 +71,7 @@ def _succeed(call: str, status: int) -> None:
 
 
 def query_pmi(descriptor: int, rank: int, mine: str) -> str:
-    """Does the same by PMI-1.
+    """Like :func:`query_pmix`, with PMI-1.
 
     Args:
         descriptor: Open connection to the process manager.
@@ -79,7 +79,7 @@ def query_pmi(descriptor: int, rank: int, mine: str) -> str:
         mine: What rank 0 publishes.
 
     Raises:
-        OSError: The manager answers with an error, or has gone.
+        OSError: The manager answers with an error, or has closed the connection.
     """
     _query(descriptor, "cmd=init pmi_version=1 pmi_subversion=1")
     space = _query(descriptor, "cmd=get_my_kvsname")["kvsname"]

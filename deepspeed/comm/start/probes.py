@@ -1,9 +1,9 @@
-"""Probes of silent connections, so that a machine that has lost its power or its network ends the waits for it.
+"""TCP keep-alive for connections between ranks, so that waits for a machine without power or network end.
 
-Such a machine closes no connection. A rank that waits for its data would wait until the time limit of the collective,
-half an hour, where nothing but the ranks watches the machine: under torchrun, mpirun, srun and Kubernetes. The system
-can probe a connection (TCP keep-alive); torch's store and gloo do not enable that. A probe is answered by the other
-system, so a process that is busy or suspended is not taken for lost.
+Such a machine closes no connection. If only the ranks watch it (under torchrun, mpirun, srun and Kubernetes), a rank
+that waits for its data would wait until the time limit of the collective, half an hour. The system
+can probe a connection (TCP keep-alive); torch's store and gloo do not enable that. The other
+machine's kernel answers a probe, so a busy or suspended process is not taken for lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DESCRIPTORS = "/proc/self/fd"
 
 @contextmanager
 def probed_connections() -> Iterator[None]:
-    """Lets the system probe the TCP connections that are opened in the block, and what its listeners accept later.
+    """Enables keep-alive for TCP connections opened in the block, and for those that its listeners accept later.
 
     Where the system does not list a process's sockets (it is not Linux), nothing is probed.
     """
@@ -43,7 +43,7 @@ def probed_connections() -> Iterator[None]:
 
 
 def _sockets() -> dict[str, int]:
-    """Returns the descriptors of this process's sockets, by what is unique to each socket."""
+    """Returns the descriptors of this process's sockets, by an identity unique to each socket."""
     found = {}
     try:
         names = os.listdir(_DESCRIPTORS)
@@ -77,7 +77,7 @@ def _probe(descriptor: int) -> None:
 
 
 def _stays(one: socket.socket) -> bool:
-    """Returns whether a connection does not leave this machine."""
+    """Returns whether both ends of a connection are on this machine."""
     try:
         peer, own = str(one.getpeername()[0]), str(one.getsockname()[0])
     except OSError:  # not connected: it listens

@@ -1,7 +1,7 @@
 """The process group: starting it, adopting an existing one, and queries about ranks.
 
-``deepspeed.comm`` keeps no group of its own. Everything sits on torch's global process group, whichever code started
-it, so that a program may mix calls of both libraries and tear the group down with either.
+``deepspeed.comm`` uses torch's global process group, regardless of which code started it. So a program may mix calls of
+both libraries and destroy the group with either.
 
 Gloo listens at the address of the machine's host name. Many installers write that name into ``/etc/hosts`` as
 ``127.0.1.1``: ranks on other machines are then sent to themselves. On such a machine :func:`choose_interface` lets gloo
@@ -65,21 +65,21 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Starts torch's global process group, or adopts the one there is. Every rank must call it.
+    """Starts torch's global process group, or adopts the existing one. Every rank must call it.
 
-    If it has started that group itself and a rank of it has failed since, it destroys the group and starts a new one:
-    whatever retries a function may do so in the same process.
+    If an earlier call started that group and a rank has failed since, it destroys the group and starts a new one, so
+    that a program can retry in the same process.
 
-    Where this process stands is read from the environment (:mod:`deepspeed.comm.start.environment` lists the ways) and
-    written back as ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. One line on rank 0
-    states which way it was. A single process needs no rendezvous, so it opens no port.
+    Rank and world size are read from the environment (:mod:`deepspeed.comm.start.environment` lists the ways) and
+    written back as ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. One log line on rank
+    0 states the source. A single process needs no rendezvous, so it opens no port.
 
-    Where the backend serves the accelerator, the device of this process is made the current one before the group is
-    started: the one that the program has set, else the one of its local rank (``comm.start.device.local_device``).
+    Where the backend serves the accelerator, the current device is set before the group is started: the one
+    that the program has chosen, else the one of its local rank (``comm.start.device.local_device``).
 
     Args:
         dist_backend: ``"nccl"``, ``"gloo"``, ...; None: the accelerator's.
-        auto_mpi_discovery: Whether variables of MPI, Slurm and clusters count.
+        auto_mpi_discovery: Whether to read variables of MPI, Slurm and clusters.
         distributed_port: Port where rank 0 listens if ``MASTER_PORT`` is not set.
         verbose: Whether to log that line.
         timeout: Limit for each collective; None: :func:`default_timeout`.
@@ -91,8 +91,8 @@ def init_distributed(
         world_size: Number of processes; -1: from the environment.
 
     Raises:
-        CommunicationError: The place cannot be found, there is no device of that number, or the others did not come
-            within ``timeout``.
+        CommunicationError: Rank and world size cannot be found, there is no device with that number, or other ranks did
+            not arrive within ``timeout``.
         CallOrderError: ``dist_init_required=False`` and there is no group.
     """
     if config is not None:
@@ -125,7 +125,7 @@ def init_distributed(
     device = None if serves_host_only(backend) else local_device()
     with probed_connections():
         facts = _start(backend, place, init_method, timeout or default_timeout(), device)
-    # Made now, so that the others notice the end of a program that does nothing more.
+    # Created now, so that other ranks notice if this program ends without communicating again.
     Job.current().watched.watch.may_restart = True
     if verbose:
         log_dist(f"process group started: {place.world_size} rank(s), backend {backend}, found by {place.way}")
@@ -137,7 +137,7 @@ def _ends_failed_run() -> bool:
     """Destroys the process group if :func:`init_distributed` has started it and a wait in it has failed.
 
     Returns:
-        Whether it did.
+        Whether it destroyed the group.
     """
     watched = Job.current().watched
     if not (watched.has_failed and watched.watch.may_restart):
@@ -148,7 +148,7 @@ def _ends_failed_run() -> bool:
 
 
 def _adopt(verbose: bool) -> None:
-    """Fills in the variables that a caller who started the group alone may have left out, and chooses the device."""
+    """Sets the environment variables that are missing if the program started the group, and chooses the device."""
     rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
     local_rank = local_rank_of(os.environ, rank, size, torch.accelerator.device_count())
     Place(rank, size, local_rank, None, None, "adopted").export(os.environ)
@@ -162,7 +162,7 @@ def _adopt(verbose: bool) -> None:
 def _start(
     backend: str, place: Place, init_method: str | None, timeout: timedelta, device: torch.device | None
 ) -> list[RankInfo]:
-    """Starts the group, after the ranks have met and found that they match; returns the facts of all (on rank 0)."""
+    """Starts the group once all ranks have arrived and match; returns the facts of all ranks, on rank 0."""
     arguments: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size, "timeout": timeout}
     url = init_method if init_method is not None and not init_method.startswith("env:") else None
     where = url or (f"{place.address}:{place.port}" if place.world_size > 1 else "this process")
@@ -177,7 +177,7 @@ def _start(
                 store = open_store(url, place, timeout)
                 try:
                     if place.world_size > 1:
-                        # The address that was reached: the name may mean several, and was perhaps unknown before.
+                        # The address that was reached: the name may resolve to several, and was perhaps unknown before.
                         reached = getattr(store, "host", None) or place.address
                         process = JoiningProcess.here(place, own_facts(place.local_rank, backend, reached))
                         prefix, facts = receive_ranks(store, process, where, timeout)
@@ -189,7 +189,7 @@ def _start(
             if place.world_size > 1:
                 choose_interface(os.environ, arguments["store"], place, facts)
         start_world_group(backend, device, **arguments)
-    except CommunicationError:  # ours, and complete
+    except CommunicationError:  # raised by this package, with a complete message
         raise
     except (RuntimeError, ValueError, OSError) as error:
         raise CommunicationError(
@@ -234,7 +234,7 @@ def check_same_model(description: Sequence[str], group: Any = None) -> None:
 
 def _comparing(group: Any, label: str) -> tuple[Any, str, int, int] | None:
     """Returns store, topic, rank and number of ranks for a comparison; None if there is no other rank."""
-    # Simulated ranks have nothing of their own to compare.
+    # Simulated ranks have no processes to compare.
     watched = Job.current().watched.of(group) if torch_dist.is_initialized() else None
     if watched is None:
         return None
@@ -274,7 +274,7 @@ def is_initialized() -> bool:
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Tears down ``group``, or everything. After a failed wait the port where the ranks met is free then."""
+    """Destroys ``group``, or all groups. After a failed wait this also frees the port of the rendezvous."""
     is_all = group is None or group is torch_dist.group.WORLD
     job = Job.current()
     torch_dist.destroy_process_group(group)
@@ -292,7 +292,7 @@ def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
             ``use_local_synchronization`` only the members call it.
 
     Raises:
-        DivergenceError: Some rank does something else.
+        DivergenceError: A rank makes another call.
         CommunicationError: Some rank has ended or did not arrive.
     """
     among = ranks if options.get("use_local_synchronization") else None
@@ -382,15 +382,15 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
 
 
 def choose_interface(environ: MutableMapping[str, str], store: Any, place: Place, facts: Sequence[RankInfo]) -> None:
-    """Sets ``GLOO_SOCKET_IFNAME`` where gloo would listen where no other machine reaches it. Every rank must call it.
+    """Sets ``GLOO_SOCKET_IFNAME`` if gloo would listen where no other machine reaches it. Every rank must call it.
 
-    Gloo does not connect IPv4 with IPv6: where the names of the machines mean addresses of both, all of them take the
-    interface. Nothing is set on one machine, where the name means an address of the network of the same family as
-    elsewhere, or where the variable is set.
+    Gloo does not connect IPv4 with IPv6: if the machines' names resolve to addresses of both families, every machine
+    sets the interface. Otherwise nothing is set on a machine whose name resolves to an address of the network.
+    Nothing is set in a job on one machine, or where the variable is already set.
 
     Args:
         environ: The environment, for the variable.
-        store: The run's own.
+        store: The rendezvous store of the run.
         place: The place of this rank.
         facts: The facts of all ranks, on rank 0; empty on the others.
     """
@@ -401,7 +401,7 @@ def choose_interface(environ: MutableMapping[str, str], store: Any, place: Place
     other, are_mixed = json.loads(store.get(_OTHER_HOST_KEY))
     if not other or environ.get(_INTERFACE_VARIABLE) or not (are_mixed or means_loopback(socket.gethostname())):
         return
-    mine = address_towards(other)  # where other is an address of this machine: that one
+    mine = address_towards(other)  # ``other`` itself if it is an address of this machine
     name = interface_of(mine) if mine is not None else None
     if name is None:
         log_dist(
@@ -416,7 +416,7 @@ def choose_interface(environ: MutableMapping[str, str], store: Any, place: Place
 
 
 def means_loopback(name: str) -> bool:
-    """Returns whether a host name is unknown here, or means a loopback address first: gloo takes the first."""
+    """Returns whether a host name is unknown here or resolves to a loopback address first: gloo takes the first."""
     first = first_address(name)
     return first is None or ipaddress.ip_address(first).is_loopback
 

@@ -19,13 +19,13 @@ from deepspeed.errors import CommunicationError
 from deepspeed.logging import logger
 from deepspeed.ports import addresses_of, describe_listener, free_port, is_here, why_not_reached
 
-# Rank 0 of this machine that has opened the port responds at once; who is silent for so long is another program.
+# If rank 0 runs on this machine and has the port open, it responds at once; a longer silence means another program.
 _REPLY_SECONDS = 30.0
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.1
-# A run that is retried at one port may start while rank 0 of the attempt before is still ending.
+# A retry at the same port may start while rank 0 of the previous attempt is still ending.
 _RELEASE_SECONDS = 2.0
-# The others look for the reason of a failure at least so often.
+# The longest interval at which other ranks look for the reason of a failure.
 _LAST_WORDS_SECONDS = 1.0
 _IMPATIENT_SECONDS = 30.0
 _OWN_ADDRESS = "127.0.0.1"
@@ -41,7 +41,7 @@ def open_store(url: str | None, place: Place, timeout: timedelta) -> Any:
         timeout: How long to wait for the process that serves the store, and then for each answer.
 
     Raises:
-        CommunicationError: Another program is there.
+        CommunicationError: Another program listens there.
         RuntimeError: Nothing listens there (torch's message).
     """
     store: Any = None
@@ -67,20 +67,20 @@ def _opened(url: str | None, place: Place, timeout: timedelta) -> Any:
         return _reach(place, timeout)
     assert place.address is not None
     _served.clear()
-    # Rank 0 listens at all addresses of its machine. It needs no name to reach itself: its own may come late, or mean
-    # another machine that passes connections on.
+    # Rank 0 listens at all addresses of its machine and does not reach itself by name: the name may be registered late,
+    # or resolve to a machine that forwards connections.
     _served.append(_tcp_store(place, _OWN_ADDRESS, True, timeout))
     if (doubt := _not_here(place.address)) is not None:
         logger.warning(
             f"rank 0 waits for the others at {place.address}:{place.port}, but {doubt}. They reach rank 0 only if that "
             "name leads to this machine for them; otherwise correct MASTER_ADDR"
         )
-    # Whatever still holds the process group, such as the traceback of an error, holds a connection, not the port.
+    # References to the process group that remain, such as in a traceback, keep a connection open, not the port.
     return _tcp_store(place, _OWN_ADDRESS, False, timeout)
 
 
 def release_store() -> None:
-    """Closes the port where the ranks met, if this process holds it, once they have read why the run has failed."""
+    """Closes the rendezvous port if this process holds it, once the ranks have read why the run failed."""
     if _served:
         time.sleep(_LAST_WORDS_SECONDS)
         _served.clear()
@@ -105,7 +105,7 @@ def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
     """Returns the store that rank 0 holds.
 
     Torch would resolve the name again, and might keep an address at which no process listens. So it gets the address
-    at which the port is open. A program that accepts the connection and sends nothing would block torch for ever.
+    at which the port is open. Torch would wait forever for a program that accepts the connection and sends nothing.
     """
     assert place.address is not None and place.port is not None
     deadline = time.monotonic() + timeout.total_seconds()
@@ -126,7 +126,7 @@ def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
 def _wait_for_listener(rank: int, name: str, port: int, timeout: timedelta) -> str:
     """Waits until a program listens at ``port`` and returns its numeric address. ``rank`` is for log lines.
 
-    The name is resolved again each time: a cluster's name server may learn it after the ranks have started.
+    The name is resolved again in each attempt: a cluster's name server may know it only after the ranks have started.
 
     Raises:
         RuntimeError: Nobody listens there within ``timeout``; the message has what the name resolves to on this
@@ -156,7 +156,7 @@ def _within(seconds: float, make: Callable[[], torch_dist.TCPStore]) -> torch_di
     def work() -> None:
         try:
             made.append(make())
-        except RuntimeError:  # no store: the caller has the list of processes instead
+        except RuntimeError:  # no store; the caller reports which processes are there
             return
 
     thread = threading.Thread(target=work, name="deepspeed-rendezvous", daemon=True)
@@ -166,14 +166,14 @@ def _within(seconds: float, make: Callable[[], torch_dist.TCPStore]) -> torch_di
 
 
 def find_listener(name: str, port: int) -> str:
-    """Returns the numeric address at which a program accepts connections, of all those that ``name`` means.
+    """Returns the numeric address at which a program accepts connections, among all that ``name`` resolves to.
 
     Raises:
         OSError: There is none. :class:`socket.gaierror`: the name is not known.
     """
     with socket.create_connection((name, port), timeout=_CONNECT_SECONDS) as probe:
         peer = probe.getpeername()
-        if probe.getsockname() == peer:  # both ends at once: TCP allows it on one machine
+        if probe.getsockname() == peer:  # TCP can connect a port to itself on one machine
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
         return str(peer[0])
 
@@ -188,7 +188,7 @@ def is_listening(name: str, port: int) -> bool:
 
 
 def _not_here(name: str) -> str | None:
-    """Returns what this machine takes ``name`` for, as a clause; None if it is one of its own addresses."""
+    """Returns a clause that says what ``name`` resolves to here; None if to an address of this machine."""
     if is_here(name):
         return None
     try:
@@ -212,7 +212,7 @@ def _taken(place: Place, url: str | None) -> str:
 
 
 def _remedy(place: Place) -> str:
-    """Returns the way out that this way of starting knows."""
+    """Returns the remedy that fits how the ranks were started."""
     port = free_port()
     if place.port is None:
         return f"Give init_method another port, such as {port}, on all ranks"

@@ -1,8 +1,8 @@
-"""What the ranks exchange before they start: who is where, and whether all run the same.
+"""What the ranks exchange before they start: their machines and devices, and whether configuration and model match.
 
-Everything goes through the rendezvous store, because a collective between ranks that do not match is what hangs. Each
-rank posts what it has; rank 0 compares and posts a verdict, which all ranks read. A rank that comes late is waited for;
-one that does not match is named on every rank. ``admission`` has decided before which processes are ranks of the run.
+Everything goes through the rendezvous store, because a collective between mismatched ranks would hang. Each
+rank posts its data; rank 0 compares and posts a verdict, which all ranks read. Late ranks are waited for;
+a mismatched rank is named on every rank. ``admission`` has decided before which processes are ranks of the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deepspeed.ports import address_towards, first_address
 from deepspeed.release import VERSION
 
 _SCOPE = "deepspeed/start"
-# How long rank 0 stays to see that every rank has read a bad verdict: the store may go with it.
+# How long rank 0 waits for every rank to read a bad verdict: the store may end with rank 0.
 _READ_SECONDS = 5.0
 _MOST_NAMED = 8
 _MIXED_RUNS = "the processes of one group belong to different runs"
@@ -33,7 +33,7 @@ _MIXED_RUNS = "the processes of one group belong to different runs"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Facts of one rank about itself.
+    """Facts about one rank, which it posts itself.
 
     Attributes:
         host: Its machine.
@@ -43,8 +43,8 @@ class RankInfo:
         device_count: Devices it sees.
         version: The version of this package.
         backend: Backend and device of the group.
-        address: Address of its machine that rank 0's machine sees; empty where there is no route.
-        named_address: The first address that its host name means, at which gloo listens; empty for an unknown name.
+        address: Its machine's address as rank 0's machine sees it; empty if there is no route.
+        named_address: First address that its host name resolves to, where gloo listens; empty for an unknown name.
     """
 
     host: str
@@ -64,7 +64,7 @@ def own_facts(local_rank: int, backend: str, rendezvous_host: str | None = None)
     Args:
         local_rank: Its rank on the machine.
         backend: Backend and device of the group.
-        rendezvous_host: Name or address of rank 0's machine; None where a file serves instead.
+        rendezvous_host: Name or address of rank 0's machine; None if the rendezvous is a file.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -83,7 +83,7 @@ def own_facts(local_rank: int, backend: str, rendezvous_host: str | None = None)
 
 
 def compare_facts(facts: Sequence[RankInfo]) -> str | None:
-    """Returns what does not match, with the ranks; None when everything does."""
+    """Returns a message with what does not match and on which ranks; None if everything matches."""
     for name, what, remedy in (
         ("version", "version of deepspeed", "install the same version on all machines"),
         ("device", "accelerator", "check the drivers and DS_ACCELERATOR on these machines"),
@@ -96,7 +96,7 @@ def compare_facts(facts: Sequence[RankInfo]) -> str | None:
 
 
 def _compare_device_counts(facts: Sequence[RankInfo]) -> str | None:
-    """Returns a message if machines have other numbers of devices and not one rank per device; else None."""
+    """Returns a message if machines have different numbers of devices and not one rank per device; else None."""
     if len({fact.device_count for fact in facts}) == 1:
         return None
     ranks_on: dict[str, int] = defaultdict(int)
@@ -211,7 +211,7 @@ def agree_on_model(
 ) -> None:
     """Compares the models of all ranks. All of them must call it.
 
-    Ranks post digests; only where these differ do two of them post what they have.
+    Ranks post digests; only if these differ, two ranks post their descriptions.
 
     Args:
         store: A torch ``Store`` that all ranks share.
@@ -232,7 +232,7 @@ def agree_on_model(
     common, odd = json.loads(decision)
     scope = f"{_SCOPE}/model/{topic}/lines"
     if mine["digest"] in (common["digest"], odd["digest"]):
-        store.set(f"{scope}/{mine['digest']}", text)  # the same from every rank that has it
+        store.set(f"{scope}/{mine['digest']}", text)  # equal from every rank with this digest
     keys = [f"{scope}/{each['digest']}" for each in (common, odd)]
     store.wait(keys, timeout)
     usual, other = ([*store.get(key).decode().splitlines()] for key in keys)
@@ -278,7 +278,7 @@ def _exchange(
     timeout: timedelta,
 ) -> tuple[list[str], str | None]:
     """Posts ``mine``; rank 0 judges all posts. Returns (the posts, on rank 0 only; the verdict, None if it is good)."""
-    # Counted per rank in the store itself, so that a second group or engine has keys of its own.
+    # Counted per rank in the store itself, so that a second group or engine uses other keys.
     round_number = store.add(f"{_SCOPE}/{topic}/rounds/{rank}", 1)
     scope = f"{_SCOPE}/{topic}/{round_number}"
     posts: list[str] = []
@@ -301,12 +301,12 @@ def _exchange(
 
 
 def wait_for_readers(store: Any, key: str, count: int) -> None:
-    """Waits until ``count`` ranks have counted themselves at ``key``: the store may end with who waits here."""
+    """Waits until ``count`` ranks have incremented ``key``: the store may end with the process that waits here."""
     deadline = time.monotonic() + _READ_SECONDS
     while store.add(key, 0) < count and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def _type_name(value: Any) -> str:
-    """Stands for an object in the comparison: its text may contain an address."""
+    """Returns the text that is compared for an object: its ``repr`` may contain an address."""
     return type(value).__name__

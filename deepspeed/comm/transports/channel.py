@@ -1,7 +1,7 @@
 """Sums, gathers and scattered sums of activations over the ranks of one axis.
 
-All of it goes through a transport of the job (``comm.transports.transport``), so a rank that computes something else is
-found by the watch and named, as in any other wait, and what is sent is counted under its axis. The bits of a sum are
+All transfers go through a transport of the job (``comm.transports.transport``): the watch names ranks that take
+another branch, as in any other wait, and traffic is counted under the axis. The bits of a sum are
 equal on all ranks. ``comm.transports.differentiable`` has the same with gradients.
 """
 
@@ -28,7 +28,7 @@ class PendingSum(Protocol):
 
 
 class _KnownSum:
-    """A transfer whose result is known beforehand, and where it arrives if that is elsewhere."""
+    """A transfer whose result tensor is known at the start, with the tensor it is copied from, if another."""
 
     def __init__(self, work: Any, result: torch.Tensor, arrives: torch.Tensor | None = None) -> None:
         self._work = work
@@ -45,10 +45,10 @@ class _KnownSum:
 
 
 class SumBackend(Protocol):
-    """Defines the interface of sums that are faster than the transport's, where all ranks are on one host."""
+    """Interface of sums that are faster than the transport's where all ranks are on one host."""
 
     def serves(self, numel: int, dtype: torch.dtype) -> bool:
-        """Returns whether a summand of ``numel`` elements is summed here; the same on all ranks."""
+        """Returns whether this backend sums ``numel`` elements of ``dtype``; the same on all ranks."""
 
     def place(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns where the summand of the next sum may be written."""
@@ -61,12 +61,12 @@ class Channel:
     """Sums and gathers over the ranks of one axis. All of them must make the same calls in the same order.
 
     Args:
-        transport: Over these ranks.
-        sums: What sums where they are all on one host; None: the transport.
+        transport: The transport between these ranks.
+        sums: The backend for sums where all ranks are on one host; None: the transport.
 
     Attributes:
         rank: This rank's place among them.
-        size: How many they are.
+        size: The number of ranks.
     """
 
     def __init__(self, transport: Transport, sums: SumBackend | None = None) -> None:
@@ -81,18 +81,18 @@ class Channel:
 
     @property
     def transport(self) -> Transport:
-        """For small exchanges and first values."""
+        """The transport, for small exchanges and first values."""
         return self._transport
 
     def reconnect(self, made: Channel, *, moves: bool = False) -> None:
-        """Continues as ``made``, a channel of another job. Layers that hold this channel need no change.
+        """Switches this channel to ``made``'s job, in place, so that layers that hold it need no change.
 
         Args:
-            made: Over as many ranks, among which this one has the same place. It must not be used any more.
-            moves: This rank may have another place, among another number of ranks.
+            made: A channel with as many ranks and the same place of this rank. It must not be used afterwards.
+            moves: The place of this rank and the number of ranks may differ.
 
         Raises:
-            DeepSpeedConfigError: There are other ranks, or this one has another place.
+            DeepSpeedConfigError: The number of ranks or the place of this one differs.
         """
         if moves:
             self.rank, self.size = made.rank, made.size
@@ -108,10 +108,10 @@ class Channel:
 
         Args:
             shape: The shape of the summand.
-            like: Has its dtype and device.
+            like: A tensor with its dtype and device.
 
         Returns:
-            Contiguous, with any values; for the very next :meth:`start_sum` only.
+            A contiguous, uninitialised tensor, valid for the next :meth:`start_sum` only.
         """
         if self._sums is not None and self._sums.serves(math.prod(shape), like.dtype):
             return self._sums.place(shape, like.dtype)
@@ -121,11 +121,11 @@ class Channel:
         """Begins to sum ``values`` over the ranks.
 
         Args:
-            values: Contiguous, floating; no view unless of :meth:`place`; belongs to the sum from now on.
-            label: What is transferred, shown if a rank waits in vain.
+            values: Contiguous, floating; no view, unless from :meth:`place`. The caller must not use it afterwards.
+            label: Describes the transfer, for errors about waits.
 
         Returns:
-            What to wait for; the result has the shape and dtype of ``values``.
+            The pending sum; its result has the shape and dtype of ``values``.
         """
         if self._sums is not None and self._sums.serves(values.numel(), values.dtype):
             return self._sums.start(values, label)
@@ -134,7 +134,7 @@ class Channel:
         if in_place is not None:
             return _KnownSum(in_place, values)
         numel = flat.numel()
-        # Two ranks exchange all they have; more of them reduce slices, which must be of equal length.
+        # Two ranks exchange whole tensors; more ranks reduce slices, which must be of equal length.
         if self.size > 2 and numel % self.size:
             padded = flat.new_zeros(-(-numel // self.size) * self.size)
             padded[:numel].copy_(flat)

@@ -1,4 +1,4 @@
-"""Which transport serves a group of ranks. Each is watched as part of the job's (``comm.watch.watched_group``)."""
+"""Chooses the transport of a group of ranks. The job's watch supervises all of them (``comm.watch.watched_group``)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 
 HostTransport = GlooTransport
-"""What carries buffers in host memory where ranks share none."""
+"""The backend for buffers in host memory where ranks share no memory."""
 
-_OUTSIDE_ENGINES = -1  # the owner of what is shared while there is no engine
-_BELOW_ENGINES = -2  # the first of those of transports for losses, layers and loaders
+_OUTSIDE_ENGINES = -1  # owner number of transports used outside engines
+_BELOW_ENGINES = -2  # first owner number of transports for losses, layers and loaders
 
 
 class Connector:
@@ -40,7 +40,7 @@ class Connector:
     Args:
         ranks: The ranks of the job.
         watched: Its process groups.
-        process_groups: Makes further ones.
+        process_groups: Creates further groups.
     """
 
     def __init__(self, ranks: Ranks, watched: WatchedGroups, process_groups: ProcessGroups) -> None:
@@ -62,12 +62,12 @@ class Connector:
         Args:
             group: A torch process group; None is the group of all ranks. Ranks may give different groups, which
                 together hold every rank once.
-            device: Where the buffers live; a group with several backends is used through the one of this device. None:
-                the host, or the accelerator's current device where the backend is none of the host's.
+            device: Where the buffers live; selects the backend of a group with several. None:
+                the host, or the accelerator's current device if the backend is not a host backend.
             timeout: Time limit of the communicator that is made where order matters (not gloo), so that the transfers
                 of two transports do not wait for each other.
             axis: Along which the ranks lie, as ``comm.job.mesh`` names it.
-            owner: Who closes that communicator.
+            owner: Name of the owner that closes that communicator.
         """
         if not self._ranks.is_initialized():
             return LocalTransport()
@@ -115,7 +115,7 @@ class Connector:
     ) -> Transport:
         """Returns the one transport of a group for what happens outside engines; arguments as in :meth:`create`.
 
-        It has the axis of the first call.
+        Its axis is that of the first call.
         """
         if "outside" not in record.transports:
             made = self.create(record.group, device, timeout, axis, owner="job")
@@ -148,7 +148,7 @@ class Connector:
         Args:
             group: A torch process group; None is the group of all ranks.
             patience: The longest wait for the other ranks.
-            why: What it is for, in words.
+            why: Its purpose, for messages.
             axis: Along which the ranks lie, as ``comm.job.mesh`` names it.
         """
         if not self._ranks.is_initialized():
@@ -178,18 +178,18 @@ class Connector:
         Every rank of the job must call it, in the same order.
 
         Args:
-            plain: Over the ranks that share slices.
+            plain: The transport between the ranks that share slices.
             everyone: All ranks of the job.
             groups: The ranks that share slices, of all groups of the job.
             device: Where the buffers live.
             timeout: Time limit of a communicator that is made.
 
         Returns:
-            The transport to use in the place of ``plain``; ``plain`` itself where its ranks do not span nodes, which
-            is logged in one line, or where no rank is waited for.
+            The transport to use instead of ``plain``; ``plain`` itself if its ranks do not span nodes (logged in one
+            line) or have nothing to wait for.
 
         Raises:
-            DeepSpeedConfigError: Nodes are cut, or there are ranks outside ``everyone``.
+            DeepSpeedConfigError: A group has only some ranks of a node, or there are ranks outside ``everyone``.
         """
         if plain.watched is None:
             return plain
@@ -237,7 +237,7 @@ class Connector:
 
 
 def _refuse_device_memory(device: torch.device | None) -> None:
-    """Raises where gloo, which reads and writes host memory, would be given buffers in an accelerator's memory."""
+    """Raises if the backend is gloo, which needs host memory, and the buffers are on an accelerator."""
     accelerator = get_accelerator()
     if device is None or device.type != accelerator.device_name() or accelerator.shares_host_memory(device):
         return
@@ -250,7 +250,7 @@ def _refuse_device_memory(device: torch.device | None) -> None:
 
 
 def warm_up(transport: Transport) -> None:
-    """Connects every pair of ranks once, so that the first step does not pay for it."""
+    """Connects every pair of ranks in advance, so that the first step does not include that time."""
     transport.gather_small(torch.zeros(1, dtype=torch.int64), channel="call", label="the engine's start")
     open_message_queue(transport)
 

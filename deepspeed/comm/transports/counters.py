@@ -1,6 +1,6 @@
-"""Counts what is sent, by collective and axis: what the schedule requested, and what the backend ran for it.
+"""Counts traffic by collective and axis: collectives that the schedule requested, and what the backend ran for them.
 
-Both columns are kept because they differ where a backend has something faster than the collective of that name (on gloo
+They differ where a backend replaces a collective by something faster (on gloo
 an all-gather is a set of sends and receives).
 """
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 PROGRAM = "program"
-"""The axis of what a program requests itself, by ``deepspeed.comm``."""
+"""Axis name of calls of ``deepspeed.comm`` by the program."""
 JOB = "job"
-"""The axis of what all ranks exchange where they do not all lie along the data axis."""
+"""Axis name of exchanges between all ranks if these do not all lie along the data axis."""
 
 
 @dataclass
@@ -88,19 +88,19 @@ def _over_axes(along: dict[tuple[str, str], Tally]) -> dict[str, Tally]:
 
 
 class WaitTracker(Protocol):
-    """Records waits for other ranks, one by one."""
+    """Records each wait for other ranks."""
 
     def wait_begins(self, axis: str, label: str) -> Any:
-        """Returns a mark for the moment before a wait along ``axis``; ``label``: what for, in words."""
+        """Returns a token for a wait along ``axis`` that begins now; ``label`` describes the transfer."""
 
     def wait_ends(self, axis: str, mark: Any) -> None:
-        """Takes the wait along ``axis`` that began at ``mark``."""
+        """Records the end of the wait along ``axis`` for which ``wait_begins`` returned ``mark``."""
 
 
 class WaitClock:
     """Seconds that this process's thread was blocked in waits for other ranks, while ``is_running``.
 
-    It runs while it is being read: two readings of the clock per wait are cheap, but not free.
+    It runs only while it has readers, because each wait then reads the clock twice.
 
     Attributes:
         is_running: Whether waits are timed.
@@ -121,14 +121,14 @@ class WaitClock:
             self._trackers.append(tracker)
 
     def stop(self, tracker: WaitTracker | None = None) -> None:
-        """Takes a reader away, with the tracker that it came with."""
+        """Removes a reader and its tracker."""
         self._readers -= 1
         self.is_running = self._readers > 0
         if tracker is not None:
             self._trackers.remove(tracker)
 
     def run(self, blocking: Callable[[], Any], axis: str, label: str) -> None:
-        """Runs a wait for the ranks along ``axis`` and times it; ``label``: what for, in words."""
+        """Runs and times a wait for the ranks along ``axis``; ``label`` describes the transfer."""
         marks = [(tracker, tracker.wait_begins(axis, label)) for tracker in self._trackers]
         start = time.perf_counter()
         blocking()
@@ -138,14 +138,14 @@ class WaitClock:
 
 
 waiting = WaitClock()
-"""Of this process. With a device's own collectives (NCCL) the host hardly blocks; the device waits instead."""
+"""The clock of this process. With NCCL the host hardly blocks; the device waits instead."""
 
 traffic = TrafficCounter()
-"""Of this process."""
+"""The counter of this process."""
 
 
 @contextmanager
 def counted() -> Iterator[TrafficCounter]:
-    """Gives the process's counter, starting from zero when the block is entered."""
+    """Yields the process's counter, reset at the start of the block."""
     traffic.reset()
     yield traffic

@@ -1,11 +1,11 @@
-"""Keeps ranks on one order of gathers: never a hang, never garbage.
+"""Checks that all ranks gather in the same order, so that they raise instead of hanging or mixing up data.
 
 While an order is recorded, every gather is preceded by a tiny exchange of (segment, position, wish); different wishes
 raise the same ``DivergenceError`` on all ranks before any data moves. A rank that follows an agreed order exchanges
 nothing. A rank about to leave the order enters the exchange; if all ranks do so with the same wish, recording starts
-again. If some do not, they and it wait for each other, which ``comm.watch.watchdog`` finds out.
+again. If only some do, the ranks wait for each other, which ``comm.watch.watchdog`` detects.
 
-Where different wishes are *served*, two more exchanges per segment make that good: at its start the ranks compare their
+Where different wishes are *served*, there are two more exchanges per segment: at its start the ranks compare their
 records of it, and at its end they exchange requests until there are none. Each exchange contains the requests of all
 ranks, and all take part in the gathers.
 """
@@ -24,15 +24,15 @@ END_OF_SEGMENT = -1
 
 
 class Agreement:
-    """The view of one rank on the agreed order.
+    """One rank's side of the agreed order.
 
     Args:
         transport: The transport of the group that gathers.
-        describe: Turns a bucket index into words for messages.
+        describe: Describes a bucket, given its index, for messages.
         serves: Different wishes are no error (``zero_optimization.agreement``); see :meth:`collect`.
 
     Attributes:
-        serves: As given.
+        serves: See the argument.
     """
 
     def __init__(self, transport: Transport, describe: Callable[[int], str], *, serves: bool = False) -> None:
@@ -58,7 +58,7 @@ class Agreement:
         self._digest = zlib.crc32(f"{self._kind}:{list(issued)}".encode(), self._digest)
 
     def exchange(self, position: int, request: int) -> None:
-        """Compares the wishes of all ranks; all of them call it, while an order is recorded or when they leave one.
+        """Compares the wishes of all ranks. All call it, while an order is recorded or when they leave one.
 
         Args:
             position: Gathers issued in this segment so far.
@@ -83,10 +83,10 @@ class Agreement:
             )
 
     def is_alike(self, knowledge: int) -> bool:
-        """Returns whether all ranks begin the open segment with the same knowledge. All of them call it, once.
+        """Returns whether all ranks begin the open segment with equal records. All of them call it, once.
 
         Args:
-            knowledge: Checksum of it (below 2**32).
+            knowledge: Checksum of this rank's records (below 2**32).
 
         Raises:
             DivergenceError: The ranks are in different segments; raised on every rank.
@@ -102,9 +102,10 @@ class Agreement:
         return all(row == rows[0] for row in rows)
 
     def collect(self, position: int, request: int) -> list[int]:
-        """Returns the buckets that the ranks want now, each once, in order; empty: all have come to the end.
+        """Returns the buckets that the ranks want now, each once, in order; empty when all ranks have reached the end.
 
-        All ranks call it, as often as it returns any: who has come to the end too, since it takes part in the gathers.
+        All ranks call it until it returns none: also ranks that have reached the end, since they take part in the
+        gathers.
 
         Args:
             position: Gathers issued in this segment so far.

@@ -1,4 +1,4 @@
-"""What layers of one job have registered of their exchanges in backward passes (``comm.watch.backward_comm``)."""
+"""Records of the exchanges that layers of one job start in backward (see ``comm.watch.backward_comm``)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 
 class BackwardComm:
-    """Communication that a layer will start in a backward; the graph keeps it alive until then."""
+    """A token for communication in a backward; the graph keeps it alive until then."""
 
 
 @dataclass(eq=False)
 class BackwardNotes:
-    """The notes of one job.
+    """The records of one job.
 
     Attributes:
-        to_come: Exchanges in backward passes that are not over.
-        communicating: Modules that have noted one.
-        is_anywhere: Whether one was noted whose module is not known.
-        is_uneven: Whether the parameters of one may have gradients on some ranks only.
+        to_come: Exchanges that are not over yet.
+        communicating: Modules that have recorded an exchange.
+        is_anywhere: Whether an exchange was recorded without its module.
+        is_uneven: Whether parameters of a recorded module may have gradients on some ranks only.
     """
 
     to_come: weakref.WeakSet[BackwardComm] = field(default_factory=weakref.WeakSet)

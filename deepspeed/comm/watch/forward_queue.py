@@ -1,9 +1,8 @@
-"""Keeps what this rank has promised to hand on: the second steps of gathers that go node by node (``comm.host.nodes``).
+"""Queues data that this rank must forward: the second steps of gathers between and within nodes (``comm.host.nodes``).
 
-In such a gather a neighbour waits for what this rank receives from another node. It must not wait for ever while this
-rank blocks in something else, so code that may block until a peer acts forwards first, and a wait for one
-gather first hands on what the gathers before it need. Later gathers are left alone there: a peer may issue them only
-after something that it does together with this rank.
+In such a gather a neighbour waits for data that this rank receives from another node. So that the neighbour does not
+wait forever, code that may block until a peer acts forwards first, and a wait for one gather first forwards the data of
+earlier gathers. It leaves later gathers alone: a peer may issue them only after an operation with this rank.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from typing import Protocol
 
 
 class ForwardRequest(Protocol):
-    """Something to hand on."""
+    """Data to forward."""
 
     def hand_on(self) -> None:
-        """Waits for what comes from other nodes and sends it to the neighbours."""
+        """Waits for the data from other nodes and sends it to the neighbours."""
 
 
 class ForwardQueue:
-    """The promises of one rank in a job, of all engines together, oldest first."""
+    """The pending requests of one rank, of all engines of the job, oldest first."""
 
     def __init__(self) -> None:
         self._pending: deque[ForwardRequest] = deque()
@@ -29,14 +28,14 @@ class ForwardQueue:
 
     def add(self, request: ForwardRequest) -> None:
         """Adds a transfer to forward; called by the training thread."""
-        self._training.is_elsewhere()  # so that it is known which one that is
+        self._training.is_elsewhere()  # records which thread is the training thread
         self._pending.append(request)
 
     def progress_pending(self, last: ForwardRequest | None = None) -> None:
-        """Keeps the promises in order, up to ``last``; None: all. Does nothing in other threads than the training one.
+        """Forwards pending requests in order, up to ``last``; None: all. Does nothing outside the training thread.
 
         Args:
-            last: If it is not in the queue (any more), nothing is done.
+            last: The last request to forward. If it is not (or no longer) in the queue, nothing is done.
         """
         if not self._pending or self._training.is_elsewhere() or (last is not None and last not in self._pending):
             return
@@ -47,21 +46,21 @@ class ForwardQueue:
                 return
 
     def clear(self) -> None:
-        """Drops all promises: the job is over."""
+        """Drops all requests when the job is over."""
         self._pending.clear()
 
 
 class TrainingThread:
-    """The first thread that asked whether it is the one.
+    """The training thread: the first thread that calls :meth:`is_elsewhere`.
 
-    Torch's own threads, which run hooks while the training thread waits for the end of a backward, count as that one.
+    Autograd's threads, which run hooks while the training thread waits for the backward, count as the training thread.
     """
 
     def __init__(self) -> None:
         self._ident: int | None = None
 
     def is_elsewhere(self) -> bool:
-        """Returns whether the calling thread works beside the one that trains."""
+        """Returns whether the calling thread is another one than the training thread."""
         me = threading.get_ident()
         if self._ident is None:
             self._ident = me

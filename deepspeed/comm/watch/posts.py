@@ -1,4 +1,7 @@
-"""What ranks post for each other's watchdogs, checked: any process that reaches the store may write to it."""
+"""Posts of ranks for each other's watchdogs.
+
+They are validated, as any process that reaches the store may write to it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from typing import Any
 from deepspeed.comm.start.batched_store import read_many, those_there
 from deepspeed.logging import logger, printable
 
-# Posts that a rank reads at once. Where more ranks wait, a few read everything and the others a part, because the posts
-# that all ranks of a job would read grow with the square of their number.
+# Posts that a rank reads at once. If more ranks wait, a few read all posts and the others a part: if all read all,
+# reads would grow with the square of the number of ranks.
 MOST_READ = 64
 _SAMPLE = 8  # posts that a rank reads of more members than that
 _READ_ALL = 4  # ranks that read everything in one period, if all wait
@@ -29,7 +32,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "key": (int, type(None)),
     "has_left": (bool,),
 }
-# What a rank posts that waits, and one whose program has ended.
+# Keys of the post of a rank that waits, and of one whose program has ended.
 _WAITING = {"look", "channel", "index", "members", "label", "issued"}
 _LEFT = {"has_left", "issued"}
 
@@ -116,7 +119,7 @@ class PostReader:
         self._has_warned = False
 
     def is_turn(self, look: int) -> bool:
-        """Returns whether this rank reads everything at its look number ``look``."""
+        """Returns whether this rank reads all posts in period number ``look``."""
         return (look + self._rank) % max(-(-self._size // _READ_ALL), 1) == 0
 
     def read(self, members: Sequence[int], *, everything: bool) -> dict[int, dict[str, Any]]:
@@ -124,7 +127,7 @@ class PostReader:
 
         Args:
             members: Ranks that this one waits for.
-            everything: Whether to read all; else up to :data:`MOST_READ`, and a few of more ranks, others each time.
+            everything: Read all posts; else up to :data:`MOST_READ`, or a few in rotation if there are more.
         """
         self._reads += 1
         if not everything and len(members) > MOST_READ + 1:
@@ -135,7 +138,7 @@ class PostReader:
             is_sample = not everything and len(unread) > MOST_READ - len(found)
             some = self._sample(sorted(unread)) if is_sample else sorted(unread)
             found |= self.read_only(some)
-            # Equal members are one object, so that those of thousands of posts are looked through once.
+            # Equal members are one object, so that each is searched once for thousands of posts.
             further = {id(one): one for one in (found[rank].get("members", ()) for rank in some)}
             unread = set().union(*further.values()) - found.keys() - {self._rank}
             if is_sample:
@@ -158,7 +161,7 @@ class PostReader:
         return [rank for rank in some if rank != self._rank][:_SAMPLE]
 
     def _parsed(self, rank: int, text: str) -> dict[str, Any]:
-        """Returns the newest words of a rank; empty if they are none that a rank of this version writes."""
+        """Returns a rank's newest post; empty if it is not in the format of this version."""
         post = read_post(text, self._size)
         if post is None and not self._has_warned:
             self._has_warned = True

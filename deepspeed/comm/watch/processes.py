@@ -1,4 +1,4 @@
-"""Whether the process of another rank on this machine is still there."""
+"""Detects that the process of another rank on this machine has ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ENDED = ("Z", "X")
 
 
 def this_process() -> str:
-    """Returns a name of this process for :func:`has_ended`; it is unlike that of any other process of any machine."""
+    """Returns a name of this process for :func:`has_ended`; unique over all machines."""
     pid = os.getpid()
     machine = _machine(pid)
     return json.dumps([machine, pid, _stat(pid)[_STARTED] if machine else ""])
@@ -41,7 +41,7 @@ def has_ended(process: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _machine(pid: int) -> str:
-    """Returns a name of what process numbers belong to: a boot of a machine and a container; empty if not on Linux.
+    """Returns a name of the scope of process ids: the boot of a machine and the container; empty if not on Linux.
 
     Args:
         pid: Process id of this process; a forked process has another one.

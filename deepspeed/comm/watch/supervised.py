@@ -1,7 +1,7 @@
-"""Torch's collectives with their waits under the job's watch.
+"""Runs torch's collectives with their waits supervised by the job's watch.
 
-Where a transfer runs on a stream (NCCL), the call returns at once and there is nothing to watch: it goes to torch as it
-is. On the host it is started first, so that torch's complaints about arguments stay torch's, and then waited for.
+Where a transfer runs on a stream (NCCL), the call returns at once, so it is passed to torch unchanged. On the host it
+is started first, so that torch itself reports wrong arguments, and then waited for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepspeed.comm.watch.watched_group import WatchedGroup
 
 
 class SupervisedWork:
-    """One of torch's works: its wait is supervised. Otherwise the work itself."""
+    """A torch ``Work`` whose wait is supervised; all else is forwarded to the work."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ def collective(name: str, start: Callable[..., Any], group: Any, tensor: torch.T
         name: Its name in torch; equal on all ranks that take part.
         start: Torch's function with all arguments but ``async_op``.
         group: The ranks that take part; None: all.
-        tensor: One that is sent, of any shape; None where the call blocks the host whatever the backend.
+        tensor: One of the tensors sent, any shape; None if the call blocks the host on every backend.
         async_op: Return at once, with a handle.
 
     Raises:
@@ -99,7 +99,7 @@ def between(
         group: The group; None: all ranks.
         tensor: What is sent, of any shape.
         peer: The other rank, by its number in the job.
-        sends: Whether this rank is the one that sends.
+        sends: Whether this rank sends.
         tag: The tag of the transfer.
     """
     work = start()
@@ -113,7 +113,7 @@ def between(
 
 
 def recv_from_any(call: Callable[[], Any], group: Any) -> None:
-    """Runs a receive from the rank that sends first; what others wait for still ends it."""
+    """Runs a receive from whichever rank sends first; failures found by other ranks still end it."""
     watched = _watching(group, None)
     if watched is None:
         call()

@@ -1,8 +1,8 @@
 """Records how far a rank is in layers that call torch's own collectives, so that the watch detects diverged ranks.
 
-Such layers start their transfers inside torch (``DTensor``), and wait for them wherever a result is first used. So no
-wait can be supervised by itself. Instead a rank posts which layer, or which backward, it has reached: from there on it
-may need the others at the same place.
+Such layers start their transfers inside torch (``DTensor``), and wait where a result is first used, so their waits
+cannot be supervised. Instead a rank posts which layer or backward it has reached: from there on it may wait until the
+other ranks reach the same place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepspeed.errors import DeepSpeedError
 
 
 class TracePoints:
-    """The places of one model, which all ranks of a group pass in the same order.
+    """The trace points of one model, which all ranks of a group pass in the same order.
 
     Args:
         group: The torch process group whose collectives the layers call.
@@ -34,7 +34,7 @@ class TracePoints:
         return self  # a copied model communicates with the same ranks
 
     def reach(self, name: str) -> None:
-        """This rank is at ``name``, and continues from there."""
+        """Records that this rank has reached ``name``."""
         if torch.compiler.is_compiling():
             return
         watched = Job.current().watched.of(self._group)

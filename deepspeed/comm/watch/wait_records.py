@@ -1,4 +1,4 @@
-"""What a rank waits for, as others read it: records of waits, cycles among them, and words for failures."""
+"""Records of waits, as ranks post them: the records, cycles among them, and messages for failures."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MOST_LISTED = 8  # ranks that a warning names
 def with_advice(label: str, advice: str) -> str:
     """Returns the label of an exchange that only one kind of call makes.
 
-    If ranks wait for each other and one of them waits in this exchange, the error gives ``advice`` in place of the
-    general one about modules.
+    If ranks wait for each other and one of them waits in this exchange, the error gives ``advice`` instead of the
+    general advice about modules.
 
     Args:
-        label: What the ranks wait for, in words.
+        label: Describes the transfer.
         advice: Sentences that name the calls that must be equal on all ranks.
     """
     return f"{label}{_ADVICE}{advice}"
@@ -37,10 +37,10 @@ class WaitRecord:
         channel: The channel of the transfer.
         index: Its number on the channel.
         members: The ranks that take part in it.
-        label: In words, with or without :func:`with_advice`.
+        label: Describes the transfer; may come from :func:`with_advice`.
         since: Start of the wait, in seconds of the monotonic clock.
         on_stream: Whether the transfer runs on a stream of the device, behind all that was queued before it.
-        gives_up: Whether the rank continues without it after a while, so that the wait is no part of a cycle.
+        gives_up: Whether the wait times out and the rank continues, so that it cannot be part of a deadlock.
     """
 
     channel: str
@@ -110,14 +110,14 @@ def plain_error(error: RuntimeError) -> str:
 
 
 def find_cycle(posts: dict[int, dict[str, Any]], first: int) -> list[int]:
-    """Returns ranks that wait for each other in a cycle; empty if there is none.
+    """Returns the ranks of a cycle of waits; empty if there is none.
 
-    Ranks in the same wait are looked through once, so the time grows with the number of posts, not with its square.
+    Ranks in the same wait are searched once, so the time is linear in the number of posts.
 
     Args:
         posts: By rank: the ``channel``, ``index`` and ``members`` of the transfer that it waits for, and how many of
             each channel it has ``issued``.
-        first: A rank; cycles that it reaches are looked for first.
+        first: A rank; cycles reachable from it are searched first.
     """
     finished: set[_Wait] = set()
     for start in (first, *posts):
@@ -131,7 +131,7 @@ _Wait = tuple[str, int, bool, int]
 
 
 def _cycle_from(start: int, posts: dict[int, dict[str, Any]], finished: set[_Wait]) -> list[int]:
-    """Returns a cycle that ``start`` reaches; a depth-first search over waits, which notes those without a cycle."""
+    """Returns a cycle that ``start`` reaches; a depth-first search over waits, which records those without a cycle."""
     path: list[tuple[_Wait, int, Iterator[int]]] = []  # a wait, a rank in it, and the ranks that this one waits for
     place: dict[_Wait, int] = {}
     rank: int | None = start
@@ -159,19 +159,19 @@ def _wait_of(post: dict[str, Any]) -> _Wait | None:
 
 
 def _lacking(rank: int, posts: dict[int, dict[str, Any]], first: int) -> Iterator[int]:
-    """Returns the ranks that have not issued what ``rank`` waits for, and cannot before their own wait is over.
+    """Returns the ranks that have not issued what ``rank`` waits for, and cannot until their own wait is over.
 
-    A rank whose host runs on while its stream waits may still issue transfers on the host; those on the device would
-    come behind the wait in the stream.
+    A rank whose stream waits while its host continues may still issue transfers on the host; those on the device are
+    queued behind the wait.
 
     Args:
-        rank: Has posted its wait.
+        rank: A rank that has posted its wait.
         posts: See :func:`find_cycle`.
         first: The rank to begin with, if it is one of them.
     """
     awaited = posts[rank]
     members = set(awaited["members"])
-    # Of thousands of members a few have posts, as a rule.
+    # Usually only a few of thousands of members have posts.
     for other in sorted((other for other in posts if other in members), key=lambda other: (other != first, other)):
         theirs = posts[other]
         if other == rank or "members" not in theirs or theirs.get("gives_up"):

@@ -1,6 +1,6 @@
 """Supervises blocking waits, so that ranks that wait for each other in a deadlock raise instead of hanging.
 
-A job has one watch, and the waits in all its process groups are its affair: a cycle may go through several. Every
+A job has one watch for the waits in all its process groups, as a cycle may span several. Every
 transfer belongs to a channel (an engine's gathers, its reductions, a group's collectives), and on each channel all
 ranks of its group issue the same transfers in the same order. So "I wait for number *i* of channel *c*" can be compared
 between ranks. A rank that has waited for a while posts what it waits for, and how far it has issued every channel, in
@@ -8,28 +8,28 @@ the rendezvous store, and reads the others' posts, in a job of more than 64 rank
 waits for a transfer that the other has not issued, while the other waits for one that it has not issued, neither can
 ever continue. That is certain, however stale the post is, because the other's wait needs a transfer that this rank has
 not issued even now. The same holds for a cycle of more ranks, over several groups: each waits for the next one. If
-number *i* of a channel is one transfer here and another one there, the ranks have parted already, although each has
-issued something under that number. Transfers have keys for this, which are posted too. Being late is never an error.
+number *i* of a channel is a different transfer on two ranks, the ranks have diverged, although each has issued
+something under that number. Transfers have keys to detect this, which are posted too. Being late is never an error.
 
-A program may also call torch's own collectives, which are not counted. So a cycle must be seen twice, and every rank
-in it must have looked again in the same wait: then all of them wait indeed. Layers that are known to call them report
+A program may also call torch's own collectives, which are not counted. So a cycle counts only if it is seen twice and
+every rank in it has posted again from the same wait in between. Layers that are known to call them report
 where they are (:meth:`Watch.note_position`). A rank that has reached a position may need the others there until it
 reports the next one. All ranks pass the same positions in the same order, so a position serves like a wait.
 
 Where transfers run on a stream of the device (NCCL), a wait does not block the host: the stream waits, and the host
 continues until it needs a result, perhaps in a call of the program that is not supervised (``loss.item()``). An event
-is recorded behind every such wait (:meth:`Watch.follow`), and the oldest that the device has not come to is what the
-rank waits for. Transfers that the rank issues later are queued behind it, so a cycle of such waits is as certain as
-one of hosts. When ranks wait in vain, the communicators are aborted, which ends their kernels without an error;
-whatever waits afterwards raises.
+is recorded behind every such wait (:meth:`Watch.follow`), and the oldest one that the device has not reached is what
+the rank waits for. Transfers that the rank issues later are queued behind it, so a cycle of such waits is as certain as
+one of hosts. In a deadlock the communicators are aborted, which ends their kernels without an error; all later waits
+raise.
 
-A wait of a minute is logged with the ranks that have not come, and again each time it has doubled: they may be late, or
-wait in a call that is not supervised, which no error would ever end.
+A wait of a minute is logged with the ranks that have not arrived, and again each time it has doubled: they may be late,
+or blocked in an unsupervised call, which no error would end.
 
-A rank whose process was killed posts nothing. The other ranks of its machine find that the process is gone.
+A rank whose process was killed posts nothing. Other ranks on its machine detect that the process has ended.
 
-A rank whose program ends posts that as its last word, so that one that still waits for it can report it. One that fails
-where others depend on it may post why (:meth:`Watch.post_failure`), and they raise with its words.
+A rank whose program ends posts that, so that a rank that still waits for it can report it. A rank that fails where
+others depend on it may post the reason (:meth:`Watch.post_failure`), with which they raise.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ from deepspeed.errors import CommunicationError, DivergenceError
 from deepspeed.logging import logger, printable
 
 _LONG_WAIT = 60.0  # seconds of a wait until it is logged
-_PERIOD = 0.2  # seconds between looks at the store, and the shortest wait worth one
-# In a large job all ranks together look so often per second: the store serves one operation after the other, 15,000 per
-# second or more, and a look takes up to ten.
+_PERIOD = 0.2  # seconds between reads of the store, and the shortest wait that causes one
+# Reads per second of all ranks together in a large job: the store serves one operation after another, 15,000 per second
+# or more, and a read takes up to ten operations.
 _LOOKS_PER_SECOND = 1_000
 _GRACE = 5.0  # seconds in which a broken connection may still turn out to be a divergence
-_NOTICE_SECONDS = 0.5  # a link notices the end of a process as soon as a connection of the process group does
-_EXIT_NOTICE_TIMEOUT = timedelta(seconds=1)  # the longest a program's end may take longer for it
-_LAST_LOOK = timedelta(seconds=5)  # the longest that a program's end waits for a look that has begun
+_NOTICE_SECONDS = 0.5  # within which both a link and the process group notice the end of a process
+_EXIT_NOTICE_TIMEOUT = timedelta(seconds=1)  # the most that posting may delay the end of a program
+_LAST_LOOK = timedelta(seconds=5)  # the most that the end of a program waits for a read that has begun
 _VERDICT = "verdict"
 _FAILURE = "failure"
 _ABORT_SECONDS = 30.0  # the longest that aborting all groups may take
@@ -89,29 +89,29 @@ class DeviceEvent(Protocol):
     """An event of the device, recorded behind the wait for a transfer."""
 
     def query(self) -> bool:
-        """Returns whether the device has come to it."""
+        """Returns whether the device has reached it."""
 
 
 class Member(Protocol):
     """Holds resources of a job, and is closed with it."""
 
     def leave(self) -> None:
-        """Frees what it holds. Called when the job ends."""
+        """Frees its resources. Called when the job ends."""
 
 
 class Connection(Member, Protocol):
-    """A connection in which ranks wait without a process group."""
+    """A connection for waits outside process groups."""
 
     def close(self) -> None:
-        """Makes pending and later waits in it raise."""
+        """Makes all pending and later waits in it raise."""
 
 
 class Watch:
-    """The waits of one rank of a job.
+    """Supervises the waits of one rank of a job.
 
     Args:
         store: A torch ``Store`` that all ranks of the job share.
-        scope: Prefix of its keys; equal on all ranks and unique to the job's life.
+        scope: Prefix of its keys; equal on all ranks and unique to the job.
         rank: This rank.
         size: Ranks of the job.
 
@@ -119,11 +119,11 @@ class Watch:
         store: As given.
         scope: As given.
         rank: As given.
-        aborts: What makes pending waits raise: an action for every process group, by the identity of the group.
-        members: What holds process groups, connections or memory for the job, and is notified when it is over. A
-            program may keep it alive by what no collector sees through: a tensor's graph, held by the model.
-        forward_queue: What this rank has promised to hand on to others.
-        period: Seconds between looks at the store, and the shortest wait worth one.
+        aborts: By ``id`` of each process group: an action that makes its pending waits raise.
+        members: Objects that hold process groups, connections or memory for the job, and are notified when it is over.
+            They may outlive it: a model may keep the graph of a tensor, which the garbage collector cannot traverse.
+        forward_queue: Data that this rank must forward to others.
+        period: Seconds between reads of the store, and the shortest wait that causes one.
         may_restart: Whether ``init_distributed`` has started the process group, and may do so again after a failure.
         has_failed: Whether a wait of this rank has raised.
         hears_losses: Whether other code calls :meth:`give_up` as soon as a process of the job has ended.
@@ -148,8 +148,8 @@ class Watch:
         self._logged: tuple[WaitRecord | None, float] = None, 0.0  # a long wait; its seconds when last logged
         self.period = max(_PERIOD, size / _LOOKS_PER_SECOND)
         self._reader = PostReader(store, self._key, rank, size)
-        # A cycle that has been seen: its ranks with what they wait for, and with the number of their look; how often
-        # all of them have looked again since.
+        # The latest cycle seen: its ranks with their waits and post numbers; how often
+        # all of them have posted again since.
         self._suspected: tuple[dict[int, tuple[str, int]], dict[int, int], int] = ({}, {}, 0)
         self._issued: dict[str, int] = defaultdict(int)
         self._keys: dict[str, dict[int, int]] = defaultdict(dict)  # of a channel's latest transfers, by number
@@ -157,13 +157,13 @@ class Watch:
         self._on_device: deque[tuple[WaitRecord, DeviceEvent]] = deque()  # waits of streams, in their order
         self._position: WaitRecord | None = None  # the latest trace point of this rank
         self._decision: str | None = None
-        self._exit_notice: str | None = None  # of a rank that this one waited for
-        self._failure: str | None = None  # of any rank
+        self._exit_notice: str | None = None  # posted by a rank that this one waited for
+        self._failure: str | None = None  # posted by any rank
         self._has_aborted = False
         self._patience = _GRACE
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
-        self._processes: dict[int, str] = {}  # of other ranks, as they have posted themselves
+        self._processes: dict[int, str] = {}  # process names of other ranks, as they posted them
         self.store.set(self._key(f"process/{rank}"), this_process())
         self._at_exit = functools.partial(_post_exit_notice, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -171,7 +171,7 @@ class Watch:
         self._at_exit_of_fork = Finalize(None, self._at_exit, exitpriority=0)
 
     def stop(self) -> None:
-        """Ends the watching thread, and logs nothing at the program's end: the process groups are gone."""
+        """Ends the watching thread; nothing is posted at the program's end, as the process groups are gone."""
         self._end_thread(timedelta(0))
         atexit.unregister(self._at_exit)
         self._at_exit_of_fork.cancel()
@@ -197,7 +197,7 @@ class Watch:
         return self._owners[scope] - 1
 
     def issue(self, channel: str, key: int | None = None) -> int:
-        """Counts a transfer that this rank takes part in now; returns its number on the channel.
+        """Counts a transfer that this rank starts to take part in; returns its number on the channel.
 
         Args:
             channel: The channel of the transfer.
@@ -235,21 +235,21 @@ class Watch:
         """Runs a blocking wait.
 
         Args:
-            blocking: Waits.
+            blocking: Blocks until the wait is over.
             channel: The channel of the transfer.
             index: Its number on the channel.
             label: What is transferred.
             members: The ranks that take part in it; none if any may.
-            patience: Seconds in which a failed wait may still find its explanation; None: a few, the first time.
+            patience: Seconds to look for the cause of a failed wait; None: a few seconds, for the first failure only.
             on_stream: Whether the transfer runs on a stream of the device, behind all that was queued before it.
             gives_up: Whether the rank continues without it after a while, so that the wait is no part of a cycle.
 
         Raises:
-            DivergenceError: What it waits for can never come.
+            DivergenceError: The transfer can never complete.
             CommunicationError: The transfer failed otherwise, or its communicator was aborted meanwhile.
         """
         awaited = WaitRecord(channel, index, members, label, time.monotonic(), on_stream, gives_up)
-        # Outside the training thread no rank is held up: the end of a peer breaks the connection, and that will do.
+        # Waits outside the training thread are not posted: a broken connection is enough to end them.
         beside = self._training.is_elsewhere()
         if not beside:
             self._begin_watching()
@@ -277,7 +277,7 @@ class Watch:
             members: The ranks that take part in it.
         """
         self._begin_watching()
-        if self._thread is None or not self._thread.is_alive():  # no thread would take it from the queue again
+        if self._thread is None or not self._thread.is_alive():  # no thread would remove it from the queue
             self._on_device.clear()
             return
         self._on_device.append((WaitRecord(channel, index, members, label, time.monotonic(), True), reached))
@@ -315,8 +315,8 @@ class Watch:
         """Waits until ``keys`` are in the store; otherwise like :meth:`wait`.
 
         Raises:
-            DivergenceError: They can never come.
-            CommunicationError: They did not come within ``timeout``, or the store is gone.
+            DivergenceError: They can never appear.
+            CommunicationError: They did not appear within ``timeout``, or the store is gone.
         """
         self.wait(lambda: self._look_for(list(keys), timeout), channel, index, label, members)
 
@@ -334,7 +334,8 @@ class Watch:
         if self.store.check(keys):
             return True
         longest = longest_pause(self._size, _PERIOD)
-        shortest = max(0.001, longest_pause(self._size, 0.0) / 4)  # of many ranks, so that they do not all come at once
+        # in large jobs longer, so that ranks do not all ask at once
+        shortest = max(0.001, longest_pause(self._size, 0.0) / 4)
         time.sleep(min(max(0.1 * waited, shortest), longest))  # a tenth late at most
         return False
 
@@ -343,12 +344,19 @@ class Watch:
         return any(end is not None for end in (self._decision, self._exit_notice, self._failure))
 
     def post_failure(self, text: str) -> None:
-        """Posts that this rank has failed: ranks that wait, now or later, raise with ``text``. The first one counts."""
-        with contextlib.suppress(RuntimeError):  # the store went with the rank that held it: that ends the others too
+        """Posts that this rank has failed: ranks that wait, now or later, raise with ``text``.
+
+        Only the first post counts.
+        """
+        # the store ended with the rank that served it, which ends the others too
+        with contextlib.suppress(RuntimeError):
             self.store.compare_set(self._key(_FAILURE), "", text)
 
     def give_up(self, text: str) -> None:
-        """Makes all waits of this rank raise with ``text``, now and later. For any thread; others are not notified."""
+        """Makes all waits of this rank raise with ``text``, now and later. May be called from any thread.
+
+        Other ranks are not notified.
+        """
         if self._is_over or self.is_in_vain():
             return
         self._failure = text
@@ -368,24 +376,24 @@ class Watch:
         awaited, blocks_host = self._awaited, True
         stuck = self._stuck_on_device()
         if stuck is not None and (awaited is None or awaited.on_stream):
-            # What the host waits for comes behind it in the stream.
+            # The host's wait is queued behind it in the stream.
             awaited, blocks_host = stuck, awaited is not None and not awaited.gives_up
         if awaited is None or time.monotonic() - awaited.since < self.period:
             return True
         try:
             self._decision = self._look(awaited, blocks_host=blocks_host)
         except RuntimeError:
-            return False  # the store went with the rank that held it; the waiting thread sees the broken connection
+            return False  # the store ended with its rank; the waiting thread sees the broken connection
         if self.is_in_vain():
             self._abort_all()
         return not self.is_in_vain()
 
     def _look(self, awaited: WaitRecord, *, blocks_host: bool) -> str | None:
-        """Posts what this rank waits for; returns the verdict if some ranks and this one wait in vain.
+        """Posts this rank's wait; returns the verdict if this rank and others wait in vain.
 
         Args:
             awaited: What it waits for.
-            blocks_host: Whether its host waits too, and not only a stream of its device.
+            blocks_host: Whether the host waits too, and not only a stream of the device.
         """
         self._looks += 1
         mine = {
@@ -425,7 +433,7 @@ class Watch:
         return decision
 
     def _log_long_wait(self, awaited: WaitRecord, posts: dict[int, dict[str, Any]]) -> None:
-        """Logs the ranks that have not come to a wait of a minute, of two, of four; on the first rank that waits."""
+        """Logs the missing ranks of a wait after one minute, two, four and so on; on the first rank that waits."""
         seconds = time.monotonic() - awaited.since
         logged, before = self._logged
         if seconds < (2 * before if logged == awaited else _LONG_WAIT) or awaited.gives_up:
@@ -444,7 +452,7 @@ class Watch:
         return self._reader.read(awaited.members, everything=everything)
 
     def _dead_among(self, posts: dict[int, dict[str, Any]]) -> int | None:
-        """Returns a rank of this machine, among those that are waited for, whose process has ended without a word."""
+        """Returns a rank of this machine that is waited for and whose process has ended without a post."""
         others = [rank for rank, post in posts.items() if rank != self.rank and not post.get("has_left")]
         by_key = {self._key(f"process/{rank}"): rank for rank in others if rank not in self._processes}
         there = those_there(self.store, list(by_key))
@@ -453,7 +461,7 @@ class Watch:
         return next((rank for rank in others if has_ended(self._processes.get(rank, ""))), None)
 
     def _is_still_there(self, cycle: dict[int, dict[str, Any]]) -> bool:
-        """Returns whether every rank of ``cycle`` has looked again, in the same wait, since the cycle was first seen.
+        """Returns whether every rank of ``cycle`` has posted again from the same wait since the cycle was first seen.
 
         Of this rank its own state is known. A cycle of other ranks must be seen once more: their posts were not read
         at one moment, but all of them were there already when the first reading ended.
@@ -473,7 +481,7 @@ class Watch:
         return None if keys is None else keys.get(index)
 
     def _parted_from(self, posts: dict[int, dict[str, Any]]) -> list[int]:
-        """Returns this rank and another one that waits for something else under a number that this one has used."""
+        """Returns this rank and one that waits for a different transfer under a number that this rank has used."""
         for rank, post in posts.items():
             theirs, mine = post.get("key"), self._key_of(post.get("channel", ""), post.get("index", 0))
             differ = theirs is not None and mine is not None and theirs != mine
@@ -493,7 +501,7 @@ class Watch:
         self.has_failed = True
         seconds = self._patience if patience is None else patience
         if patience is None:
-            self._patience = 0.0  # what is broken stays broken; later waits need not be patient too
+            self._patience = 0.0  # the failure is permanent; later waits need not look for a cause
         reason, gone = self._reason(awaited, seconds)
         return reason or CommunicationError(
             f"waiting for {awaited.words} failed; a peer has probably died or timed out{gone}: {plain_error(error)}"
@@ -503,7 +511,7 @@ class Watch:
         """Returns the failure that a rank posted, or posts within ``patience`` seconds; and a note on a lost store."""
         deadline = time.monotonic() + patience
         gone = ""
-        if self.hears_losses:  # the store may have gone with the process that was lost, and torch is loud about that
+        if self.hears_losses:  # the store may have ended with the lost process, and torch logs much about that
             notice_deadline = time.monotonic() + _NOTICE_SECONDS
             while not self.is_in_vain() and time.monotonic() < notice_deadline:
                 time.sleep(0.005)
@@ -534,14 +542,14 @@ class Watch:
         """Posts that this rank's program has ended."""
         if self._is_over or self._size == 1:
             return
-        # A thread that is inside torch when the interpreter goes brings the process down with it.
+        # A thread that is inside torch when the interpreter ends crashes the process.
         self._end_thread(_LAST_LOOK)
         try:
-            # A store of files whose folder is gone waits for it to come back.
+            # A file store whose folder was deleted would wait for it.
             self.store.set_timeout(_EXIT_NOTICE_TIMEOUT)
             self.store.set(self._key(self.rank), json.dumps({"has_left": True, "issued": dict(self._issued)}))
         except RuntimeError:
-            return  # the store went with the rank that held it: no rank is left to read this
+            return  # the store ended with its rank: no rank is left to read this
 
     def _end_thread(self, patience: timedelta) -> None:
         self._is_over = True
@@ -559,13 +567,12 @@ def _post_exit_notice(reference: weakref.ref[Watch]) -> None:
 def run_together(actions: Sequence[Callable[[], None]], seconds: float) -> None:
     """Runs all actions at once, each in a thread, and returns when they are done or the time is up.
 
-    NCCL aborts a communicator by calls that wait for the whole device. A kernel of another communicator may run there,
-    which waits for a lost rank and ends only when its own communicator is aborted. One after the other they would wait
-    for each other.
+    An abort in NCCL waits for the whole device, on which a kernel of another communicator may wait for a lost rank
+    until its own communicator is aborted. So sequential aborts could deadlock.
 
     Args:
         actions: Independent of each other.
-        seconds: After which those that are not done are left behind, with a line that states how many.
+        seconds: Time limit; the number of unfinished actions is then logged, and they are abandoned.
     """
     deadline = time.monotonic() + seconds
     threads = [threading.Thread(target=action, daemon=True) for action in actions]
@@ -578,7 +585,7 @@ def run_together(actions: Sequence[Callable[[], None]], seconds: float) -> None:
 
 
 def _watching(reference: weakref.ref[Watch], wake: threading.Event) -> None:
-    """Runs the watching thread, which must not keep the watch alive, and with it the process group and its sockets."""
+    """Runs the watching thread, with a weak reference: it must not keep the watch, process group and sockets alive."""
     is_running, period = True, _PERIOD
     while is_running:
         wake.wait(period)

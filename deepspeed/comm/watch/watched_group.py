@@ -1,12 +1,12 @@
-"""A job's one watch, and how each process group takes part in it.
+"""The watch of a job, and its process groups as the watch sees them.
 
-Ranks are numbered as the job numbers them, regardless of the group: so a cycle of waits is found though it goes through
-several groups, and messages name ranks as the launcher does.
+Ranks are numbered as the job numbers them, regardless of the group: so cycles across
+several groups are found, and messages name ranks as the launcher does.
 
-At exit the groups wait until gloo's threads have released the program's tensors. A thread that has carried out a
-collective reports it first and drops its tensors then. If it is held up in between, as on a machine with more to do
-than processors, the program may have come to its end meanwhile; a tensor that Python knows can then be dropped no more,
-as the interpreter has gone, and the process is ended by signal 6, after all its work is done. Torch waits for these
+At exit the groups wait until gloo's threads have released the program's tensors. A thread reports a finished
+collective before it drops the tensors. If it is delayed in between, as on an overloaded machine, the interpreter may
+have ended meanwhile; dropping a tensor that Python has wrapped then aborts the process (signal 6), although all its
+work is done. Torch waits for these
 threads where the last reference to a group goes before the program ends, but engines and wrapped models keep theirs.
 """
 
@@ -35,30 +35,30 @@ _ABORT_TAG = (1 << 30) - 1
 
 
 class ShortMessages(Connection, Protocol):
-    """Carries short messages between the ranks of one group; for the training thread.
+    """Carries short messages between the ranks of one group. Used by the training thread only.
 
     Messages between two ranks with the same ``tag`` arrive in the order in which they are posted.
     """
 
     @property
     def is_over(self) -> bool:
-        """Whether the job is."""
+        """Whether the job is over."""
 
     @property
     def has_unsent(self) -> bool:
-        """Whether messages that this rank has posted have not left yet."""
+        """Whether messages posted by this rank are still unsent."""
 
     def post(self, peer: int, tag: int, message: Any) -> None:
         """Sends a message (a buffer of bytes) to a peer of the group; does not wait for it."""
 
     def take(self, peer: int, tag: int, buffer: memoryview) -> None:
-        """Blocks until a message of a peer has been written to ``buffer``, which is as long."""
+        """Blocks until a message of a peer has been written to ``buffer``, which has the same length."""
 
     def take_if_there(self, peer: int, tag: int, buffer: memoryview) -> bool:
-        """Does the same where the message has arrived already; returns whether it has."""
+        """Like :meth:`take` if the message has arrived, else does nothing; returns whether it has."""
 
     def flush(self) -> None:
-        """Blocks until all that was posted has left."""
+        """Blocks until all posted messages are sent."""
 
 
 @dataclass(eq=False)
@@ -71,9 +71,9 @@ class WatchedGroup:
         scope: Its name, with which its channels begin; empty for the group of all ranks.
         watch: The job's.
         waits_on_host: Whether transfers of tensors on the host block the caller (gloo), instead of a stream.
-        has_met: Whether the ranks have looked whether they are on one host.
-        queue: Carries short messages where they are (``connect.open_message_queue``).
-        open_rows: Rows of transfers that have begun and not ended, see :meth:`row`.
+        has_met: Whether the ranks have checked if they are on one host.
+        queue: Carries short messages if they are on one host (``connect.open_message_queue``).
+        open_rows: Number of batches of transfers that have begun and not ended, see :meth:`row`.
     """
 
     group: Any
@@ -89,10 +89,10 @@ class WatchedGroup:
     def row(self, channel: str) -> Iterator[None]:
         """Counts a batch of transfers between pairs of members; each member takes part in some.
 
-        All members begin and end a row together, and every transfer in it is waited for. After an error in it a
-        transfer may be without its counterpart: the row stays open, and no other engine takes the group.
+        All members begin and end a batch together, and wait for every transfer in it. After an error a transfer may
+        lack its counterpart: the batch then stays open, and no other engine takes the group.
         """
-        self.watch.issue(f"rows/{self.scope}{channel}")  # as ``Watch.issued_over`` looks for it
+        self.watch.issue(f"rows/{self.scope}{channel}")  # in the form that ``Watch.issued_over`` expects
         self.open_rows += 1
         yield
         self.open_rows -= 1
@@ -138,8 +138,8 @@ class GroupRecord:
     Attributes:
         group: The torch process group.
         watched: How it is watched; None where this rank waits for no other in it.
-        transports: Those that are made once, by their use.
-        made: How ``comm.job.new_groups`` made it; None: made elsewhere.
+        transports: Transports that exist once per group, by their use.
+        made: How ``comm.job.new_groups`` made it; None: the program made it.
     """
 
     group: Any
@@ -227,7 +227,7 @@ class WatchedGroups:
 
 
 def _abort(watched: WatchedGroup) -> None:
-    """Makes every pending and later wait of the group raise. Called from the watching thread."""
+    """Makes all pending and later waits of the group raise. Called from the watching thread."""
     if watched.waits_on_host:
         # gloo cannot cancel a receive; one that times out closes every pair, which wakes all pending waits. One from a
         # rank whose own pairs are closed fails at once and closes nothing, so that each rank must be tried.
@@ -242,9 +242,9 @@ def _abort(watched: WatchedGroup) -> None:
             watched.group.abort()
 
 
-_THREADS = Path("/proc/self/task")  # of Linux; elsewhere nothing is known of threads
-_NAME = "pt_gloo"  # begins the names of threads that run collectives
-_LOOK = 0.001  # seconds between looks, in which such a thread may have the interpreter
+_THREADS = Path("/proc/self/task")  # Linux only; elsewhere threads cannot be listed
+_NAME = "pt_gloo"  # prefix of the names of threads that run collectives
+_LOOK = 0.001  # seconds between checks, so that such a thread can take the interpreter lock
 _PATIENCE = 5.0  # seconds
 
 
@@ -255,7 +255,7 @@ def drain_gloo_at_exit() -> None:
 
 
 def wait_for_gloo_threads() -> None:
-    """Returns when no thread of gloo computes: all wait for something, be it for other ranks."""
+    """Returns when no gloo thread is computing: all wait for something, perhaps for other ranks."""
     deadline = time.monotonic() + _PATIENCE
     while any(map(_computes, _tasks())) and time.monotonic() < deadline:
         time.sleep(_LOOK)

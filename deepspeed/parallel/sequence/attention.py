@@ -1,4 +1,4 @@
-"""Attention over whole sequences, for programs whose activations are cut along the sequence."""
+"""Attention over whole sequences for programs that cut activations along the sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepspeed.uncompiled import uncompiled
 
 
 class DistributedAttention(nn.Module):
-    """Makes any attention sequence-parallel: it sees all tokens of some heads (DeepSpeed-Ulysses, arXiv 2309.14509).
+    """Makes any attention sequence-parallel: each rank has all tokens of some heads (Ulysses, arXiv 2309.14509).
 
     Heads need not be divisible by the ranks, and there may be fewer key and value heads than ranks; see
     ``shares_of_heads``.
@@ -29,11 +29,11 @@ class DistributedAttention(nn.Module):
         sequence_process_group: Torch process group of the ranks that share a sequence.
         scatter_idx: Axis of heads.
         gather_idx: Axis of tokens; ``batch_dim_idx`` overrules it.
-        sp_stream: A stream for the exchanges, so that they run beside the projections. Each starts when its input is
-            there: at the event ``done_event`` of the tensor where it has one, else behind the current stream.
-        num_kv_heads: Checked against the key, where given.
-        recompute_exchange: Keep the result once for backward, as the layer behind has it, and exchange it once more
-            there (ours, not upstream's); see ``SavedResult``. It must then not be changed in place.
+        sp_stream: A stream for the exchanges, so that they overlap with the projections. Each starts when its input is
+            ready: after the event ``done_event`` of the tensor if it has one, else after the current stream.
+        num_kv_heads: If given, checked against the key.
+        recompute_exchange: Save the result once for backward, in the next layer's layout, and repeat the exchange in
+            backward (an addition to upstream); see ``SavedResult``. The result must not be changed in place.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DistributedAttention(nn.Module):
             As ``query``.
 
         Raises:
-            DeepSpeedConfigError: The tensors are not as described, or heads do not suffice for the ranks.
+            DeepSpeedConfigError: The tensors are not as described, or there are too few heads for the ranks.
         """
         tokens = self._token_axis(query, batch_dim_idx)
         transport = transport_of(self.spg, query.device)
@@ -122,9 +122,9 @@ class DistributedAttention(nn.Module):
             return exchange(tensor, self.spg, tokens, self.scatter_idx, heads=heads)
 
     def _beside(self, tensor: torch.Tensor) -> Any:
-        """Returns the stream of the exchanges, behind what makes ``tensor``.
+        """Returns a context that runs the exchange on its stream once ``tensor`` is ready.
 
-        What comes after the block waits for it.
+        Work after the block waits for the exchange.
         """
         if self.sp_stream is None:
             return nullcontext()
@@ -132,9 +132,9 @@ class DistributedAttention(nn.Module):
 
 
 class _OnStream:
-    """Runs a block on a stream that waits for its input; the stream outside waits for the block.
+    """Runs a block on another stream, which waits for its input; the current stream then waits for the block.
 
-    Backward needs nothing of it: autograd runs a node on the stream of its forward.
+    Backward needs no code: autograd runs a node on the stream of its forward.
     """
 
     def __init__(self, stream: Any, tensor: torch.Tensor) -> None:
@@ -180,10 +180,10 @@ def _like_tokens(part: torch.Tensor, x: torch.Tensor, tokens: int) -> torch.Tens
 
 
 class _SeqAllToAll(torch.autograd.Function):
-    """The exchange under the name and with the arguments by which other projects call it.
+    """The exchange, with the name and arguments that other projects use.
 
     ``apply(group, input, scatter_idx, gather_idx, batch_dim_idx, stream, handle, type, is_fwd)``: the larger of the two
-    axes is that of heads. With uneven heads the ranks exchange how many they have, on the way back.
+    axes is that of heads. With uneven heads, the ranks exchange their counts on the way back.
     """
 
     @staticmethod

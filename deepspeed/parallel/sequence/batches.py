@@ -1,4 +1,4 @@
-"""Cuts a batch of each rank along the sequence: how ranks describe their batches, and how the parts are exchanged."""
+"""Cuts a batch of each rank along the sequence, and exchanges descriptions and parts of the batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_TOWERS = (
     "second_per_grid_ts",
     "image_sizes",
 )
-"""Entries of a batch that are not one value per token: every rank gets all of them."""
+"""Entries of a batch without one value per token: every rank gets them whole."""
 
 
 @dataclass
@@ -38,14 +38,14 @@ class BatchDescription:
     """The description of a rank's next batch, sent to the other ranks.
 
     Attributes:
-        ended: Its loader has none.
+        ended: Its loader has no more batches.
         problem: Why the batch cannot be cut.
         shapes: ``(batch, padded tokens)`` by name of the tensors.
         dtypes: Dtype by name of the tensors.
-        others: Entries that are no tensors, and those of towers, in host memory.
-        has_images: It has entries of towers, so that the model numbers positions.
-        adds_positions: Its ``position_ids`` are not the loader's.
-        digest: The digest of the tokens, to see whether ranks have different ones.
+        others: Entries that are not tensors, and inputs of towers, in host memory.
+        has_images: It has inputs of towers, so the model computes position ids.
+        adds_positions: Its ``position_ids`` were added, not given by the loader.
+        digest: Digest of the tokens, to detect ranks with the same samples.
         padded: Tokens that padding has added.
     """
 
@@ -71,7 +71,7 @@ def exchange_batches(
         group: Torch process group of the ranks that share a sequence.
         device: Where the group's transfers read and write; batches come on the host.
     """
-    # By name: ranks may have put the same entries into their batches in another order.
+    # By name: the order of entries may differ between ranks.
     found = {name: _exchanged(tensors[name], name, descriptions, group, device) for name in sorted(tensors)}
     return [{**one.others, **{name: found[name][rank] for name in tensors}} for rank, one in enumerate(descriptions)]
 
@@ -123,7 +123,7 @@ def describe_batch(batch: Any, ranks: int) -> tuple[BatchDescription, dict[str, 
 
 
 def _padded(name: str, value: torch.Tensor, extra: int) -> torch.Tensor:
-    if name == "position_ids":  # a document of their own, which no other token sees, at places that every model has
+    if name == "position_ids":  # padding is a separate document, at positions that every model supports
         return torch.cat((value, torch.arange(extra, dtype=value.dtype).expand(value.size(0), -1)), dim=1)
     return functional.pad(value, (0, extra), value=IGNORED if name == "shift_labels" else 0)
 
@@ -148,7 +148,7 @@ def leave_out_added_positions(
 ) -> None:
     """Takes added ``position_ids`` out of batches of text where another rank's batch has images, in place.
 
-    The model numbers the positions of them all then, and the batches have the same entries.
+    Then the model computes all position ids, and the batches have the same entries.
 
     Args:
         descriptions: Every rank's.
@@ -191,14 +191,14 @@ _MODULE, _NAME = "accelerate.data_loader", "skip_first_batches"
 
 
 class UlyssesSPDataLoaderAdapter:
-    """Gives the ranks that share sequences their parts of every rank's batches, one after another.
+    """Yields this rank's part of every rank's batches, one after another, for ranks that share sequences.
 
-    Every rank's loader must bring samples of its own. From one batch of each of the n ranks come n batches, which all
-    ranks of the group get in turn, each its tokens of them: ``len`` is n times that of the loader. A length that n does
-    not divide is padded, with labels that do not count. ``labels`` become ``shift_labels``: the next token's, found
-    before cutting; ``position_ids`` are added where there are none. Where one loader ends, all end.
+    Every rank's loader must yield different samples. One batch from each of n ranks gives n batches, of which each rank
+    gets its tokens; so ``len`` is n times that of the loader. Lengths that are not divisible by n are padded, with
+    ignored labels. ``labels`` become ``shift_labels``, each token's next label, found before cutting; ``position_ids``
+    are added if missing. When one loader ends, all end.
 
-    Attributes that it has not are the loader's.
+    Other attributes are looked up on the loader.
 
     Args:
         dl: The loader of this rank; its batches are dicts with ``input_ids`` and further ``[batch, tokens]`` tensors.
@@ -220,7 +220,7 @@ class UlyssesSPDataLoaderAdapter:
         self._batches: Iterator[Any] | None = None
         self._waiting: deque[dict[str, Any]] = deque()
         self._compared = False
-        self._left_out = 0  # of the batches that come next
+        self._left_out = 0  # batches to skip next
         _teach_accelerate(UlyssesSPDataLoaderAdapter)
 
     def __len__(self) -> int:
@@ -228,10 +228,10 @@ class UlyssesSPDataLoaderAdapter:
         return len(self.dl) * self.sp_world_size - self._left_out
 
     def skipping(self, batches: int, skip: Callable[[Any, int], Any]) -> UlyssesSPDataLoaderAdapter:
-        """Returns a loader of what follows the first ``batches`` of this one, counted as its own are.
+        """Returns a loader without the first ``batches`` of this one's batches.
 
         Args:
-            batches: How many.
+            batches: Number of batches to skip.
             skip: Accelerate's function that returns a loader without its first batches, given their number.
         """
         whole, rest = divmod(batches, self.sp_world_size)
@@ -300,10 +300,10 @@ class UlyssesSPDataLoaderAdapter:
 
 
 def _teach_accelerate(cls: type) -> None:
-    """Lets Accelerate skip batches of ``cls`` by its method ``skipping(batches, skip)``; does nothing the second time.
+    """Makes Accelerate skip batches of ``cls`` by its method ``skipping(batches, skip)``; repeated calls do nothing.
 
-    Accelerate makes a new loader from the parts of the given one, which then cuts nothing: a Trainer that resumes in
-    the middle of an epoch would give its model whole batches. So the function is replaced wherever it was imported.
+    Accelerate would rebuild the loader without this class: a Trainer that resumes in the middle of an epoch would give
+    its model whole batches. So Accelerate's function is replaced wherever it was imported.
     """
     plain = getattr(sys.modules.get(_MODULE), _NAME, None)
     if plain is None or hasattr(plain, "_asks"):

@@ -1,4 +1,4 @@
-"""Attention whose keys and values wait in host memory, chunk by chunk (FPDT, arXiv 2408.16978)."""
+"""Attention in chunks, with keys and values in host memory (FPDT, arXiv 2408.16978)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ def chunked_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Computes attention of whole sequences; usable as the local attention of ``DistributedAttention``'s heads.
+    """Computes attention of whole sequences; may be the local attention of ``DistributedAttention``.
 
-    Between forward and backward keys and values are in host memory, and on the device one chunk of them at a time,
-    while the next one is in flight.
+    Keys and values are kept in host memory. One chunk at a time is on the device, while the next one is being copied.
 
     Args:
         query: ``[batch, heads, tokens, width]``.
         key: ``[batch, key heads, tokens, width]``; heads are a multiple of key heads.
         value: As ``key``.
         chunk_size: Tokens of a chunk.
-        offload: False: they stay on the device, and only the computation is in chunks.
+        offload: False: keys and values stay on the device; only the computation is in chunks.
         is_causal: Tokens see none that come later.
         window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them.
         scale: The scale of the scores; None: one over the root of the width.
@@ -65,7 +64,7 @@ class _ChunkedAttention(torch.autograd.Function):
         many = grouped(query, key.size(1))
         rows, tokens = Rows.of(many, value.size(-1)), Tokens(torch.arange(query.size(2)))
         copies = HostChunks(query.device)
-        kept: list[torch.Tensor] = []  # keys and values of each chunk in turn
+        kept: list[torch.Tensor] = []  # key and value of each chunk, alternating
         for start, stop in _places(key.size(2), chunk_size):
             near = [tensor[:, :, start:stop] for tensor in (key, value)]
             rows.see(many, near[0], near[1], tokens, tokens.cut(start, stop), rule)

@@ -1,10 +1,10 @@
-"""How each registered model's sequences are shared, and what its passes have found out once for all layers.
+"""How ranks share each registered model's sequences, and results that one pass caches for all layers.
 
-Which tokens of a sequence see each other follows from the documents that were packed into it, and from padding.
+The documents packed into a sequence, and padding, decide which tokens see each other.
 
-A document ends where positions do not increase by one. Where there is a padding mask, that alone decides, as the models
-themselves have it: no token sees hidden tokens. They see nothing either: their attention is 0, as the kernels have
-it where a row of the mask hides everything.
+A document ends where positions do not increase by one. If there is a padding mask, it alone decides, as in the
+models themselves: no token sees masked tokens, and masked tokens see nothing: their attention is 0, as in kernels for
+fully masked rows.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ class AttentionExchange:
     """Holds what the ranks exchange in attention.
 
     Attributes:
-        heads_group: Torch process group of the ranks among which heads are divided; None: keys and values go round
-            instead.
-        ring_group: Torch process group of the ranks around which keys and values go; None: they do not.
-        recompute: Attention's result is kept once for backward; see ``SavedResult``.
+        heads_group: Torch process group of the ranks that divide the heads; None: only a ring is used.
+        ring_group: Torch process group of the ring that passes keys and values on; None: no ring.
+        recompute: Save attention's result only once for backward; see ``SavedResult``.
     """
 
     heads_group: Any
@@ -49,14 +48,14 @@ class SequenceParallelContext:
     """Holds how the ranks share one model's sequences.
 
     Attributes:
-        model: The model whose ``training`` decides where evaluation is not sharded.
+        model: The model whose ``training`` flag is read if evaluation is not sharded.
         group: Torch process group of the ranks that share a sequence.
         core: The implementation that attends to whole sequences.
-        disable_in_eval: In evaluation the model is left to itself, with whole sequences on each rank.
-        exchange: What they exchange in attention. ``initialize`` replaces it in a model that the program registered.
-        recompute_core: What attends between the exchanges runs again in backward (selective recomputation).
-        given_positions: Position ids of the pass that the model is in; None: it is in none.
-        whole_for: The module with towers that is in a pass with whole sequences, gathered at its entry; None: none is.
+        disable_in_eval: In evaluation each rank computes its whole sequences by itself.
+        exchange: The exchange in attention. ``initialize`` replaces it in a model that the program registered.
+        recompute_core: Recompute the attention between the exchanges in backward (selective recomputation).
+        given_positions: Position ids of the current pass; None: no pass is running.
+        whole_for: The module with towers that has gathered whole sequences in the current pass; None: none has.
     """
 
     model: weakref.ref[nn.Module]
@@ -74,7 +73,7 @@ class SequenceParallelContext:
 
     @property
     def is_on(self) -> bool:
-        """Returns whether the model's present pass has parts of sequences."""
+        """Returns whether the current pass of the model has parts of sequences."""
         model = self.model()
         if self._is_left_alone:
             return False
@@ -93,13 +92,13 @@ class SequenceParallelContext:
             self._evaluates, self.given_positions = False, None
 
     def transport(self, device: torch.device) -> Transport:
-        """Returns what carries the exchange."""
+        """Returns the transport of the exchange."""
         return transport_of(self.group, device)
 
     def whole(self, part: torch.Tensor | None) -> torch.Tensor | None:
         """Returns ``[batch, tokens]`` of whole sequences from this rank's part; gathered once for all layers of a pass.
 
-        Kept by identity: all layers get the same tensor. A recomputation in backward finds it too.
+        Cached by the identity of ``part``, so all layers, and recomputations in backward, get the same tensor.
         """
         if part is None:
             return None
@@ -118,7 +117,7 @@ class SequenceParallelContext:
         return whole
 
     def _check_sizes(self, part: torch.Tensor, transport: Transport) -> None:
-        """Every rank has the same part of as many sequences; raised on all of them, before anything else moves."""
+        """Raises on all ranks, before other transfers, if parts or numbers of sequences differ between ranks."""
         mine = torch.tensor([part.size(0) << 40 | part.size(1)])
         found = (
             transport.gather_small(mine, channel="call", label="the sizes of the parts of sequences").flatten().tolist()
@@ -139,8 +138,8 @@ class SequenceParallelContext:
         """Returns the documents of whole sequences, see ``documents_of``, found once for all layers.
 
         Args:
-            positions: ``[batch or 1, tokens]``, as :meth:`whole` gave them.
-            visible: The padding mask ``[batch, tokens]``, as :meth:`whole` gave it.
+            positions: ``[batch or 1, tokens]`` from :meth:`whole`.
+            visible: The padding mask ``[batch, tokens]``, from :meth:`whole`.
             batch: Sequences of the batch.
         """
 
@@ -154,8 +153,8 @@ class SequenceParallelContext:
         """Returns the document numbers of whole sequences, see ``document_numbers``, found once for all layers.
 
         Args:
-            positions: ``[batch or 1, tokens]``, as :meth:`whole` gave them.
-            visible: The padding mask ``[batch, tokens]``, as :meth:`whole` gave it.
+            positions: ``[batch or 1, tokens]`` from :meth:`whole`.
+            visible: The padding mask ``[batch, tokens]``, from :meth:`whole`.
         """
 
         def find() -> torch.Tensor | None:
@@ -164,14 +163,14 @@ class SequenceParallelContext:
         return self._once("numbers", positions, visible, find)  # type: ignore[no-any-return]
 
     def parts(self, positions: torch.Tensor | None, visible: torch.Tensor | None) -> int:
-        """Returns the number of parts of the tokens that do not see each other; the same on all ranks.
+        """Returns into how many parts that do not see each other the tokens are divided; the same on all ranks.
 
-        1 for sequences that the ranks share. The size of the group where an evaluation with a padding mask gave each
-        rank its own whole sequences: the mask does not show that, and positions do not count beside it.
+        1 for sequences that the ranks share. The group's size in an evaluation with a padding mask in which each rank
+        has whole sequences of its own: the mask does not show that, and positions are not used beside a mask.
 
         Args:
-            positions: ``[batch or 1, tokens]``, as :meth:`whole` gave them.
-            visible: The padding mask ``[batch, tokens]``, as :meth:`whole` gave it.
+            positions: ``[batch or 1, tokens]`` from :meth:`whole`.
+            visible: The padding mask ``[batch, tokens]``, from :meth:`whole`.
         """
         ranks, model = size_of(self.group), self.model()
         if positions is None or visible is None or model is None or model.training:
@@ -199,7 +198,7 @@ _by_config: dict[int, tuple[Any, SequenceParallelContext]] = {}
 
 
 def remember(model: nn.Module, sharing: SequenceParallelContext) -> None:
-    """Makes every module of a model, and every configuration in it, findable."""
+    """Registers the modules of a model, and their configurations, for :func:`registered` and :func:`registered_by`."""
     for module in model.modules():
         _by_module[module] = sharing
     for configured in configured_modules(model):
@@ -213,7 +212,7 @@ def sharing_of(model: nn.Module) -> SequenceParallelContext | None:
 
 @contextmanager
 def left_alone(model: nn.Module) -> Iterator[None]:
-    """Lets a model compute whole sequences by itself inside the context, as if it were not registered."""
+    """Makes a model compute whole sequences by itself inside the context, as if it were not registered."""
     found = sharing_of(model)
     if found is None:
         yield
@@ -226,10 +225,10 @@ def left_alone(model: nn.Module) -> Iterator[None]:
 
 
 def registered(module: nn.Module) -> SequenceParallelContext:
-    """Returns how the sequences of a registered model are shared, of which this is a module.
+    """Returns the :class:`SequenceParallelContext` of the registered model that ``module`` belongs to.
 
     Raises:
-        DeepSpeedConfigError: It was not registered.
+        DeepSpeedConfigError: No registered model has this module.
     """
     return _checked(_by_module.get(module))
 
@@ -259,8 +258,8 @@ class PackedRow:
 
     Attributes:
         lengths: Tokens of each document.
-        order: Where the tokens of the documents lie, one document after the other; None: as they are numbered, and all
-            tokens are in a document. Those that are in none see nothing.
+        order: Indices of the tokens, document after document; None: they are already in this order and all belong to a
+            document. Tokens of no document see nothing.
     """
 
     lengths: tuple[int, ...]
@@ -272,10 +271,10 @@ Documents = tuple[PackedRow, ...]
 
 
 def holds_one_sequence_per_rank(positions: torch.Tensor, visible: torch.Tensor, ranks: int) -> bool:
-    """Returns whether the positions begin again at 0 in every rank's part: each rank was given its own whole sequences.
+    """Returns whether positions restart at 0 in every rank's part: then each rank has whole sequences of its own.
 
-    Parts without visible tokens, and parts before which nothing is visible, do not contradict that: for them both
-    readings give the same attention. Waits for the device.
+    Parts without visible tokens, and parts before which nothing is visible, are ignored: both interpretations give them
+    the same attention. Waits for the device.
 
     Args:
         positions: Position ids ``[batch or 1, tokens]`` of all parts, in the order of the ranks.
@@ -290,11 +289,11 @@ def holds_one_sequence_per_rank(positions: torch.Tensor, visible: torch.Tensor, 
 
 
 def documents_of(positions: torch.Tensor | None, visible: torch.Tensor | None, parts: int = 1) -> Documents | None:
-    """Finds the documents of whole sequences; None where each is one document. Waits for the device.
+    """Returns the documents of whole sequences; None if each sequence is one document. Waits for the device.
 
     Args:
         positions: Position ids ``[batch, tokens]``.
-        visible: Padding mask ``[batch, tokens]``, True (or 1) for tokens; where it is there, positions do not count.
+        visible: Padding mask ``[batch, tokens]``, True (or 1) for tokens; if given, positions are not used.
         parts: With ``visible``: equal parts of the tokens that do not see each other.
     """
     if visible is not None:
@@ -324,9 +323,11 @@ def _of_mask(visible: torch.Tensor, parts: int) -> PackedRow:
 def document_numbers(
     positions: torch.Tensor | None, visible: torch.Tensor | None, parts: int = 1
 ) -> torch.Tensor | None:
-    """Returns the same as a number per token, ``[batch, tokens]`` on the host.
+    """Returns the document number of each token, ``[batch, tokens]`` on the host.
 
-    None where each sequence is one document.
+    Arguments as for :func:`documents_of`.
+
+    None if each sequence is one document.
 
     Tokens that are in no document have -1.
     """

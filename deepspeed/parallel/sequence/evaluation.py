@@ -1,8 +1,8 @@
-"""Evaluation of whole sequences by the ranks that share them in training, so that what fits there fits here.
+"""Evaluation with sequences shared as in training, so that sequences that fit in training fit in evaluation.
 
-Accelerate and the Trainer leave evaluation's batches whole: every rank passes its own and gets its own result. Each of
-these batches is cut along the sequence and computed by all ranks, one batch after another; then its rank gets the loss,
-and the logits put together.
+Accelerate and the Trainer evaluate whole batches: every rank passes its own and expects its own result. Each of
+these batches is cut along the sequence and computed by all ranks, one batch after another; then its rank gets the loss
+and the gathered logits.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from deepspeed.parallel.sequence.loss import IGNORED
 _CUT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
 """Inputs with one value per token."""
 _COUNTS_BY_MASK = ("opt",)
-"""Types of models that number a sequence's tokens by its padding mask where they get no position ids."""
+"""Model types that derive position ids from the padding mask if none are given."""
 _NEUTRAL = ("return_dict", "use_cache", "num_items_in_batch")
 
 
 def share_evaluation(model: nn.Module, sharing: SequenceParallelContext, *, keeps_logits: bool) -> None:
-    """Makes a registered model's evaluation shared, in place; nothing happens where its class is none for it.
+    """Makes a registered model's evaluation shared, in place. Models of unsupported classes are left unchanged.
 
-    Passes without gradients in evaluation that request no cache are shared: all ranks of the group must make them
-    together. Generation is left to each rank.
+    Forwards in evaluation mode without gradients and without a cache are shared: all ranks of the group must run them
+    together. Each rank generates by itself.
 
     Args:
         model: A causal language model, or one wrapped by PEFT.
@@ -66,7 +66,7 @@ def share_evaluation(model: nn.Module, sharing: SequenceParallelContext, *, keep
 
 
 def _disables_cache(given: dict[str, Any], model: Any) -> bool:
-    """Returns whether this pass is an evaluation and no generation; equal on all ranks, without an exchange."""
+    """Returns whether this pass is an evaluation, not generation; equal on all ranks, without an exchange."""
     if given.get("past_key_values") is not None:
         return False
     uses = given.get("use_cache")
@@ -82,7 +82,7 @@ def _shared(
     given: dict[str, Any],
     keeps_logits: bool,
 ) -> Any:
-    """Returns what the model returns for this rank's batch; None where some rank's batch cannot be shared."""
+    """Returns the model's output for this rank's batch; None if some rank's batch cannot be shared."""
     group = sharing.group
     ids = given.get("input_ids")
     ranks = comm.get_world_size(group)
@@ -125,7 +125,7 @@ def _shared(
 
 
 def _taken(given: dict[str, Any], model: Any) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns why a batch cannot be shared, its inputs per token, and what every pass gets of the rest."""
+    """Returns why a batch cannot be shared (or an empty text), its inputs per token, and its other arguments."""
     batch = {name: given[name] for name in _CUT if given.get(name) is not None}
     rest = {name: value for name, value in given.items() if name not in _CUT and value is not None}
     rest = {name: value for name, value in rest.items() if name not in _NEUTRAL and value is not False}
@@ -145,7 +145,10 @@ def _taken(given: dict[str, Any], model: Any) -> tuple[str, dict[str, torch.Tens
 
 
 def _positions_by_mask(batch: dict[str, torch.Tensor], model: Any) -> torch.Tensor | None:
-    """Returns ``[batch, tokens]`` positions, -1 for padding, where the model would find them by the mask; else None."""
+    """Returns ``[batch, tokens]`` positions, -1 for padding, if the model would derive them from the mask.
+
+    Else None.
+    """
     mask = batch.get("attention_mask")
     if mask is None or batch.get("position_ids") is not None or model_type_of(model) not in _COUNTS_BY_MASK:
         return None
@@ -153,7 +156,7 @@ def _positions_by_mask(batch: dict[str, torch.Tensor], model: Any) -> torch.Tens
 
 
 def _sum_and_count(loss: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
-    """Returns sum and number of a part's losses, in fp32; with ``items`` the model has divided already."""
+    """Returns sum and number of a part's losses, in fp32; with ``items`` the model has already divided by them."""
     count = (labels != IGNORED).sum()
     total = loss.float()
     if items is None:
@@ -167,7 +170,7 @@ def _gathered(part: torch.Tensor, owner: int, sharing: SequenceParallelContext) 
     Nothing on the others.
     """
     transport = sharing.transport(part.device)
-    source = part.movedim(1, 0).contiguous()  # tokens first, so that what arrives is in place
+    source = part.movedim(1, 0).contiguous()  # tokens first, so that received parts are in place
     tokens = source.size(0)
     mine = transport.rank == owner
     sent, received = [0] * transport.size, [tokens * mine] * transport.size

@@ -1,13 +1,13 @@
-"""The one exchange of sequence parallelism: what is cut along the sequence becomes cut along the heads, and back.
+"""The exchange of sequence parallelism: from a cut along the sequence to a cut along the heads, and back.
 
 Before attention a rank has all heads of its tokens, inside attention all tokens of its heads (DeepSpeed-Ulysses,
-arXiv 2309.14509). A tensor of n elements on each of p ranks moves (p - 1) / p of n per rank, whatever p is.
+arXiv 2309.14509). A tensor of n elements on each of p ranks moves n (p - 1) / p elements per rank.
 
 :func:`shares_of_heads` and the functions beside it compute which rank gets which heads and which tokens; they need no
 communication.
 
 A *share* is a range of one axis of a tensor. The shares of tokens are disjoint and cover the sequence. Those of heads
-are too, unless there are fewer key and value heads than ranks: then neighbours have the same one.
+are disjoint too, unless there are fewer key and value heads than ranks: then neighbours have the same head.
 """
 
 from __future__ import annotations
@@ -44,25 +44,24 @@ def exchange(
 ) -> torch.Tensor:
     """Gathers the sequence and cuts the heads; ``back`` cuts the sequence and gathers the heads.
 
-    Every rank of ``group`` must call it, in the same order; so must they run its backward, which is the reverse, summed
-    where several ranks had the same heads.
+    Every rank of ``group`` must call it and run its backward, in the same order. Backward is the reverse exchange, with
+    a sum where several ranks have the same heads.
 
     Args:
         x: All heads of this rank's tokens; with ``back`` all tokens of this rank's heads. Any dtype, shape and strides.
         group: Torch process group of the ranks that share a sequence; None: all ranks.
         sequence_axis: Axis of tokens.
         head_axis: Axis of heads.
-        back: The direction.
-        heads: By rank, the heads that it has inside attention; None: as equally many as possible. Shares may coincide
-            on the way in; not on the way back.
-        lengths: By rank, its tokens; None: equally many. Needed on the way back where they are not.
+        back: Run the reverse exchange.
+        heads: By rank, its heads inside attention; None: as equal as possible. Shares may coincide, unless ``back``.
+        lengths: By rank, its tokens; None: equally many. Required with ``back`` if they differ.
 
     Returns:
         A tensor of the same dtype and number of axes. Gathered tokens come first in memory (``contiguous()`` where
-        the caller needs another layout); gathered heads come behind tokens, the other axes as they are.
+        the caller needs another layout); gathered heads come after tokens, other axes keep their order.
 
     Raises:
-        DeepSpeedConfigError: The sizes do not fit ``x``; before anything moves.
+        DeepSpeedConfigError: The sizes do not fit ``x``; raised before any transfer.
     """
     transport = transport_of(group, x.device)
     sequence_axis, head_axis = sequence_axis % x.dim(), head_axis % x.dim()
@@ -111,8 +110,8 @@ class _AllToAll(torch.autograd.Function):
 def _moved(x: torch.Tensor, move: _Move) -> torch.Tensor:
     """Returns ``x`` after the exchange of heads for tokens, or back.
 
-    Each element is copied once when it is sent and once when it is received, those that stay only once. What is sent
-    has its tokens first; so where they are first in memory too, tokens that leave or come are a range of it.
+    Each element is copied once when it is sent and once when it is received; those that stay are copied once. Tokens
+    come first in what is sent; if they are also first in memory, the tokens for one rank are a contiguous range.
     """
     return _heads_together(x, move) if move.back else _heads_apart(x, move)
 
@@ -120,7 +119,7 @@ def _moved(x: torch.Tensor, move: _Move) -> torch.Tensor:
 def _heads_apart(x: torch.Tensor, move: _Move) -> torch.Tensor:
     """Sends to rank r its heads; gathers the tokens, which come first in memory."""
     transport, x = move.transport, x.movedim(move.sequence_axis, 0)
-    after = move.head_axis + (move.head_axis < move.sequence_axis)  # where heads are, now that tokens are in front
+    after = move.head_axis + (move.head_axis < move.sequence_axis)  # the axis of heads after tokens were moved first
     shape = _with(x, after, length_of(move.heads[transport.rank]))
     shape[0] = move.tokens[-1][1]
     shape.insert(move.sequence_axis, shape.pop(0))
@@ -137,7 +136,7 @@ def _heads_apart(x: torch.Tensor, move: _Move) -> torch.Tensor:
 def _heads_together(x: torch.Tensor, move: _Move) -> torch.Tensor:
     """Sends to rank r its tokens; gathers the heads, adding those that several ranks have in the order of the ranks."""
     transport, axes = move.transport, list(range(x.dim()))
-    if move.head_axis < move.sequence_axis:  # in memory heads come behind tokens, as layers have them
+    if move.head_axis < move.sequence_axis:  # in memory heads come after tokens, as layers expect
         axes.insert(move.sequence_axis, axes.pop(move.head_axis))
     shape = _with(x, move.head_axis, move.heads[-1][1])
     shape[move.sequence_axis] = length_of(move.tokens[transport.rank])
@@ -166,7 +165,7 @@ def _laid_out(x: torch.Tensor, shape: list[int], axes: list[int]) -> torch.Tenso
 
 
 def _with(x: torch.Tensor, axis: int, length: int) -> list[int]:
-    """Returns the shape with one axis of another length."""
+    """Returns the shape of ``x`` with ``axis`` of another length."""
     shape = list(x.shape)
     shape[axis] = length
     return shape
@@ -234,7 +233,7 @@ def in_equal_parts(length: int, ranks: int) -> tuple[Share, ...]:
 
 
 def one_after_another(lengths: Sequence[int]) -> tuple[Share, ...]:
-    """Returns the parts of these lengths."""
+    """Returns consecutive parts of these lengths."""
     ends = list(accumulate(lengths))
     return tuple((end - length, end) for end, length in zip(ends, lengths, strict=True))
 
@@ -258,11 +257,11 @@ class HeadAssignment:
 
 
 def shares_of_heads(heads: int, key_heads: int, ranks: int) -> HeadAssignment:
-    """Divides attention heads over ranks, so that every query head is where its key and value head is.
+    """Divides attention heads over ranks, so that every query head is on the rank of its key and value head.
 
     With at least as many key heads as ranks these are divided and query heads follow (7 key heads over 4 ranks: 2, 2,
-    2, 1). With fewer, the ranks are divided over the key heads, and those that have the same one divide its query
-    heads; no rank gets a head that it does not use. On every rank all key heads have equally many query heads.
+    2, 1). With fewer, the ranks are divided over the key heads, and ranks with the same key head divide its query
+    heads. On every rank all key heads have equally many query heads.
 
     Args:
         heads: Query heads, a multiple of ``key_heads``.

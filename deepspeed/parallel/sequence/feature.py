@@ -1,10 +1,8 @@
-"""What the engine does for long sequences: shares them between ranks, and computes them in tiles.
+"""Long sequences as an engine feature: shares them between ranks, and computes them in tiles.
 
-It also puts what checkpointed layers of a Transformers model keep for backward into host memory (ALST, arXiv
-2506.13996).
-
-The library's own checkpointing does the rest; only what it saves on the way is moved, and fetched when a layer is
-computed again.
+It also offloads the inputs that checkpointed layers of a Transformers model save for backward to host memory (ALST,
+arXiv 2506.13996). The library itself does the checkpointing; its saved tensors are moved to the host, and fetched when
+a layer is recomputed.
 """
 
 from __future__ import annotations
@@ -84,12 +82,12 @@ FEATURE = SequenceParallelism()
 
 
 def with_all_data_ranks(config: Any, mpu: Any) -> Any:
-    """Returns the configuration with a total batch over all data ranks, where it was computed for one of them.
+    """Returns the configuration with the total batch size of all data ranks, if it was computed for one of them.
 
     Accelerate computes ``train_batch_size`` from its own sizes, which may lack the number of data ranks.
 
     Args:
-        config: As ``initialize`` got it.
+        config: The configuration that ``initialize`` got.
         mpu: The ``mpu`` that ``initialize`` got.
     """
     if mpu is not state or not isinstance(config, dict):
@@ -108,10 +106,10 @@ def with_all_data_ranks(config: Any, mpu: Any) -> Any:
 
 
 def recompute_between_exchanges(model: nn.Module) -> None:
-    """Lets a registered model attend once more in backward, between the exchanges of tokens, which are made once.
+    """Makes a registered model recompute attention in backward, without repeating the exchanges of tokens.
 
     Raises:
-        DeepSpeedConfigError: The model is not registered and offers nothing itself, or attends round the ranks.
+        DeepSpeedConfigError: The model is not registered and has no ``recompute_core_attention``, or uses a ring.
     """
     key = "activation_checkpointing.recompute_modules"
     found = next((one for module in model.modules() if (one := sharing_of(module)) is not None), None)
@@ -134,7 +132,7 @@ def recompute_between_exchanges(model: nn.Module) -> None:
 
 
 def offload_checkpoints(model: nn.Module) -> None:
-    """Checkpoints a Transformers model's layers, if it does not yet, and keeps what they save on the host; in place.
+    """Enables checkpointing of a Transformers model's layers, and keeps their saved tensors on the host; in place.
 
     Args:
         model: A ``PreTrainedModel``, or one wrapped by PEFT.
@@ -149,7 +147,7 @@ def offload_checkpoints(model: nn.Module) -> None:
             "layers; call deepspeed.checkpointing.checkpoint with activation_checkpointing.cpu_checkpointing in the "
             "model's own code, or set it to false"
         )
-    # At every pass, as a program may switch checkpointing on again, with functions of its own.
+    # In every pass, as the program may enable checkpointing again, with its own functions.
     model.register_forward_pre_hook(_keep_on_host)
     log_dist(
         f"sequence_parallel.offload_checkpoints: the inputs of {type(inner).__name__}'s layers are kept in host memory"
@@ -161,7 +159,7 @@ def _keep_on_host(model: nn.Module, _args: Any) -> None:
 
 
 class _OnHost:
-    """A function that checkpoints, and whose saved tensors wait on the host."""
+    """A checkpoint function whose saved tensors are kept on the host."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -189,13 +187,13 @@ def tile_model(model: nn.Module, *, mlp: bool, loss: bool, tokens: int, in_evalu
 
     Args:
         model: A ``PreTrainedModel``, or one wrapped by PEFT.
-        mlp: Its MLPs.
-        loss: Its loss over the vocabulary.
+        mlp: Compute its MLPs in tiles.
+        loss: Compute its loss over the vocabulary in tiles.
         tokens: Tokens of a tile.
-        in_evaluation: The loss also where the model does not train, so that there are no logits either.
+        in_evaluation: Tile the loss in evaluation too; its outputs then have no logits.
 
     Raises:
-        DeepSpeedConfigError: The model has none that can be computed so.
+        DeepSpeedConfigError: The model has no such MLP or loss.
     """
     inner = unwrapped(model)
     if mlp:
@@ -217,7 +215,7 @@ def _tile_mlps(model: nn.Module, tokens: int) -> None:
 
 
 class _Tiled(nn.Module):
-    """Base class put before an MLP's own: its forward runs on tiles of ``tile_tokens`` tokens, one after the other."""
+    """Mixin in front of an MLP's class: its forward runs on tiles of ``tile_tokens`` tokens, one after the other."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return tiled(super().forward, x, -(-x.size(-2) // self.__dict__["tile_tokens"]))
@@ -272,9 +270,9 @@ def _tile_loss(model: Any, tokens: int, in_evaluation: bool) -> None:
 
 
 def _head_with_losses(head: Any, tokens: int) -> Any:
-    """Returns the head, made so that one call of it gives the losses of ``labels``.
+    """Returns the head, changed so that one call returns the losses of ``labels``.
 
-    One call, however many tiles there are: its weights are gathered once, also where ranks have different lengths.
+    One call for all tiles, so its weights are gathered once, also if lengths differ between ranks.
     """
     plain = head.forward
     if getattr(plain, "gives_losses", False):

@@ -1,8 +1,8 @@
 """Megatron-style layers for sequences of millions of tokens, computed chunk by chunk (FPDT, arXiv 2408.16978).
 
-The names and signatures are upstream's. A chunk is a run of tokens of the whole sequence. Every rank has
-an equal part of each chunk (``FPDT_InputConstruct`` splits them so). Thus the exchange of a chunk gathers consecutive
-tokens, and causal work is the same on all ranks. Neither a fused kernel nor a GPU is needed.
+Names and signatures match upstream. A chunk is a run of tokens of the whole sequence. Every rank has
+an equal part of each chunk (see ``FPDT_InputConstruct``). So the exchange of a chunk gathers consecutive
+tokens, and causal work is equal on all ranks. Neither a fused kernel nor a GPU is needed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class FPDT_InputConstruct(nn.Module):  # noqa: N801 - upstream's name
     Args:
         tokens: ``[batch, tokens]``.
         labels: ``[batch, tokens]``, or None.
-        loss_mask: Handed through whole: losses are gathered (``FPDT_LogitsLoss``).
-        attention_mask: Handed through.
+        loss_mask: Returned whole, as losses are gathered (``FPDT_LogitsLoss``).
+        attention_mask: Returned unchanged.
         position_ids: ``[batch, tokens]``, or None.
-        args: Has ``ds_sequence_parallel_fpdt_chunk_size``, the tokens of a chunk of the whole sequence.
+        args: Namespace with ``ds_sequence_parallel_fpdt_chunk_size``, tokens per chunk of the whole sequence.
         sp_size: Ranks that share a sequence.
         sp_rank: This rank's place among them.
 
     Raises:
-        DeepSpeedConfigError: The sizes do not divide each other.
+        DeepSpeedConfigError: The sizes are not divisible.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class FPDT_Attention(nn.Module):  # noqa: N801
         sequence_process_group: Torch process group of the ranks that share a sequence.
         gather_idx: Axis of tokens; 0.
         scatter_idx: Axis of heads; 2.
-        return_bias: Return ``(output, second_bias)`` and leave it to the caller to add it; False: add it.
+        return_bias: Return ``(output, second_bias)`` without adding the bias; False: add it.
         chunk_size: Tokens of a chunk of the whole sequence.
         enable_offloading: Keep keys and values in host memory.
 
     Raises:
-        DeepSpeedConfigError: Another layout, or dropout.
+        DeepSpeedConfigError: The layout is not supported, or dropout is not 0.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class FPDT_Attention(nn.Module):  # noqa: N801
                 f"FPDT_Attention: attention_dropout is {config.attention_dropout}; its blocks drop no probabilities. "
                 "Set it to 0"
             )
-        # Parameters stay with the layers that own them.
+        # Not registered here: the parameters belong to other layers.
         self._weights = first_weight, first_bias, second_weight, second_bias
         self.width = config.kv_channels
         self.heads, self.key_heads = (
@@ -160,7 +160,7 @@ class FPDT_Attention(nn.Module):  # noqa: N801
             ``[this rank's tokens, batch, hidden]``, with the bias beside it where ``return_bias``.
 
         Raises:
-            DeepSpeedConfigError: A mask, generation, or a number of tokens that chunks do not divide.
+            DeepSpeedConfigError: A mask or generation is requested, or the tokens are not divisible into chunks.
         """
         for name, value in (("attention_mask", attention_mask), ("inference_params", inference_params)):
             if value is not None:
@@ -252,16 +252,16 @@ class FPDT_LogitsLoss:  # noqa: N801
         *,
         own_share: bool = False,
     ) -> torch.Tensor:
-        """Returns the losses of all tokens, whose logits exist for one chunk of this rank's at a time.
+        """Returns the losses of all tokens; logits exist for one chunk of this rank's tokens at a time.
 
         Every rank must call it.
 
         Args:
             lm_output: ``[this rank's tokens, batch, hidden]``.
-            labels: ``[batch, this rank's tokens]``; -100 does not count, its loss is 0.
+            labels: ``[batch, this rank's tokens]``; -100 is ignored, with loss 0.
             logit_weights: ``[vocabulary, hidden]``.
-            rank: This rank's place in the group; the group has it.
-            spg_size: Ranks of the group; must be that.
+            rank: This rank's place in the group; not used.
+            spg_size: Ranks of the group; checked.
             spg: Torch process group of the ranks that share a sequence.
             num_chunk: Number of chunks.
             own_share: See :func:`deepspeed.sequence.mean_loss`.
@@ -270,7 +270,7 @@ class FPDT_LogitsLoss:  # noqa: N801
             ``[all tokens, batch]`` in fp32, rank after rank.
 
         Raises:
-            DeepSpeedConfigError: ``spg_size`` is another one.
+            DeepSpeedConfigError: ``spg_size`` is not the group's size.
         """
         if spg_size != size_of(spg):
             raise DeepSpeedConfigError(

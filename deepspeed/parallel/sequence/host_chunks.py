@@ -1,7 +1,7 @@
-"""Causal attention of one chunk of queries after another, over keys and values that wait in host memory.
+"""Causal attention chunk by chunk of queries, over keys and values in host memory.
 
-The keys and values of a chunk go to the host as an operation of the graph, so their gradients are summed there too; on
-the device there is one chunk of queries and two of keys and values at a time (FPDT, arXiv 2408.16978).
+Copying keys and values to the host is an autograd operation, so their gradients are summed there too. The device holds
+one chunk of queries and two of keys and values at a time (FPDT, arXiv 2408.16978).
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from deepspeed.parallel.sequence.online import MaskRule, Rows, Slopes, Tokens, g
 
 
 class PrefetchedTensors:
-    """Tensors in flight to the device."""
+    """Tensors that are being copied to the device."""
 
     def __init__(self, tensors: list[torch.Tensor], copies: Sequence[CopyHandle]) -> None:
         self._tensors, self._copies = tensors, copies
 
     def take(self) -> list[torch.Tensor]:
-        """Returns them; later work of the current stream comes after their copies. The host does not wait."""
+        """Returns the tensors; the current stream waits for their copies, the host does not."""
         for copy in self._copies:
             copy.wait()
         return self._tensors
 
 
 class HostChunks:
-    """Copies of a device's tensors in host memory, which are sent on streams of their own, one per direction.
+    """Copies of a device's tensors in host memory, with one stream per direction of copy.
 
-    Host memory comes from torch's pool of page-locked blocks, so after the first pass nothing is locked again.
+    Host memory comes from torch's pool of page-locked blocks, so memory is locked in the first pass only.
 
     Args:
-        device: Where attention is computed; where that is the host itself, nothing is copied.
+        device: Where attention is computed; if it is the host, nothing is copied.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class HostChunks:
         return kept
 
     def settle(self) -> None:
-        """Blocks the host until it may read everything that was put so far."""
+        """Blocks until the host may read all tensors put so far."""
         self._down.wait_on_host()
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> PrefetchedTensors:
@@ -99,11 +99,11 @@ def attend_to_chunks(
 
     Args:
         query: ``[batch, heads, tokens, width]``.
-        start: Place of its first token in the sequence.
+        start: Position of its first token in the sequence.
         chunks: ``(key, value)`` of the sequence from its beginning, each ``[batch, key heads, tokens, width]``, on any
             device.
         rule: Which queries see which keys.
-        copies: What has put ``chunks`` on the host.
+        copies: The object that has copied ``chunks`` to the host.
 
     Returns:
         As ``query``, with the width of the values.
@@ -153,7 +153,7 @@ def _places(start: int, tensor: torch.Tensor) -> Tokens:
 
 
 def _fetched(parts: Sequence[torch.Tensor], copies: HostChunks) -> Iterator[tuple[torch.Tensor, torch.Tensor, Tokens]]:
-    """Yields chunk after chunk on the device with its positions; the next one is copied while one is used."""
+    """Yields each chunk on the device with its positions, while the next one is being copied."""
     start = 0
     for key, value in in_turn([parts[number : number + 2] for number in range(0, len(parts), 2)], copies):
         yield key, value, _places(start, key)

@@ -1,7 +1,7 @@
-"""The loss of whole sequences from what each rank has of them.
+"""The loss of whole sequences from the losses of their parts on each rank.
 
-Every rank's shard has its own number of tokens that count (labels that are not ignored), so a mean of means is not the
-mean: sums and counts are added up over the ranks, and divided once.
+The number of tokens that count (labels that are not ignored) differs between ranks, so the mean of the ranks' means is
+wrong: sums and counts are added over the ranks and divided once.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ def mean_loss(
 ) -> torch.Tensor:
     """Returns the mean over all counted tokens of the sequences that the ranks of a group share.
 
-    Every rank of the group must call it; so must they run its backward. Its gradient is that of the unsharded loss
-    where ``sequence_parallel.loss`` is ``own_share``.
+    Every rank of the group must call it and run its backward. Its gradient equals that of the unsharded loss
+    if ``sequence_parallel.loss`` is ``own_share``.
 
     Args:
-        loss: This rank's: a mean over its counted tokens (0-dim; of no meaning, also NaN, where none counts), or one
-            value per label.
+        loss: This rank's mean over its counted tokens (0-dim; ignored, and may be NaN, if none counts), or one value
+            per label.
         labels: Labels of this rank's tokens (``shift_labels``), of any shape; ``ignore_index`` does not count.
         group: Torch process group of the ranks that share a sequence; None: the job's.
         ignore_index: See ``labels``.
         own_share: Back-propagate only this rank's share (``sequence_parallel.loss: "own_share"``). Otherwise the
-            gradients of all ranks are summed, as of a differentiable all-gather.
+            gradients of all ranks are summed, as by a differentiable all-gather.
 
     Returns:
         0-dim, the same on all ranks of the group; 0 where no token counts.
 
     Raises:
-        DeepSpeedConfigError: ``loss`` is neither of the two.
+        DeepSpeedConfigError: ``loss`` has neither of these shapes.
     """
     counted = labels.to(loss.device) != ignore_index
     if loss.dim() == 0:
@@ -71,7 +71,7 @@ def mean_loss(
 def sum_over_ranks(values: torch.Tensor, group: Any, *, own_share: bool = False) -> torch.Tensor:
     """Returns the sum of a tensor over the ranks of a group, for losses over whole sequences (DPO).
 
-    Every rank of the group must call it; so must they run its backward, unless ``own_share``.
+    Every rank of the group must call it, and run its backward unless ``own_share``.
 
     Args:
         values: A tensor of equal shape and dtype on all ranks.

@@ -1,7 +1,7 @@
-"""Attention block by block, with the softmax put together as blocks come (Milakov and Gimelshein, arXiv 1805.02867).
+"""Blockwise attention with an online softmax (Milakov and Gimelshein, arXiv 1805.02867).
 
-Keys and values may come in any order and from anywhere: from other ranks (``ring``), from host memory (``chunked``).
-What is known of a row after some blocks is its result so far and the logarithm of the sum of its exponentials.
+Blocks of keys and values may come in any order, from other ranks (``ring``) or from host memory (``chunked``).
+The state of a query after some blocks is its result so far and the logarithm of the sum of exponentials (``lse``).
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from dataclasses import dataclass
 
 import torch
 
-_TILE = 1024  # queries and keys whose scores exist at once
+_TILE = 1024  # queries, and keys, per tile of scores
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Gives the tokens of the whole sequence that the rows of a block hold; on the host, so that no read waits.
+    """The tokens of the whole sequence in one block, kept on the host, so that reading them does not wait.
 
     Attributes:
         places: Places in the sequence, ``[tokens]``, ascending within runs.
-        documents: Number of the document of each token, ``[batch, tokens]``, -1 for tokens that see nothing and are
-            seen by none; None: all are one.
+        documents: Document number of each token, ``[batch, tokens]``, -1 for tokens that see nothing and are not
+            seen; None: one document.
     """
 
     places: torch.Tensor
     documents: torch.Tensor | None = None
 
     def cut(self, start: int, stop: int) -> Tokens:
-        """Returns some of the rows."""
+        """Returns the tokens ``start`` to ``stop`` of the block."""
         documents = None if self.documents is None else self.documents[:, start:stop]
         return Tokens(self.places[start:stop], documents)
 
     def on(self, device: torch.device) -> Tokens:
-        """Returns the same on a device. The host does not wait."""
+        """Returns a copy on a device. The host does not wait."""
         return Tokens(_sent(self.places, device), None if self.documents is None else _sent(self.documents, device))
 
 
@@ -48,7 +48,7 @@ class MaskRule:
     """Describes which queries see which keys.
 
     Attributes:
-        is_causal: Tokens see none that come later.
+        is_causal: Tokens see no later ones.
         window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them; None: all.
         scale: The scale of the scores.
     """
@@ -68,9 +68,9 @@ class MaskRule:
         return None if query.documents is not None and key.documents is not None else sees
 
     def hidden(self, query: Tokens, key: Tokens) -> torch.Tensor:
-        """Returns what is hidden, bools ``[batch or 1, 1, 1, queries, keys]``, on the device of the tokens.
+        """Returns True for hidden pairs, ``[batch or 1, 1, 1, queries, keys]``, on the device of the tokens.
 
-        To be called for tokens of which :meth:`sees` returned None.
+        Only needed if :meth:`sees` returned None.
         """
         found: torch.Tensor | None = None
         if self.is_causal:
@@ -89,7 +89,7 @@ class MaskRule:
 
 @dataclass
 class Rows:
-    """Holds the attention of some queries so far: ``out`` in fp32 and ``lse``, ``-inf`` where nothing was seen."""
+    """The attention of some queries so far: ``out`` in fp32 and ``lse``, ``-inf`` where nothing was seen."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -103,7 +103,7 @@ class Rows:
     def see(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Tokens, columns: Tokens, rule: MaskRule
     ) -> None:
-        """Takes a block of keys and values ``[batch, key heads, keys, width]`` in."""
+        """Adds a block of keys and values, ``[batch, key heads, keys, width]``."""
         for (a, b), (c, d), hidden in _tiles(rows, columns, rule, key.device):
             scores = _scores(query[..., a:b, :], key[..., c:d, :], hidden, rule)
             lse = scores.logsumexp(-1)
@@ -120,11 +120,11 @@ class Slopes:
     """The backward of :class:`Rows`: gradients of queries, and of one block of keys and values after another.
 
     Attributes:
-        query: As the forward had it.
+        query: The query of the forward.
         gradient: The gradient of the result, in fp32.
-        lse: What the forward found.
+        lse: The ``lse`` of the forward.
         delta: Sum of gradient times result along the width.
-        of_query: What is requested; the sum so far.
+        of_query: The gradient of the query so far.
     """
 
     query: torch.Tensor
@@ -152,7 +152,7 @@ class Slopes:
             of_value: fp32, in the shape of ``value``.
             rows: The queries' tokens.
             columns: The keys' tokens.
-            rule: What is hidden.
+            rule: Which queries see which keys.
         """
         for (a, b), (c, d), hidden in _tiles(rows, columns, rule, key.device):
             query, gradient = self.query[..., a:b, :], self.gradient[..., a:b, :]
@@ -173,7 +173,7 @@ def grouped(query: torch.Tensor, key_heads: int) -> torch.Tensor:
 def _tiles(
     rows: Tokens, columns: Tokens, rule: MaskRule, device: torch.device
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int], torch.Tensor | None]]:
-    """Yields the bounds of each tile in which something is seen, and what is hidden there; None: nothing.
+    """Yields the bounds of each tile in which something is seen, and its mask of hidden pairs; None: nothing is hidden.
 
     Masks are built on ``device``, to which the places of the tokens are sent at most once.
     """

@@ -1,8 +1,8 @@
-"""Context parallelism: keys and values go round the ranks, each of which keeps its queries (arXiv 2310.01889).
+"""Ring attention: keys and values are passed around the ranks, queries stay (arXiv 2310.01889).
 
-Heads set no limit to the number of ranks. In causal attention the rank with the first tokens would have little to do
-and the one with the last ones much; so tokens lie in zigzag: of 2 n chunks rank r has chunks r and 2 n - 1 - r.
-Where a rank's tokens are odd in number, even chunks are longer by one: every rank has one of each kind.
+The number of ranks is not limited by that of heads. In causal attention later tokens need more work; to balance it,
+tokens lie in zigzag order: of 2 n chunks rank r has chunks r and 2 n - 1 - r. If the number of a rank's tokens is odd,
+even chunks are longer by one: every rank has an even and an odd chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deepspeed.uncompiled import uncompiled
 
 
 def zigzag(rank: int, ranks: int) -> tuple[int, int]:
-    """Returns the two chunks, of twice as many as there are ranks, that a rank has."""
+    """Returns the numbers of a rank's two chunks, of ``2 * ranks``."""
     return rank, 2 * ranks - 1 - rank
 
 
@@ -39,7 +39,7 @@ def ring_attention(
 ) -> torch.Tensor:
     """Computes attention over sequences that are divided over ranks by consecutive tokens. Every rank must call it.
 
-    Exact: the softmax is put together from blocks in fp32. Per rank and direction it moves the keys and values of the
+    Exact: the softmax is combined from blocks in fp32. Per rank and direction it moves the keys and values of the
     other ranks, and, where causal, half of all tensors once for the zigzag order.
 
     Args:
@@ -47,9 +47,9 @@ def ring_attention(
         key: ``[batch, key heads, this rank's tokens, width]``; heads are a multiple of key heads.
         value: As ``key``.
         group: Torch process group.
-        documents: Number of the document of every token of whole sequences, ``[batch, tokens]``, -1 for tokens that see
-            nothing; None: one.
-        is_causal: Tokens see none that come later.
+        documents: Document number of every token of whole sequences, ``[batch, tokens]``, -1 for tokens that see
+            nothing; None: one document.
+        is_causal: Tokens see no later ones.
         window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them.
         scale: The scale of the scores; None: one over the root of the width.
 
@@ -66,13 +66,13 @@ def ring_attention(
 
 
 def tokens_of(rank: int, transport: Transport, tokens: int, in_zigzag: bool, documents: torch.Tensor | None) -> Tokens:
-    """Returns which tokens a rank has inside the ring.
+    """Returns the tokens that a rank has inside the ring.
 
     Args:
         rank: The rank.
         transport: The ranks of the ring.
         tokens: How many tokens it has.
-        in_zigzag: Whether ranks have zigzag chunks instead of consecutive tokens.
+        in_zigzag: Ranks have zigzag chunks instead of consecutive tokens.
         documents: ``[batch, sequence]``, each token's document; None: all are one.
     """
     if in_zigzag:
@@ -84,13 +84,13 @@ def tokens_of(rank: int, transport: Transport, tokens: int, in_zigzag: bool, doc
 
 
 def _chunk(number: int, tokens: int) -> tuple[int, int]:
-    """Returns start and length of a chunk in the sequence; ``tokens`` is the number of a rank, two chunks."""
+    """Returns start and length of a chunk in the sequence; ``tokens``: tokens per rank (two chunks)."""
     first = -(-tokens // 2)
     return number // 2 * tokens + number % 2 * first, tokens - first if number % 2 else first
 
 
 class _ZigzagExchange(torch.autograd.Function):
-    """Exchanges consecutive tokens along axis 2 for zigzag chunks, or (``back``) the other way round."""
+    """Exchanges consecutive tokens along axis 2 for zigzag chunks, or with ``back`` in reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, transport: Transport, back: bool) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _exchange_chunks(x: torch.Tensor, transport: Transport, back: bool) -> torch
 
 
 class _RingTransfer:
-    """Tensors in flight to the next rank, while those of the rank before come."""
+    """A transfer of tensors to the next rank and from the previous one."""
 
     def __init__(self, transport: Transport, *tensors: torch.Tensor) -> None:
         numels = [tensor.numel() for tensor in tensors]
@@ -145,7 +145,7 @@ class _RingTransfer:
         self._work: Work = transport.exchange(leaving, arriving, tensors[0], label=label)
 
     def arrived(self) -> list[torch.Tensor]:
-        """Waits for them."""
+        """Waits for the tensors of the previous rank, and returns them."""
         self._work.wait()
         return self._arriving
 
@@ -185,7 +185,8 @@ class _Ring(torch.autograd.Function):
         many, gradient = grouped(query, key.size(1)), grouped(gradients[0].float(), key.size(1))
         delta = (gradient * grouped(out.float(), key.size(1))).sum(-1)
         slopes = Slopes(many, gradient, lse, delta, torch.zeros_like(many, dtype=torch.float32))
-        # A block's gradient is sent with it, one step behind, and is back at its rank after all ranks have added to it.
+        # A block's gradient follows the block, one step later, and returns to its rank after all ranks have added to
+        # it.
         block = [key, value]
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in block]
         for step in range(transport.size):

@@ -1,8 +1,8 @@
-"""Attention's result kept once for backward: by tokens, as the layer behind it reads it, and not by heads too.
+"""Saves attention's result for backward only once: in the layout by tokens of the next layer, not also by heads.
 
-Attention's own backward reads its result by heads, the projection behind it reads it by tokens: the same numbers, one
-exchange apart. Here attention's is let go where autograd saves it, and backward makes it of the other by one more
-exchange. No number changes, as an exchange only moves.
+The backward of attention reads the result by heads, that of the next projection reads it by tokens: the same values
+before and after an exchange. Only the latter is saved; backward repeats the exchange to get the former. Results are
+bit-equal, as an exchange only moves values.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ class _Saved:
 
 
 class SavedResult:
-    """For one call of an attention: sees what it saves, and learns what becomes of its result.
+    """Replaces, for one call of attention, the saved result by a later recomputation.
 
-    Where the program has hooks of its own on what is saved (checkpointing without re-entrance, offload), those decide,
-    and everything stays as it is.
+    If the program has its own saved-tensor hooks (non-reentrant checkpointing, offload), nothing is changed.
     """
 
     def __init__(self) -> None:
@@ -41,7 +40,7 @@ class SavedResult:
 
     @contextmanager
     def attending(self) -> Iterator[None]:
-        """Called around the attention."""
+        """Observes the tensors that attention saves. To be entered around the call."""
         outer = handing_on()
         if outer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             yield
@@ -70,16 +69,16 @@ class SavedResult:
     def became(
         self, result: torch.Tensor, by_tokens: torch.Tensor, exchanged: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Releases what attention saved of its result.
+        """Releases the saved result of attention.
 
         Args:
             result: What attention returned, by heads.
-            by_tokens: What the exchange made of it; both are 4-D.
-            exchanged: Makes ``result`` of ``by_tokens``.
+            by_tokens: ``result`` after the exchange; both are 4-D.
+            exchanged: Computes ``result`` from ``by_tokens``.
         """
         saved, self._saved = self._saved, []
         if result.untyped_storage().nbytes() != result.numel() * result.element_size() or result._version:
-            return  # there is more in this memory than the result, or it is no longer what was saved
+            return  # the memory holds more than the result, or was changed since it was saved
         kept, version = by_tokens.detach(), by_tokens._version
         size, stride, device, dtype = result.size(), result.stride(), result.device, result.dtype
 
@@ -108,7 +107,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
 
 
 def _lies_so(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Returns whether a tensor lies in memory with these strides, from its beginning; axes of one element have none."""
+    """Returns whether a tensor begins its storage and has these strides; axes of length 1 are ignored."""
     strides = zip(tensor.shape, tensor.stride(), stride, strict=True)
     return not tensor.storage_offset() and all(own == wanted for extent, own, wanted in strides if extent > 1)
 

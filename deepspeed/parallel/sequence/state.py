@@ -1,4 +1,4 @@
-"""The groups of a job whose ranks share sequences, for programs that make them before ``deepspeed.initialize``.
+"""Process groups of ranks that share sequences, for programs that make them before ``deepspeed.initialize``.
 
 This module is an mpu: ``deepspeed.initialize(mpu=parallel_state_sp)``.
 """
@@ -18,7 +18,7 @@ _ds_features = ("deepspeed.parallel.sequence.feature",)  # when this module is t
 
 
 def __getattr__(name: str) -> Any:
-    if name == "mesh":  # by which deepspeed.initialize reads this module's values from one place
+    if name == "mesh":  # deepspeed.initialize reads the groups from the mesh
         return _mesh()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -36,8 +36,8 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
         sequence_parallel_size: Ranks that share a sequence, above 1.
 
     Raises:
-        DeepSpeedConfigError: (a ``ValueError``) It is not above 1.
-        IndivisibleRanksError: (also a ``RuntimeError``) It does not divide the number of ranks.
+        DeepSpeedConfigError: (a ``ValueError``) The number is not above 1.
+        IndivisibleRanksError: (also a ``RuntimeError``) The number of ranks is not divisible by it.
         CallOrderError: The job has another mesh already.
     """
     if sequence_parallel_size <= 1:
@@ -92,7 +92,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_sequence_data_parallel_group() -> Any:
-    """Returns the torch process group of both, among which ZeRO shards."""
+    """Returns the torch process group of sequence- and data-parallel ranks together, over which ZeRO shards."""
     return groups.group_along(DATA, SEQUENCE)
 
 
@@ -102,7 +102,7 @@ def get_sequence_data_parallel_world_size() -> int:
 
 
 def get_sequence_data_parallel_rank() -> int:
-    """Returns this rank's place among both."""
+    """Returns this rank's place among sequence- and data-parallel ranks together."""
     return _mesh().position(rank_in(), DATA, SEQUENCE)
 
 

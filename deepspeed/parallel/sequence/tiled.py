@@ -1,8 +1,8 @@
-"""Computing along the sequence tile by tile (ALST, arXiv 2506.13996).
+"""Tiled computation along the sequence (ALST, arXiv 2506.13996).
 
-What works on each token by itself (an MLP, a head with its loss) need not be computed for all tokens at once. Forward
-keeps the inputs only, backward computes each tile again: intermediate values exist for one tile at a time. The graph is
-autograd's own, so a factor applied later reaches every gradient, and a weight's gradient arrives once.
+Token-wise functions (an MLP, a head with its loss) need not be computed for all tokens at once. Forward saves only the
+inputs and backward recomputes each tile, so intermediate values exist for one tile at a time. This is ordinary
+autograd: a factor applied to the loss later reaches every gradient, and each weight gets its gradient once.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ def tiled(
 
 
 def tile_lengths(tokens: int, tiles: int) -> list[int]:
-    """Returns the tokens of each tile, as equal as can be.
+    """Returns the number of tokens of each tile, as equal as possible.
 
-    As many tiles as are requested unless there are fewer tokens.
-
-    So ranks whose sequences have different lengths run a function equally often, which sharded parameters need.
+    The number of tiles is as requested, unless there are fewer tokens: ranks with sequences of different lengths then
+    run a function equally often, which sharded parameters require.
 
     Raises:
         DeepSpeedConfigError: ``tiles`` is below 1.
@@ -51,10 +50,10 @@ def tile_lengths(tokens: int, tiles: int) -> list[int]:
 
 
 def run_again(function: Callable[..., Any], *tensors: Any) -> Any:
-    """Runs a tile; backward runs it again.
+    """Runs ``function``; backward runs it again.
 
-    Under autocast each tile casts the weights for itself: a cast that tiles share would sum their gradients in its own
-    dtype, and what is rounded off grows with the number of tiles.
+    Under autocast each tile casts the weights again: a shared cast would sum the tiles' gradients in the lower
+    precision, with an error that grows with the number of tiles.
     """
     if not torch.is_grad_enabled():
         return function(*tensors)
@@ -78,11 +77,11 @@ class TiledMLP:
         """Computes the result.
 
         Args:
-            fn: Called with the module and a tile; pure, and computes each token by itself.
+            fn: Called with the module and a tile; pure and token-wise.
             self: The module.
             x: ``[..., tokens, width]``.
-            shards: How many tiles.
-            compute_params: Accepted and not needed: gradients of weights arrive as of any other module.
+            shards: Number of tiles.
+            compute_params: Accepted without effect: weights get their gradients as in any other module.
         """
         return tiled(lambda part: fn(self, part), x, shards)
 
@@ -109,11 +108,11 @@ class TiledFusedLogitsLoss:
                 ``[tokens]``.
             self: The module, with the head.
             x: Hidden states ``[batch, tokens, width]``.
-            y: Labels ``[batch, tokens]``, of which those equal to -100 do not count; or ``[batch, tokens, ...]`` of
-                floating point (a teacher's hidden states), of which all count.
+            y: Labels ``[batch, tokens]``, where -100 is ignored, or floating values ``[batch, tokens, ...]`` (a
+                teacher's hidden states), which all count.
             mask: ``[batch, tokens]``, for ``fn``; labels where it is 0 do not count. None: there is none.
-            shards: How many tiles.
-            compute_params: Accepted and not needed.
+            shards: Number of tiles.
+            compute_params: Accepted without effect.
             output_reduction: ``mean`` over all tokens that count (not over tiles), or ``sum``.
 
         Returns:
@@ -137,9 +136,9 @@ def _tile_loss(
     y: torch.Tensor,
     *mask: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sum over the tokens of a tile that count, and their number.
+    """Returns the sum over the counted tokens of a tile, and their number.
 
-    ``fn`` runs on every rank, whatever counts.
+    ``fn`` runs even if no token counts, so that all ranks call it equally often.
     """
     counted = torch.ones_like(y, dtype=torch.bool) if y.is_floating_point() else y != IGNORED
     if mask and mask[0].shape == y.shape and not y.is_floating_point():
@@ -170,13 +169,13 @@ def sequence_tiled_compute(
 
     Args:
         fn: Pure. Returns tokens along ``output_unshard_dimension``, or 0-dim values to be reduced.
-        seqlen: Tokens.
-        shards: How many tiles.
-        kwargs_to_shard: Arguments that are cut along axis 1; None stays None.
+        seqlen: Number of tokens.
+        shards: Number of tiles.
+        kwargs_to_shard: Arguments to cut along axis 1; None stays None.
         kwargs_to_pass: Arguments that every tile gets.
-        grad_requiring_tensor_key: Name of the argument that has a gradient; all that require one get theirs.
-        compute_params: Accepted and not needed.
-        output_unshard_dimension: Axis along which the tiles' results are put together; of 0-dim results it is not read.
+        grad_requiring_tensor_key: Name of an argument with a gradient; others that require one get theirs too.
+        compute_params: Accepted without effect.
+        output_unshard_dimension: Axis along which the tiles' results are concatenated; not used for 0-dim results.
         output_reduction: For 0-dim results: their sum, or their mean weighted by the tokens of each tile.
 
     Raises:
@@ -210,7 +209,7 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """:func:`sequence_tiled_compute` with its arguments in a row."""
+    """:func:`sequence_tiled_compute` with positional arguments."""
 
     @staticmethod
     def apply(

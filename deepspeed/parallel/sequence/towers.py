@@ -1,9 +1,9 @@
-"""Models that read images beside text, where ranks share sequences: towers are whole on each rank, the decoder is cut.
+"""Models with image inputs, where ranks share sequences: each rank computes whole towers, the decoder is cut.
 
-A model puts the vectors that its towers make in the place of tokens of the text, and numbers positions by where images
-stand, so it needs whole sequences up to its decoder. Each rank gets its tokens, as in other models. They are gathered
-at the entry of the model, and vectors, positions and mask are cut again at the entry of the decoder. Every rank
-computes the towers of all images; what it backpropagates into them comes from its own tokens only, as for embeddings.
+The outputs of towers replace tokens of the text, and positions depend on where images are, so a model needs whole
+sequences up to its decoder. Each rank gets its tokens, as in other models. They are gathered at the model's entry, and
+vectors, positions and mask are cut again at the decoder's entry. Every rank computes the towers of all images; its
+gradient for them comes from its own tokens only, as for embeddings.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 def cut_at_decoder(entered: list[nn.Module], decoder: nn.Module) -> None:
-    """Makes a registered model gather its tokens where it is entered, and cut them at its decoder, in place.
+    """Makes a registered model gather tokens at its entry and cut them at its decoder's entry, in place.
 
     Args:
         entered: The modules that programs call with this rank's tokens; one may call another.
-        decoder: What computes with vectors of tokens only.
+        decoder: The module that computes only with vectors of tokens.
     """
     for module in entered:
         module.register_forward_pre_hook(_gather, with_kwargs=True)
@@ -37,7 +37,10 @@ def cut_at_decoder(entered: list[nn.Module], decoder: nn.Module) -> None:
 
 
 def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of a call by name; None where they do not fit, for which ``forward`` itself raises."""
+    """Returns the arguments of a call by name.
+
+    None if they do not fit the signature, so that ``forward`` itself raises.
+    """
     try:
         given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     except TypeError:
@@ -48,7 +51,7 @@ def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @uncompiled
 def _gather(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replaces this rank's tokens by whole sequences; the model inside of a model gets them as they are."""
+    """Replaces this rank's tokens by whole sequences; a model nested in another passes them unchanged."""
     sharing = registered(model)
     if not sharing.is_on or sharing.whole_for is not None:
         return None
@@ -91,7 +94,7 @@ def _end_whole(model: nn.Module, _args: Any, _result: Any) -> None:
 
 @uncompiled
 def _cut(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cuts what the decoder is called with to this rank's tokens, if the model around it has gathered them."""
+    """Cuts the decoder's arguments to this rank's tokens, if the model around it has gathered them."""
     sharing = registered(decoder)
     if sharing.whole_for is None:
         return None
@@ -129,5 +132,5 @@ def _is_per_token(value: Any, rows: int, length: int) -> bool:
 
 
 def _part(whole: torch.Tensor, dim: int, sharing: SequenceParallelContext) -> torch.Tensor:
-    """Returns this rank's tokens of a tensor with those of whole sequences along ``dim``."""
+    """Returns this rank's tokens of a tensor with whole sequences along ``dim``."""
     return whole.chunk(size_of(sharing.group), dim)[rank_in(sharing.group)].contiguous()

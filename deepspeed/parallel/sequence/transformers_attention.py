@@ -1,11 +1,11 @@
 """The attention and the mask function of registered Transformers models.
 
 The attention function gets queries, keys and values of this rank's tokens and attends to whole sequences by the
-exchange. The mask function goes with it. The library builds masks from functions of positions; on a rank's part they
-would be evaluated at the part's own positions. So masks are recognised instead, and those that are not are refused.
+exchange. The library builds masks from functions of positions, which would be evaluated at positions within the rank's
+part. So the mask function recognises the kind of mask instead, and raises for unknown kinds.
 
 Attention over whole sequences builds no mask of tokens by tokens: it runs once per document and, with a sliding window,
-once per block. So memory grows with the length and not with its square.
+once per block. So memory is linear in the length.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _UNSUPPORTED = ("softcap", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k")
 
 @dataclass(frozen=True)
 class Visible:
-    """Describes what tokens see; attention layers get it in the place of a mask.
+    """Describes which tokens see which; attention layers get it instead of a mask.
 
     Attributes:
-        is_causal: Tokens see none that come later.
+        is_causal: Tokens see no later ones.
         window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them; None: all.
         padding: This rank's part of the padding mask, ``[batch, tokens]``, True for tokens; None where there is none.
-        positions: Position ids of this rank's tokens, ``[batch or 1, tokens]``, where they show that documents are
-            packed, for layers that are not given them; None: one document.
+        positions: Position ids of this rank's tokens, ``[batch or 1, tokens]``, if documents are packed, for layers
+            that do not get them as an argument; None: one document.
     """
 
     is_causal: bool = True
@@ -68,7 +68,7 @@ class AttentionCall:
         padding: Mask of whole sequences, ``[batch, all tokens]``, True for tokens that count; None: all do.
         scale: Factor of the scores; None: one over the root of the width.
         dropout: Probability with which attention probabilities are dropped.
-        more: Further keyword arguments of the layer.
+        more: Other keyword arguments of the layer.
     """
 
     sharing: SequenceParallelContext
@@ -88,7 +88,7 @@ class AttentionCall:
 def mask(
     *, attention_mask: torch.Tensor | None = None, mask_function: Any = None, config: Any = None, **kwargs: Any
 ) -> Any:
-    """Returns what the layers get as their mask: a :class:`Visible`, or None (causal, without padding).
+    """Returns the layers' mask argument: a :class:`Visible`, or None (causal, without padding).
 
     ``attention_mask`` is None or a padding mask of shape ``[batch, tokens of this rank]``.
     """
@@ -138,7 +138,7 @@ def attention(
         is_causal: None: as in the layer.
         position_ids: Positions of this rank's tokens, ``[batch or 1, tokens]``; a document begins wherever they
             restart.
-        **kwargs: For the implementation that attends.
+        **kwargs: Passed to the attention implementation.
 
     Returns:
         ``[batch, this rank's tokens, heads, width]``, and None for the probabilities.
@@ -221,10 +221,10 @@ def _refuse_unsupported(module: nn.Module, query: torch.Tensor, key: torch.Tenso
 
 
 def visible_by(mask_function: Callable[..., Any]) -> Visible:
-    """Returns what one of the library's mask functions lets tokens see.
+    """Returns which tokens see which, for one of the library's mask functions.
 
     Raises:
-        DeepSpeedConfigError: It cannot be had on a part of a sequence.
+        DeepSpeedConfigError: The mask is not supported for parts of sequences.
     """
     try:
         kind = mask_kind(mask_function)
@@ -238,14 +238,14 @@ def visible_by(mask_function: Callable[..., Any]) -> Visible:
 
 
 def given_mask(attention_mask: Any, tokens: int) -> Visible | None:
-    """Returns what an attention layer was given for a mask; None where that leaves it to the layer.
+    """Returns the mask that an attention layer was given; None if it has none, so that the layer decides.
 
     Args:
-        attention_mask: What the model handed on.
-        tokens: This rank's.
+        attention_mask: The mask argument that the model passed.
+        tokens: Number of this rank's tokens.
 
     Raises:
-        DeepSpeedConfigError: It is a mask of tokens by tokens, or one of another length.
+        DeepSpeedConfigError: The mask is one of tokens by tokens, or of another length.
     """
     if attention_mask is None or isinstance(attention_mask, Visible):
         return attention_mask
@@ -263,7 +263,7 @@ def checked_padding(mask: torch.Tensor, tokens: int) -> torch.Tensor:
     """Returns the padding mask of this rank's tokens, ``[batch, tokens]``, as bool.
 
     Raises:
-        DeepSpeedConfigError: It has another number of tokens.
+        DeepSpeedConfigError: The mask has another number of tokens.
     """
     if mask.size(1) != tokens:
         raise DeepSpeedConfigError(
@@ -274,7 +274,7 @@ def checked_padding(mask: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def implementation_of(sharing: SequenceParallelContext) -> Callable[[AttentionCall], torch.Tensor]:
-    """Returns what attends: after the exchange of heads, or at once where heads are not exchanged."""
+    """Returns the function that attends: after the exchange of heads, or directly if heads are not exchanged."""
     if sharing.exchange.ring_group is not None:
         return _attend_by_ring
     attend_whole = _attend_by_sdpa if sharing.core == "sdpa" else _attend_by_core
@@ -282,7 +282,7 @@ def implementation_of(sharing: SequenceParallelContext) -> Callable[[AttentionCa
 
 
 def _recomputed(attend_whole: Callable[[AttentionCall], torch.Tensor], call: AttentionCall) -> torch.Tensor:
-    """Computes attention, and again in backward: between the exchanges, so that these are made once."""
+    """Computes attention, recomputed in backward between the exchanges, which are not repeated."""
     if not torch.is_grad_enabled():
         return attend_whole(call)
 
@@ -293,7 +293,7 @@ def _recomputed(attend_whole: Callable[[AttentionCall], torch.Tensor], call: Att
 
 
 def _attend_by_ring(call: AttentionCall) -> torch.Tensor:
-    """Attends by the ring. ``query``, ``key`` and ``value`` have this rank's tokens.
+    """Computes ring attention. ``query``, ``key`` and ``value`` have this rank's tokens.
 
     Raises:
         DeepSpeedConfigError: The layer has attention sinks or dropout.
@@ -330,11 +330,11 @@ def _attend_by_sdpa(call: AttentionCall) -> torch.Tensor:
 
 def _attend_by_core(call: AttentionCall) -> torch.Tensor:
     out = _by_core(call)
-    return out.reshape(*out.shape[:2], call.query.size(1), -1)  # some return the heads as one axis
+    return out.reshape(*out.shape[:2], call.query.size(1), -1)  # some implementations merge heads into one axis
 
 
 def _by_core(call: AttentionCall) -> torch.Tensor:
-    """Attends by the model's own implementation."""
+    """Computes attention by the model's own implementation."""
     sharing, positions, padding = call.sharing, call.positions, call.padding
     tensors = call.query, call.key, call.value
     more = {"scaling": call.scale, "dropout": call.dropout, **call.more, "is_causal": call.seen.is_causal}
@@ -357,7 +357,7 @@ def _by_core(call: AttentionCall) -> torch.Tensor:
     packed = padding is None and batch > 1 and sharing.documents(positions, None, batch) is not None
     if not packed:
         return core(*tensors, padding, position_ids=positions)
-    # The library finds documents in the position ids of one sequence only.
+    # The library derives documents from position ids only if the batch is one sequence.
     assert positions is not None
     rows = zip(*(tensor.split(1) for tensor in tensors), positions.expand(batch, -1).split(1), strict=True)
     return torch.cat([core(*row, None, position_ids=at) for *row, at in rows])
@@ -391,8 +391,8 @@ def attend(
         query: ``[batch, heads, tokens, width]``.
         key: ``[batch, key heads, tokens, width]``; heads are a multiple of key heads.
         value: As ``key``.
-        documents: Who sees whom; None: every sequence is one document.
-        is_causal: Tokens see none that come later.
+        documents: The documents, which do not see each other; None: every sequence is one document.
+        is_causal: Tokens see no later ones.
         window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them.
         scale: The scale of the scores; None: one over the root of the width.
         dropout: The dropout of the probabilities.

@@ -1,7 +1,7 @@
-"""Sequence parallelism as Accelerate, the Trainer and training scripts request it (ALST, arXiv 2506.13996).
+"""Sequence parallelism by the calls of Accelerate, the Trainer and training scripts (ALST, arXiv 2506.13996).
 
-Any Transformers model is given it through the library's own two registries. Only the model that was registered has the
-implementation's name in its configuration; other models of the process are left as they are.
+Any Transformers model gets it through the library's two registries. Only a registered model has the implementation's
+name in its configuration; other models in the process are unchanged.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from deepspeed.uncompiled import uncompiled
 
 
 class UlyssesSPAttentionHF:
-    """Switches on sequence parallelism of Transformers models."""
+    """Enables sequence parallelism of Transformers models."""
 
     @classmethod
     def register_with_transformers(
@@ -81,14 +81,14 @@ class UlyssesSPAttentionHF:
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> Any:
-        """Makes a model attend to sequences that ranks share, and the groups. Every rank must call it.
+        """Creates the process groups, and makes a model attend to sequences that ranks share. Every rank must call it.
 
         Args:
-            model_name_or_path: The model, also one wrapped by PEFT; or the name of one that is made later, which
-                ``deepspeed.initialize`` then takes.
-            core_attn_implementation: What attends to whole sequences; None: what the model has.
-            sequence_parallel_size: Ranks that share a sequence. 1: nothing happens.
-            micro_batch_size: Sequences per pass, if the caller wants it checked; batches may have any size.
+            model_name_or_path: The model, perhaps wrapped by PEFT; or the name of one that is loaded later and given to
+                ``deepspeed.initialize``.
+            core_attn_implementation: The implementation for whole sequences; None: the model's.
+            sequence_parallel_size: Ranks that share a sequence. 1: no effect.
+            micro_batch_size: Accepted without effect; batches may have any size.
             seq_length: Tokens of whole sequences; must be a multiple of the ranks.
             seq_length_is_variable: False: ``seq_length`` must be given.
             disable_in_eval: In evaluation the model gets whole sequences.
@@ -154,8 +154,8 @@ _awaited: list[_RegisteredName] = []
 def _settings_of(model: Any) -> tuple[str | None, bool]:
     """Returns ``(core, disable_in_eval)`` of a model that may have been registered by name, and forgets the entry.
 
-    A model is recognised by the name that it was loaded by. One with another name gets the settings of the only entry,
-    or those on which all entries agree.
+    A model is recognised by the name from which it was loaded. A model with another name gets the settings of the only
+    entry, or those that all entries share.
 
     Raises:
         DeepSpeedConfigError: Several names were registered with different settings, and none is this model's.
@@ -197,9 +197,9 @@ def adopt_model(
 ) -> None:
     """Shares the sequences of a Transformers model that ``initialize`` got, as configured.
 
-    Every rank of the job must call it. A model that was not registered is registered here, also one inside a module of
-    one's own, and the layers of one in a pipeline. What has no Transformers model in it is left to its own code; its
-    first forward must exchange tokens.
+    Every rank of the job must call it. An unregistered model is registered here, also inside a
+    user's module or as layers of a pipeline. A module without a Transformers model is left unchanged; its first forward
+    must exchange tokens.
 
     Args:
         model: The model.
@@ -208,7 +208,7 @@ def adopt_model(
         mode: ``sequence_parallel.mode``.
         evaluation: ``sequence_parallel.evaluation``.
         recompute_exchange: ``sequence_parallel.recompute_exchange``.
-        whole: The Transformers model of which ``model``, a pipeline, has layers; None: it has all that there is.
+        whole: The Transformers model whose layers ``model``, a pipeline stage, has; None: ``model`` is complete.
 
     Raises:
         DeepSpeedConfigError: The model cannot be shared in this way.
@@ -232,7 +232,7 @@ def adopt_model(
                 f"sequence_parallel.recompute_exchange: {type(model).__name__} is no Transformers model; give its "
                 "DistributedAttention recompute_exchange=True, and leave the key out"
             )
-        if not getattr(model, "is_part_of_model", False):  # a stage of a pipeline may have no attention
+        if not getattr(model, "is_part_of_model", False):  # a pipeline stage may have no attention
             check_first_forward(model, group, mesh.size(SEQUENCE))
         return
     exchange = AttentionExchange(*_groups_of_mode(whole, group, mesh, mode), recompute=recompute_exchange)
@@ -256,10 +256,10 @@ def adopt_model(
 
 
 def _groups_of_mode(model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any, Any]:
-    """Returns the group that divides heads, and the one around which keys and values go.
+    """Returns the group that divides heads, and the group of the ring.
 
     Raises:
-        DeepSpeedConfigError: There is no such mode, or heads cannot be divided so.
+        DeepSpeedConfigError: The mode is unknown, or heads cannot be divided so.
     """
     if mode == "ring":
         return None, group
@@ -270,7 +270,7 @@ def _groups_of_mode(model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any,
     heads, key_heads = heads_of(model.config), kv_heads_of(model.config)
     if heads is None or key_heads is None:
         return group, None
-    cut = mesh.size(TENSOR)  # which divides heads too
+    cut = mesh.size(TENSOR)  # tensor parallelism divides heads too
     heads, key_heads = max(heads // cut, 1), max(key_heads // cut, 1)
     ranks = mesh.size(SEQUENCE)
     width = math.gcd(ranks, key_heads) if mode == "both" else ranks
@@ -298,18 +298,18 @@ def share_sequences(
 ) -> SequenceParallelContext:
     """Makes a Transformers model attend to sequences that are divided over ranks, in place.
 
-    From then on its forward wants this rank's tokens of every input, with their ``position_ids``. A model with towers
-    wants this rank's tokens too, and whole images; it numbers positions itself where ``position_ids`` are left out.
+    From then on its forward expects this rank's tokens of every input, with their ``position_ids``. A model with towers
+    also expects whole images, and computes ``position_ids`` itself if they are left out.
 
     Args:
         model: A ``PreTrainedModel``, or one wrapped by PEFT.
         group: Torch process group of the ranks that share a sequence.
-        exchange: What they exchange in attention.
+        exchange: The exchange in attention.
         core: The implementation that attends to whole sequences; None: the model's own.
         disable_in_eval: See :class:`SequenceParallelContext`.
 
     Returns:
-        How the model's sequences are shared.
+        The model's context.
 
     Raises:
         DeepSpeedConfigError: The model cannot be switched, mixes tokens elsewhere, or has too few heads.
@@ -322,7 +322,7 @@ def share_sequences(
             "of one's own"
         )
     inner = unwrapped(model)
-    entered = dict.fromkeys((model, inner, base_of(inner)))  # programs call each of them
+    entered = dict.fromkeys((model, inner, base_of(inner)))  # programs call any of them
     decoder = decoder_beside_towers(inner)
     if decoder is None:
         _refuse_towers(inner, what)
@@ -341,7 +341,7 @@ def share_sequences(
 
 
 def _refuse_towers(model: Any, what: str) -> None:
-    """Raises where a model has further models beside its text model: they would attend to tokens of other ranks."""
+    """Raises if a model has other models beside its text model: they would attend to tokens of other ranks."""
     text = text_config(model.config)
     own = (type(model.config), type(text))
     towers = [type(one).__name__ for one in configured_modules(model) if type(one.config) not in own]
@@ -364,18 +364,19 @@ def share_layers(
     """Makes a pipeline stage of a Transformers model attend to sequences that are divided over ranks, in place.
 
     Args:
-        pipeline: Has this stage's layers; the first stage also has what comes before them.
-        whole: The model that they are from, with values or without; equal on all ranks, and left as it is.
+        pipeline: The layers of this stage; the first stage also has the modules before them.
+        whole: The model with these layers, with values or without; equal on all ranks, left unchanged.
         group: Torch process group of the ranks that share a sequence.
-        exchange: What they exchange in attention.
+        exchange: The exchange in attention.
         core: The implementation that attends to whole sequences; None: the model's own.
         disable_in_eval: See :class:`SequenceParallelContext`.
 
     Returns:
-        How the model's sequences are shared.
+        The model's context.
 
     Raises:
-        DeepSpeedConfigError: On all ranks: the model cannot be switched, mixes tokens elsewhere, or has too few heads.
+        DeepSpeedConfigError: Raised on all ranks: the model cannot be switched, mixes tokens elsewhere, or has too few
+            heads.
     """
     what = f"sequence parallel for a pipeline of {type(whole).__name__}"
     core = _checked_core(whole, core, what)
@@ -401,7 +402,7 @@ def _checked_core(model: Any, core: str | None, what: str) -> str:
 
 
 def _join(model: nn.Module, sharing: SequenceParallelContext, entered: Iterable[nn.Module]) -> None:
-    """Makes how sequences are shared known to all modules of ``model``; position ids are read where it is entered."""
+    """Registers ``sharing`` for all modules of ``model``; position ids are read where it is entered."""
     remember(model, sharing)
     note_whole_sequences(model)
     for module in entered:
@@ -410,13 +411,11 @@ def _join(model: nn.Module, sharing: SequenceParallelContext, entered: Iterable[
 
 
 def sequence_model_in(model: nn.Module) -> nn.Module:
-    """Returns the Transformers model whose sequences ranks share: ``model``, or the one inside it.
-
-    ``model`` if there is none.
+    """Returns the Transformers model whose sequences ranks share: the one inside ``model``, else ``model``.
 
     Raises:
-        DeepSpeedConfigError: There are several and none was registered, or there are Transformers layers without the
-            model that they are from. Left alone, they would attend to this rank's tokens only.
+        DeepSpeedConfigError: There are several and none was registered, or there are Transformers layers outside a
+            model, which would attend to this rank's tokens only.
     """
     if sharing_of(model) is not None or takes_attention_by_name(model):
         return model
@@ -451,7 +450,7 @@ def core_of(config: Any, core: str | None, what: str) -> str:
     """Returns the implementation that attends to whole sequences.
 
     Raises:
-        DeepSpeedConfigError: It is unknown, or needs masks of tokens by tokens.
+        DeepSpeedConfigError: The implementation is unknown, or needs masks of tokens by tokens.
     """
     own = attention_name(config)
     core = core or (own if own not in (None, NAME) else "sdpa")
@@ -477,7 +476,7 @@ def _begin_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     try:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    except TypeError:  # forward itself will raise with what is wrong
+    except TypeError:  # forward itself raises
         return
     given = {**given, **given.get("kwargs", {})}
     if given.get("position_ids") is None:
@@ -518,10 +517,10 @@ _WORDS = "linear attention, state-space and recurrent layers, convolutions"
 
 
 def refuse_mixing_layers(model: nn.Module) -> None:
-    """Raises where some layer needs its neighbours' tokens and does not get them by attention.
+    """Raises if a layer other than attention needs neighbouring tokens.
 
     Raises:
-        DeepSpeedConfigError: There is one; it is named.
+        DeepSpeedConfigError: There is such a layer; the message names it.
     """
     found = list(_mixing(model))
     if found:
@@ -546,8 +545,8 @@ def _mixing(model: nn.Module) -> Iterator[str]:
 def note_whole_sequences(model: nn.Module) -> None:
     """Makes a Transformers model's rotary embeddings choose their frequencies by whole sequences, in place.
 
-    Those of the types "dynamic" and "longrope" look at the highest position that they are given. They are given that of
-    the whole sequences beside those of this rank, and what comes of it is left out again.
+    Types "dynamic" and "longrope" depend on the highest position in their input. So the highest position of the whole
+    sequences is appended to this rank's positions, and its result is removed.
 
     Args:
         model: A registered model.
@@ -558,7 +557,7 @@ def note_whole_sequences(model: nn.Module) -> None:
 
 
 class _RotaryOfWholeSequences(nn.Module):
-    """Base class in front of a rotary embedding's own: shows it the highest position of whole sequences, too."""
+    """Mixin in front of a rotary embedding's class: appends the highest position of whole sequences to its input."""
 
     @uncompiled
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Finds models that are trained on parts of sequences and never exchange tokens with the ranks that have the others."""
+"""Detects models that are trained on parts of sequences without exchanging tokens between ranks."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)
 
 
 def check_first_forward(model: nn.Module, group: Any, ranks: int) -> None:
-    """Makes the first forward of a model of the program's own check that it exchanges tokens.
+    """Makes a user's model check in its first forward that it exchanges tokens.
 
     Args:
         model: The model; two hooks are registered, which that forward removes.
         group: Torch process group of the ranks that share a sequence.
         ranks: Their number.
 
-    The forward raises ``DeepSpeedConfigError`` where the model attends and exchanges nothing: each rank would attend to
-    its own part. It warns where it sees neither: that is right only for a model that treats every token by itself.
+    The forward raises ``DeepSpeedConfigError`` if the model attends without an exchange: each rank would attend to
+    its own part. It warns if it sees neither: that is right only for token-wise models.
     """
     if not is_initialized() or Job.current().watched.of(group) is None:  # no ranks to exchange tokens with
         return
@@ -107,7 +107,7 @@ class _FirstForward:
 
 
 class _Attention(TorchFunctionMode):
-    """Counts calls that attend from tokens to tokens."""
+    """Counts calls of attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,14 +149,14 @@ def _is_square(args: tuple[Any, ...]) -> bool:
 def program_calls(ranks: Collection[int]) -> int | None:
     """Returns how many collectives, sends and recvs the program has started among ``ranks`` so far, in this process.
 
-    Calls of ``torch.distributed`` and of ``deepspeed.comm`` count; transfers of a :class:`Transport` do not. Only the
-    difference between two results has a meaning. On NCCL torch counts no sends and recvs.
+    Calls of ``torch.distributed`` and of ``deepspeed.comm`` count; transfers of a :class:`Transport` do not. Only
+    differences between results are meaningful. On NCCL torch counts no sends and recvs.
 
     Args:
         ranks: Their numbers in the job. Groups that also have other ranks do not count.
 
     Returns:
-        The number; None where the backend of a group counts nothing. There must be a process group.
+        The number; None if the backend of a group does not count. There must be a process group.
     """
     transports = [member for member in list(Job.current().watched.watch.members) if isinstance(member, Transport)]
     total = 0

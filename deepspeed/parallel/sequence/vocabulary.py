@@ -37,16 +37,16 @@ def chunked_cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean",
     token_losses: Callable[..., torch.Tensor] = losses_of_logits,
 ) -> torch.Tensor:
-    """Cross entropy of hidden states whose logits exist for one tile of tokens at a time, also in backward.
+    """Returns the cross entropy of hidden states; logits exist for one tile of tokens at a time, also in backward.
 
     Args:
         hidden: ``[..., width]``.
-        head: Makes logits ``[tokens, vocabulary]`` of ``[tokens, width]``: a module or a function.
+        head: Module or function from ``[tokens, width]`` to logits ``[tokens, vocabulary]``.
         labels: ``[...]``.
-        ignore_index: Labels that do not count.
+        ignore_index: The label that is ignored.
         tile_tokens: Tokens of a tile.
         reduction: The one of torch's ``cross_entropy``; computed in fp32. The mean of nothing is 0.
-        token_losses: Computes the losses ``[tokens]`` of logits and labels; another where ``head`` makes logits of a
+        token_losses: Computes losses ``[tokens]`` from logits and labels; differs if ``head`` returns logits of a
             part of the vocabulary.
 
     Returns:
@@ -79,18 +79,18 @@ def vocab_sequence_parallel_cross_entropy(
     *,
     own_share: bool = False,
 ) -> torch.Tensor:
-    """Cross entropy of logits whose tokens, and perhaps vocabulary, are cut over ranks.
+    """Returns the cross entropy of logits whose tokens, and perhaps vocabulary, are cut over ranks.
 
-    Every rank of the groups must call it; so must they run its backward, in which the gradients of gathered losses are
-    summed over ``sp_group`` unless ``own_share`` (see ``mean_loss``).
+    Every rank of the groups must call it and run its backward, which sums the gradients of gathered losses
+    over ``sp_group`` unless ``own_share`` (see ``mean_loss``).
 
     Args:
         vocab_parallel_logits: ``[this rank's tokens, batch, this rank's vocabulary]``.
-        target: ``[this rank's tokens, batch]``, numbers in the whole vocabulary.
+        target: ``[this rank's tokens, batch]``, ids in the whole vocabulary.
         sp_group: Torch process group of the ranks that share a sequence.
         tp_group: Group of the ranks that share the vocabulary; None: each has all.
-        vocab_start_index: First word of this rank; None: equal parts in the order of the ranks.
-        vocab_end_index: One behind its last word; only checked.
+        vocab_start_index: First id of this rank; None: equal parts in the order of the ranks.
+        vocab_end_index: One more than its last id; only checked.
         ignore_index: Targets that do not count; their loss is 0.
         reduction: ``none``: one loss per token; else over the tokens that count.
         gather_sequence_loss: Return the losses of all tokens, ``[tokens, batch]``; else those of this rank's.
@@ -128,7 +128,7 @@ def vocab_sequence_parallel_cross_entropy(
 
 @uncompiled
 def gather_tokens(loss: torch.Tensor, group: Any, *, own_share: bool) -> torch.Tensor:
-    """Returns ``[tokens, batch]`` of all ranks, rank after rank; for ``own_share`` see the function above."""
+    """Returns ``[tokens, batch]`` of all ranks, rank after rank; ``own_share`` as in ``mean_loss``."""
     if size_of(group) == 1:
         return loss
     if not own_share and torch.is_grad_enabled() and loss.requires_grad:
