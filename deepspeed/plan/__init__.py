@@ -1,7 +1,7 @@
 """Plans a job without its machines: ``deepspeed.plan(model, config, nodes=..., ...)`` and the command ``ds_plan``.
 
-The real engine runs one step as rank *r* of *N* on tensors without values, and what it holds and moves is counted: once
-for each kind of rank (``kinds``), as stages of a pipeline are not alike. Read ``simulation`` (the run), ``pipeline``
+The real engine runs one step as rank *r* of *N* on tensors without values, while memory and traffic are counted: once
+for each kind of rank (``kinds``), as pipeline stages differ. Read ``simulation`` (the run), ``pipeline``
 and ``simulated_stage`` (what a rank does in a step), ``environment``, ``simulated_hardware``, ``values`` and
 ``autocasting`` (the world around it), ``memory`` (the counting), then ``planner``, ``simulated_step``, ``result`` and
 ``show``. ``prediction`` estimates how long a step takes.

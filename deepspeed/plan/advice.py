@@ -1,4 +1,4 @@
-"""What would make a job fit: changes of the configuration, the cheapest first, each confirmed by planning it."""
+"""Suggests changes of the configuration that make a job fit, the cheapest first, each confirmed by a plan."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SUBJECTS = ("stage", "checkpointing", "micro-batch", "offload")  # in the order
 
 @dataclass(frozen=True)
 class AdviceEntry:
-    """One way to need less memory.
+    """One change that saves memory.
 
     Attributes:
-        name: In words.
+        name: Describes it in a table.
         subject: What it changes; a combination holds at most one change of a subject.
-        apply: Makes the changed request.
+        apply: Returns the changed request.
     """
 
     name: str
@@ -33,7 +33,7 @@ class AdviceEntry:
 
 
 def advise(plan: Plan, most_plans: int = _MOST_PLANS) -> list[tuple[str, Plan]]:
-    """Changes after which the job fits.
+    """Returns changes after which the job fits.
 
     Single changes are tried before pairs, pairs before threes, and only those that help alone are combined. Of the
     combinations with the fewest changes that fit, the ones with the shortest possible step come first.
@@ -75,7 +75,7 @@ def _planned(request: Request, changes: tuple[AdviceEntry, ...]) -> Plan | None:
     try:
         return make_plan(request, compare=False)
     except (DeepSpeedConfigError, NotYetSupportedError):
-        return None  # what the engine refuses is no advice
+        return None  # the engine refuses this configuration
 
 
 def _changes(plan: Plan) -> Iterator[AdviceEntry]:
@@ -129,7 +129,7 @@ def _optimizer_on_host(request: Request) -> Request:
 
 
 def _micro_batch(plan: Plan, samples: int) -> AdviceEntry:
-    """Returns a smaller micro-batch and as many more accumulation steps, so that a step still has its samples."""
+    """Returns a smaller micro-batch with more accumulation steps: the batch size stays the same."""
     steps = -(-plan.micro_batch * plan.accumulation_steps // samples)
 
     def apply(request: Request) -> Request:

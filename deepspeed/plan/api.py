@@ -23,11 +23,11 @@ from deepspeed.plan.result import Plan, Request
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The keywords of :func:`plan` beside the degrees of axes.
+    """The keywords of :func:`plan`, other than degrees of parallelism.
 
     Attributes:
         nodes: Number of nodes.
-        devices_per_node: Devices of each.
+        devices_per_node: Devices per node.
         device: Name in the table of devices, ``"cpu"`` for training on processors, or a :class:`Device`.
         device_memory: Bytes of one device, or text with a unit such as ``"80GB"``; None: the device's.
         host_memory: Bytes of one node's host memory, or text with a unit; None: not compared.
@@ -35,7 +35,7 @@ class PlanOptions:
         micro_batch: Samples per forward and rank; None: the configuration's.
         accumulation: Micro-batches of a step and rank; None: the configuration's.
         inputs: What the model's forward gets: a callable of ``(micro_batch, sequence_length)`` or its result.
-        activation_checkpointing: Repeated blocks keep their inputs only and run again in backward.
+        activation_checkpointing: Repeated blocks save only their inputs and are recomputed in backward.
         compare_checkpointing: Also find the activations with the other setting.
         suggest: If it does not fit, look for changes that make it fit.
         flops: Operations per second of a device; None: the table's.
@@ -44,7 +44,7 @@ class PlanOptions:
         network: Bytes per second and direction between nodes, per device; None: 50e9.
         disk: Bytes per second of a node's disk; None: 5e9.
         headroom: Share of device memory left to driver, communication library and fragmentation; None: 0.05.
-        fp8: Times are those of linear layers that multiply in fp8; memory and traffic stay as they are.
+        fp8: Time linear layers in fp8; memory and traffic are not changed.
         rank: The simulated rank; None: the second, with a pipeline one of each kind of stage.
         schedule: The schedule of the pipeline; None: as configured, or ``1f1b``.
         num_chunks: Chunks per stage; None: as configured, or as few as the schedule can have.
@@ -77,7 +77,7 @@ class PlanOptions:
     longest: bool = False
 
     def request(self, model: Any, config: Any) -> Request:
-        """Returns what is to be planned, at the configured degrees.
+        """Returns the request, with the configured degrees.
 
         Args:
             model: What :func:`plan` takes.
@@ -120,7 +120,7 @@ def _shows_options(function: Callable[..., Plan]) -> Callable[..., Plan]:
 
 @_shows_options
 def plan(model: Any, config: Any, **options: Any) -> Plan:
-    """Computes memory and traffic of the rank that needs most, by running the engine on tensors without values.
+    """Returns memory and traffic of the rank that needs most memory, by running the engine on tensors without values.
 
     Nothing of the model's size is allocated, no device and no process group is used. Runs in one process.
 
@@ -135,7 +135,7 @@ def plan(model: Any, config: Any, **options: Any) -> Plan:
     Raises:
         DeepSpeedConfigError: The configuration cannot run, the model cannot be built without values, or a quantity has
             no unit.
-        TypeError: There is no such option.
+        TypeError: An option is unknown.
     """
     known = signature(plan).parameters
     for name in options:
@@ -168,7 +168,7 @@ def make_machine(
     headroom: float | None = None,
     fp8: bool = False,
 ) -> Machine:
-    """Puts the machine of :func:`plan` together; arguments as there.
+    """Returns the machine for :func:`plan`; arguments as there.
 
     Raises:
         DeepSpeedConfigError: A rate is not above 0, ``headroom`` is no share, the memory of the device is not known, or

@@ -1,8 +1,8 @@
 """``torch.autocast`` for tensors without values.
 
-Torch casts the arguments of an operation by the kind of device that they are on, and ``meta`` is none. Which operations
-cast on the simulated device is read from torch; how (to the lower precision, to fp32, or to the widest of the
-arguments) is written here, after the lists in torch's documentation of ``torch.amp``. Whether casting is on is torch's
+Torch casts the arguments of an operation by their kind of device, and has no rules for ``meta``. Which operations
+cast on the simulated device is read from torch; how (to the lower precision, to fp32, or to the widest type of the
+arguments) is listed here, after torch's documentation of ``torch.amp``. Whether casting is on is torch's
 own state, that of the CPU's autocast, so recomputation turns it on as it does elsewhere.
 """
 
@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-_KEY = "AutocastPrivateUse1"  # torch has no operations of its own for it
+_KEY = "AutocastPrivateUse1"  # a dispatch key that torch itself does not use
 _SWITCH = "cpu"
 
 _LOWER = frozenset(
@@ -55,7 +55,7 @@ class SimulatedAutocast:
 
     @contextmanager
     def region(self, dtype: torch.dtype) -> Iterator[None]:
-        """Replaces ``torch.autocast`` on meta; parameters that were cast are kept to its end."""
+        """Replaces ``torch.autocast`` on meta; casts of parameters are cached until its end."""
         self._kept = []
         try:
             with torch.autocast(_SWITCH, dtype=dtype):

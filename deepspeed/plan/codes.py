@@ -1,14 +1,14 @@
-"""What gradients cost as they are and as codes: bytes, codec time, and whether that pays on the machine's links.
+"""Compares the cost of gradients with and without a codec: bytes, codec time, and time on the machine's links.
 
 The sums of a step are read from the engine that was simulated; how long each way takes follows from formulas, on the
-links that it crosses. A sum in the backend's own collectives costs the network what a node does not hold, once for all
-its devices (``plan.times``); codes go straight to their owners, so each device sends all of its own. Where several
-devices of a node share a network, codes therefore have that much more to make good.
+links that it crosses. A sum in the backend's own collectives crosses the network once for all devices of a
+node (``plan.times``); codes are sent directly to the owners, by each device. So where several
+devices of a node share a network, codes send more over it.
 
 The formulas: F is (n - 1) / n for n ranks and Psi the number of elements. What a rank sends: to the owners F Psi bits /
 8; where all get the sum, as much again. On gloo two ranks exchange everything once, and from three on the second half
-carries fp32 sums. Codes are written once before each half and read once after it. Nothing is taken to hide anything, on
-either side: on a device that computes while it waits, both sides of the comparison shrink.
+carries fp32 sums. Codes are written once before each half and read once after it. No overlap with
+computation is assumed, with or without a codec.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NetworkLink:
 
     Attributes:
         rate: Bytes per second in each direction.
-        delay: Seconds that a message takes besides.
+        delay: Seconds per message, independent of its size.
     """
 
     rate: float
@@ -52,9 +52,9 @@ class CodecCost:
 
     Attributes:
         name: The name of the codec, for tables.
-        bits: Bits of a sent element, scales included; in an all-reduce, the mean of both halves.
-        encode: Nanoseconds of one core to make an element ready.
-        decode: Nanoseconds of one core to add an arrived element to a sum.
+        bits: Bits per element sent, scales included; in an all-reduce, the mean of both halves.
+        encode: Nanoseconds of one core to encode an element.
+        decode: Nanoseconds of one core to decode an element and add it to a sum.
         launches: Seconds to start the kernels that encode and decode a batch on a device; 0 on a CPU.
     """
 
@@ -66,13 +66,13 @@ class CodecCost:
 
 
 def plain_bits_sent(bits: int, ranks: int, *, whole: bool, native: bool = False) -> float:
-    """Returns the bits of an element that is sent as it is, as :attr:`CodecCost.bits` counts them.
+    """Returns the bits of an element sent without a codec, as :attr:`CodecCost.bits` counts them.
 
     Args:
         bits: Bits of a gradient's element.
-        ranks: Among which it is summed.
+        ranks: Number of ranks in the sum.
         whole: All get the sum.
-        native: By the backend's own collectives, not by gloo.
+        native: By the backend's own collectives instead of gloo.
     """
     if not whole or native:
         return bits
@@ -88,11 +88,11 @@ def sent_bytes(numel: int, ranks: int, way: CodecCost, *, whole: bool) -> float:
 
 
 def exchange_seconds(numel: int, ranks: int, link: NetworkLink, way: CodecCost, *, whole: bool) -> float:
-    """Returns the seconds of one reduction, nothing hidden.
+    """Returns the seconds of one reduction, without overlap.
 
     Args:
         numel: Elements.
-        ranks: Among which they are summed.
+        ranks: Number of ranks in the sum.
         link: The link of each rank.
         way: How they are sent.
         whole: All get the sum; otherwise the owner of a slice does.
@@ -106,8 +106,8 @@ def way_on(codec: Codec, work: CodecWork, memory_bandwidth: float | None) -> Cod
     """Returns the bits per element of a codec and the time of encoding and decoding.
 
     Args:
-        codec: Which.
-        work: What it does.
+        codec: The codec.
+        work: Its cost per element.
         memory_bandwidth: Bytes per second that kernels of the device reach; None: one core of a CPU. On a device it is
             an estimate: kernels begin one after the other, and each reads and writes its operands.
     """
@@ -135,8 +135,8 @@ class PlannedSum:
         rank: The planned one.
         whole: All get the sum; otherwise the owner of a slice does.
         bits: Bits of an element without a codec.
-        times: How often in a step.
-        kept: Elements of the error that a rank keeps where codes feed back.
+        times: Times per step.
+        kept: Elements of the error that a rank keeps for error feedback.
     """
 
     numel: int
@@ -150,14 +150,14 @@ class PlannedSum:
 
 @dataclass(frozen=True)
 class CodedCost:
-    """One way for gradients to travel, of one rank in one step.
+    """The cost of sending gradients in one way, of one rank in one step.
 
     Attributes:
         name: ``plain`` or a codec's.
         bits: Bits of an element; under ``plain``, those without a codec.
-        nbytes: Sent.
-        link_seconds: On the links, at least.
-        codec_seconds: To encode and decode.
+        nbytes: Bytes sent.
+        link_seconds: Lower bound of the seconds on the links.
+        codec_seconds: Seconds to encode and decode.
         kept: Bytes of error feedback.
     """
 
@@ -170,7 +170,7 @@ class CodedCost:
 
     @property
     def seconds(self) -> float:
-        """Seconds of both, one after the other."""
+        """Seconds on the links and of the codec together, without overlap."""
         return self.link_seconds + self.codec_seconds
 
 
@@ -218,8 +218,8 @@ def coded_costs(
         sums: The reductions of the step.
         machine: Its links, and what encodes.
         native: Sums that are sent as they are, by the backend's own collectives, not by gloo.
-        may_skip: What codes lose is kept twice.
-        codecs: The other ways; those that are not in ``comm.codecs.table.CODECS`` are left out.
+        may_skip: Updates may be skipped, so the error is kept twice.
+        codecs: Codecs to compare; those that are not in ``comm.codecs.table.CODECS`` are left out.
     """
     sums = [one for one in sums if len(one.members) > 1]
     if not sums or not all(_has_links(one, machine) for one in sums):

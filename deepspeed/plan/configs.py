@@ -1,4 +1,4 @@
-"""Configurations as the planner handles them: read, looked into and changed, and never written to."""
+"""Reads configurations for the planner and returns changed copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepspeed.config.types import to_bool
 
 
 def read_config(source: Any) -> dict[str, Any]:
-    """Returns the configuration as a dict of its own, with the old form ``zero_optimization: true`` as a section.
+    """Returns a copy of the configuration as a dict; the old form ``zero_optimization: true`` becomes a section.
 
     Args:
         source: A dict, a path, or base64.
@@ -33,7 +33,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         config: The configuration as a dict.
 
     Raises:
-        DeepSpeedConfigError: With every problem.
+        DeepSpeedConfigError: Lists every problem.
     """
     parse({**without_batch(config), MICRO: 1})
 
@@ -44,7 +44,7 @@ def without_batch(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(config: Mapping[str, Any], **zero: Any) -> dict[str, Any]:
-    """Returns a copy of a configuration with other keys in ``zero_optimization``; None takes a key out."""
+    """Returns a copy of a configuration with changed keys in ``zero_optimization``; None removes a key."""
     made = copy.deepcopy(dict(config))
     section = dict(made.get("zero_optimization") or {})
     for name, value in zero.items():

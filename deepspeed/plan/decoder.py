@@ -1,4 +1,4 @@
-"""A decoder-only transformer from its sizes, for planning models that are not written yet.
+"""A decoder-only transformer built from its sizes, for planning models that do not exist yet.
 
 Shapes: B samples, S tokens, H hidden, A heads, K key-value heads, D width of a head (H / A), F feed-forward width,
 V vocabulary.
@@ -36,15 +36,15 @@ class DecoderShape:
         vocab: V.
         kv_heads: K; None: as many as heads.
         intermediate: F; None: two thirds of 4 H, rounded up to a multiple of 256.
-        experts: Experts of each block, of which each has this F; 0: one dense feed-forward layer instead.
+        experts: Experts per block, each with this F; 0: one dense feed-forward layer instead.
         experts_per_token: Number of them that a token goes to.
         expert_ranks: Ranks that share the experts.
         head_size: D; None: H / A.
         is_gated: The feed-forward layer has a gate (SwiGLU) and norms are RMSNorm; otherwise it is two layers around a
             GELU, and norms are LayerNorm, as in GPT.
-        has_fused_attention: Attention never writes its scores; otherwise it is made of matrix products and a softmax.
-        dropout: Probability with which attention's scores (where they are written) and what is added to the residual
-            stream are dropped.
+        has_fused_attention: A fused kernel, which never stores scores; otherwise matrix products and a softmax.
+        dropout: Dropout probability of attention's scores (unless fused) and of what is added to the residual
+            stream.
     """
 
     layers: int
@@ -172,7 +172,7 @@ def _attend(
         key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
     if is_fused:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
-    scores = torch.softmax(query @ key.transpose(2, 3), dim=-1)  # causal or not, as many operations and bytes
+    scores = torch.softmax(query @ key.transpose(2, 3), dim=-1)  # a causal mask would not change operations or bytes
     return (functional.dropout(scores, dropout) @ value).transpose(1, 2)
 
 
@@ -210,7 +210,7 @@ class _DecoderBlock(nn.Module):
 
 
 class _ExpertBlock(nn.Module):
-    """A block whose feed-forward layer is a mixture of experts, of which no route is dropped."""
+    """A block whose feed-forward layer is a mixture of experts, without a capacity limit."""
 
     _tp_plan = _BLOCK_PLAN
 
@@ -323,7 +323,7 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, losses: TokenLosse
 
 
 def layers_of(shape: DecoderShape) -> list[LayerSpec]:
-    """Returns the decoder as a row of layers: embedding, blocks, norm and head together."""
+    """Returns the decoder as a list of layers: embedding, blocks, and last the norm with the head."""
     block = _ExpertBlock if shape.experts else _DecoderBlock
     blocks = [LayerSpec(block, shape) for _ in range(shape.layers)]
     return [LayerSpec(_FirstLayer, shape), *blocks, LayerSpec(_LastLayers, shape)]

@@ -1,4 +1,4 @@
-"""Requests for plans with other degrees of parallelism: a row for each axis that can be given."""
+"""Degrees of parallelism that a plan can set: a table with a row for each axis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class DegreeRow:
     """A degree that a plan can set.
 
     Attributes:
-        text: What it counts, and its default; the help text of ``ds_plan``.
+        text: Meaning and default: the help text of ``ds_plan``.
         apply: Returns a request with this degree.
         default: Used by ``plan`` if it is not given; None: the value of the configuration.
     """
@@ -26,7 +26,7 @@ class DegreeRow:
 
 
 def _with_key(key: str, request: Request, ranks: int) -> Request:
-    """Sets the key of an axis; removes it for one rank, since its default is that there is no such axis."""
+    """Sets the key of an axis; for 1 rank removes it, as the default is no such axis."""
     *sections, name = key.split(".")
     owner = dict((request.config.get(sections[0]) or {}) if sections else request.config)
     owner.pop(name, None)
@@ -49,7 +49,7 @@ def _with_expert_ranks(request: Request, ranks: int) -> Request:
 
 
 _OF_THE_MODEL = {PIPE: _with_stages, EXPERT: _with_expert_ranks}
-"""Axes whose size is set in another way than by one key of the configuration."""
+"""Axes whose size is not set by a single key of the configuration."""
 
 
 def _degree_row(row: AxisRow) -> DegreeRow:

@@ -1,9 +1,9 @@
-"""What surrounds a simulation: a rank of a job that does not exist, on a machine that does not exist.
+"""The environment of a simulation: one rank of a simulated job on a simulated machine.
 
-The other ranks do not exist either: their transports move nothing and report every transfer as complete. They are the
-real ones of ``deepspeed.comm``, with their chunks, limits, states and counters. Only the process group beneath them is
-a stand-in. What it "receives" are this rank's own small values, as if all ranks ran the same program on the same data;
-large transfers leave their buffers alone.
+There are no other ranks: transports move nothing and report every transfer as complete. The transports are the real
+ones of ``deepspeed.comm``, with their chunks, limits, states and counters; only the process group below them is fake.
+It "receives" this rank's own small values, as if all ranks ran the same program on the same data; large transfers leave
+their buffers unchanged.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from deepspeed.zero.update.speculation import IdleWorker, workers_from
 
 
 class _FinishedWork:
-    """Work that is done: the network is taken to keep up with the computation."""
+    """A ``Work`` that is already complete: the network is assumed to be fast enough."""
 
     def wait(self, timeout: Any = None) -> None:
         """Returns at once."""
@@ -67,13 +67,13 @@ class _FinishedWork:
 
 
 class _SimulatedReceive(_FinishedWork):
-    """A receive: takes what this rank itself has sent under the same key."""
+    """A receive that returns what this rank itself has sent under the same key."""
 
     def __init__(self, sent: dict[int, torch.Tensor], key: int, place: torch.Tensor) -> None:
         self._sent, self._key, self._place = sent, key, place
 
     def wait(self, timeout: Any = None) -> None:
-        """Fills the place."""
+        """Fills the receive buffer."""
         values = self._sent.get(self._key)
         if values is not None and values.numel() == self._place.numel():
             self._place.copy_(values)
@@ -81,7 +81,7 @@ class _SimulatedReceive(_FinishedWork):
 
 @dataclass(frozen=True, eq=False)
 class _PeerGroup(FakeGroup):
-    """The group beneath sends and receives."""
+    """The fake process group for sends and receives."""
 
     _sent: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -92,12 +92,12 @@ class _PeerGroup(FakeGroup):
         return _FinishedWork()
 
     def recv(self, tensors: list[torch.Tensor], peer: int, key: int) -> _FinishedWork:
-        """Gives this rank's own values back."""
+        """Returns a receive of this rank's own values."""
         return _SimulatedReceive(self._sent, key, tensors[0]) if tensors[0].device.type == "cpu" else _FinishedWork()
 
 
 class _CollectiveGroup(FakeGroup):
-    """The group beneath native collectives."""
+    """The fake process group for native collectives."""
 
     def _allgather_base(self, flat: torch.Tensor, mine: torch.Tensor) -> _FinishedWork:
         if flat.device.type == "cpu":
@@ -168,7 +168,7 @@ class _SimulatedNativeTransport(TracedTransport, NativeTransport):
 
 
 class _SimulatedOperations:
-    """Collectives of ``torch.distributed`` that leave their tensors as they are."""
+    """Collectives of ``torch.distributed`` that leave their tensors unchanged."""
 
     def all_reduce(self, tensor: torch.Tensor, **_options: Any) -> _FinishedWork:
         return _FinishedWork()
@@ -179,7 +179,7 @@ class _SimulatedOperations:
         return _FinishedWork()
 
     def all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, **_options: Any) -> _FinishedWork:
-        """Gives this rank's own values for those of all."""
+        """Uses this rank's own values for those of all ranks."""
         output.view(-1, tensor.numel()).copy_(tensor.reshape(1, -1).expand(output.numel() // tensor.numel(), -1))
         return _FinishedWork()
 
@@ -193,16 +193,16 @@ class _SimulatedOperations:
 
 
 class SimulatedJob(FakeJob):
-    """Rank ``rank`` of ``mesh.world_size``, alone.
+    """Simulates rank ``rank`` of ``mesh.world_size`` without the other ranks.
 
     Args:
         rank: The simulated rank.
-        mesh: All of them, along their axes.
+        mesh: The ranks of the job along their axes.
         backend: ``gloo`` or the name of one with native collectives.
         trace: Records transfers; None: nothing does.
 
     Attributes:
-        transports: All that were made.
+        transports: All transports created so far.
     """
 
     def __init__(self, rank: int, mesh: Mesh, backend: str, trace: StepRecording | None = None) -> None:
@@ -220,7 +220,7 @@ class SimulatedJob(FakeJob):
         if self.ranks.backend_of() == "gloo":
             made = _SimulatedGlooTransport(_PeerGroup(tuple(members)), *place, axis)
         else:
-            # Small exchanges contain values, which only the host has in a simulation.
+            # Small exchanges need values, which only host tensors have in a simulation.
             made = _SimulatedNativeTransport(_CollectiveGroup(tuple(members)), *place, torch.device("cpu"), axis)
         made.ranks, made.trace = tuple(members), self._trace
         self.transports.append(made)
@@ -229,15 +229,15 @@ class SimulatedJob(FakeJob):
 
 @dataclass(frozen=True)
 class SimulatedPart:
-    """One rank that is simulated, and what its engine is given.
+    """One simulated rank, and the settings of its engine.
 
     Attributes:
-        config: The configuration, with micro-batch and accumulation steps in numbers.
+        config: The configuration, with micro-batch and accumulation steps as numbers.
         accumulation_steps: Micro-batches per step.
         micro_batch: Samples per micro-batch and rank.
         sequence_length: Tokens of a sample.
         mesh: The ranks of the job along their axes.
-        rank: The simulated one.
+        rank: The simulated rank.
         kind: Kind of device: ``cpu``, or one with memory of its own.
         autocast: Forward runs under ``torch.autocast``.
         stage: The stage of the pipeline; None: there are no stages.
@@ -256,7 +256,7 @@ class SimulatedPart:
 
 @contextmanager
 def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount, SimulatedDisk, SimulatedJob]]:
-    """Replaces everything that the engine must not notice, and restores it.
+    """Replaces device, host memory, disk and process groups by simulated ones, and restores them.
 
     Yields the counters: operations, disk, ranks.
     """
@@ -269,7 +269,7 @@ def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount,
     collects = gc.isenabled()
     counts = copy.deepcopy((traffic.requested_along, traffic.ran_along))
     local_rank = os.environ.pop("LOCAL_RANK", None)
-    # What was there before need not be looked through when the engine has its garbage collected at the end.
+    # Objects from before need not be scanned when the engine's garbage is collected at the end.
     freezes = gc.get_freeze_count() == 0
     if freezes:
         gc.freeze()

@@ -1,10 +1,10 @@
-"""Which ranks of a job are alike, and which one of each kind is planned.
+"""Groups ranks that hold and do the same, and chooses which one of each kind is planned.
 
 Ranks that differ along ``data``, ``expert`` and ``sequence`` hold equally much and do the same. Along ``tensor`` the
-first has at least as much as any other (uneven heads: one more), and counts what all have whole. Stages of a pipeline
-are all different: in their layers, or in the number of micro-batches whose activations wait for their backward. So
-there is one kind per stage, and stages with equal layers need no plan of their own where one that has no fewer
-micro-batches in flight is planned.
+first has at least as much as any other (one more head if uneven), and is the one that counts replicated parameters.
+Stages of a pipeline are all different: in their layers, or in the number of micro-batches whose activations wait for
+their backward. So there is one kind per stage; of stages with equal layers, only the one with the most micro-batches in
+flight needs a plan.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class RankKind:
 
     Attributes:
         stage: Their stage of the pipeline, from 0.
-        stages: How many there are.
-        rank: The one that is planned.
-        ranks: How many ranks are of this kind.
+        stages: Number of stages.
+        rank: The planned rank.
+        ranks: Number of ranks of this kind.
     """
 
     stage: int
@@ -35,7 +35,7 @@ class RankKind:
 
     @property
     def title(self) -> str:
-        """The kind in words; empty where all ranks of the job are of this kind."""
+        """A name of the kind; empty if all ranks of the job are of this kind."""
         return f"stage {self.stage + 1} of {self.stages}" if self.stages > 1 else ""
 
 
@@ -51,10 +51,10 @@ def kinds_of(mesh: Mesh) -> list[RankKind]:
 
 
 def kind_of(mesh: Mesh, rank: int) -> RankKind:
-    """Returns the kind of ``rank``, which is the one that is planned.
+    """Returns the kind of ``rank``, with ``rank`` as its planned rank.
 
     Raises:
-        DeepSpeedConfigError: There is no such rank.
+        DeepSpeedConfigError: ``rank`` is not in the job.
     """
     if rank not in range(mesh.world_size):
         raise DeepSpeedConfigError(f"plan(rank={rank!r}): expected a whole number from 0 to {mesh.world_size - 1}")
@@ -63,12 +63,12 @@ def kind_of(mesh: Mesh, rank: int) -> RankKind:
 
 
 def needed(kinds: Sequence[RankKind], contents: Sequence[object], in_flight: Sequence[int]) -> list[RankKind]:
-    """Returns those of ``kinds`` among which the heaviest is: of equal contents, the first with the most in flight.
+    """Returns the kinds that may need most memory: of stages with equal contents, the first with the most in flight.
 
     Args:
-        kinds: By stage.
+        kinds: The kinds in the order of stages.
         contents: What each stage holds, to be compared.
-        in_flight: For how many micro-batches each keeps activations, at most.
+        in_flight: Most micro-batches whose activations each stage keeps.
     """
     alike = [[place for place, other in enumerate(contents) if other == content] for content in contents]
     return [kind for place, kind in enumerate(kinds) if place == max(alike[place], key=lambda one: in_flight[one])]

@@ -1,9 +1,9 @@
-"""The longest sequences with which a training fits, found by planning it with others.
+"""Finds the longest sequences with which training fits, from plans of a few lengths.
 
-A plan takes as long as its tokens have tiles, so few are made, and few of them long. At each moment of a step memory
-grows by so much with each token; which moment is the highest depends on the length. So a line is laid through each
-moment of two plans, and where the first of the lines crosses what there is, the next plan is made. The lines are
-trusted as far as the last plan was as they predicted.
+The time of a plan grows with its tiles, so few plans are made, and few long ones. At each moment of a step memory is
+linear in the tokens; which moment is the peak depends on the length. So a line is fitted to each moment of two plans,
+and the next plan has the length at which the first line reaches the available memory. The lines are trusted if the last
+plan was as they predicted.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Plan, Request
 from deepspeed.zero.placement import Tier
 
-_MOST = 1 << 32  # tokens; what fits with more is not limited by memory
-_STEP = 8  # times as long as what was planned, where the lines are not believed yet
-_NEAR = 0.01  # of a plan's sum, by which the lines may miss it
+_MOST = 1 << 32  # tokens; above this, memory is not the limit
+_STEP = 8  # growth of the length while the lines are not trusted yet
+_NEAR = 0.01  # largest error of trusted lines, relative to a plan's sum
 
 
 def longest_sequence(request: Request, *, grain: int = 1024) -> Plan:
     """Returns the plan with the longest sequences that fit.
 
-    Memory grows with every token, so there is one length up to which plans fit. The plan of that length is made; that
-    the next longer one does not fit is seen in a plan too, or follows from lines that were believed.
+    Memory grows with every token, so there is a longest length that fits. It is confirmed by a plan; that the next
+    length does not fit is seen in a plan too, or follows from trusted lines.
 
     Args:
-        request: What is planned; its own length does not matter.
+        request: The request; its own length is ignored.
         grain: The result is a multiple of it and of the ranks that share a sequence.
 
     Returns:
@@ -92,7 +92,7 @@ class _Lines:
         ]
 
     def longest(self, unit: int) -> int:
-        """Returns the most tokens with which all of it would fit, a multiple of ``unit``; 0: none."""
+        """Returns the most tokens with which everything fits, a multiple of ``unit``; 0: none."""
         low, high = 0, _MOST // unit
         while low < high:
             middle = (low + high + 1) // 2

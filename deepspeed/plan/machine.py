@@ -13,7 +13,7 @@ from deepspeed.errors import DeepSpeedConfigError
 
 _HOST_BANDWIDTH = 300e9  # bytes per second of a node's memory, for updates on the host: a guess
 _MAY_BE_ZERO = frozenset({"half_size", "contention", "launch", "start", "shared_link", "shared_start"})
-"""Fields of ``DeviceEfficiency`` by which nothing is divided, or that mean something else at 0."""
+"""Fields of ``DeviceEfficiency`` that may be 0."""
 NETWORKS: dict[str, float] = {
     "edr": 100,
     "hdr": 200,
@@ -39,7 +39,7 @@ class Machine:
     Attributes:
         device: The accelerator.
         nodes: Number of nodes.
-        devices_per_node: Accelerators of each.
+        devices_per_node: Accelerators per node.
         device_memory: Bytes that one accelerator offers.
         host_memory: Bytes of one node's host memory; None: not compared.
         network: Bytes per second and direction between nodes, per accelerator.
@@ -91,7 +91,7 @@ class Machine:
 
 
 def unknown_rates(machine: Machine) -> list[str]:
-    """Returns the rates that a predicted time needs and that are not known, in words."""
+    """Returns descriptions of the unknown rates that a predicted time needs."""
     device = machine.device
     found = [("operations per second", device.flops), ("bytes per second of its memory", device.memory_bandwidth)]
     if machine.devices_per_node > 1:
@@ -103,14 +103,14 @@ def read_machine_file(path: str | Path) -> Device:
     """Returns the device that a file describes.
 
     The file has the fields of ``Device``; ``efficiency`` is an object with those of ``DeviceEfficiency``. ``like`` is
-    the name of a device of the table, which gives what the file leaves out. Without ``like``, ``memory`` (bytes, or
+    the name of a device of the table, which supplies missing fields. Without ``like``, ``memory`` (bytes, or
     text such as ``80GB``), ``flops`` and ``memory_bandwidth`` are needed.
 
     Args:
         path: The file.
 
     Raises:
-        DeepSpeedConfigError: It cannot be read, or a field is unknown, missing or of another kind.
+        DeepSpeedConfigError: The file cannot be read, or a field is unknown, missing or of the wrong type.
     """
     try:
         facts = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -145,7 +145,7 @@ def read_machine_file(path: str | Path) -> Device:
 
 
 def _check_facts(path: str | Path, facts: dict[str, Any]) -> None:
-    """Raises for fields of a device that are no text, no whole number or no number, as the field wants it."""
+    """Raises for fields of a device whose type is wrong."""
     for name in ("name", "source"):
         if not isinstance(facts.get(name, ""), str):
             raise DeepSpeedConfigError(f"machine {path}: {name}: expected text, found {facts[name]!r}")

@@ -1,8 +1,8 @@
-"""Counts the memory of one step: what the memory tracker counts, and every other tensor that operations make.
+"""Counts the memory of one step: entries of the memory tracker, and all other tensors that operations create.
 
-:class:`MemoryCount` sees each operation that torch dispatches and each entry of the memory trackers. Storage that a
-memory tracker has counts there, under its kind; all other storage that appears counts as *other* (activations,
-gradients in flight to a bucket, scratch) until it dies. It works alike on real tensors and in a simulation.
+:class:`MemoryCount` sees each operation that torch dispatches and each entry of the memory trackers. Storage in a
+memory tracker is counted under its kind; all other new storage counts as *other* (activations, gradients not yet in a
+bucket, scratch) until it is freed. It works on real tensors and in a simulation.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Moment:
-    """When something was so.
+    """A moment of a step.
 
     Attributes:
         phase: ``initialize``, ``forward``, ``backward`` or ``step``.
-        module: Qualified name of the module that was at work; empty outside of the model.
+        module: Qualified name of the running module; empty outside of the model.
     """
 
     phase: str = ""
@@ -46,9 +46,9 @@ class Peak:
 
     Attributes:
         nbytes: The sum.
-        kinds: What it was made of.
-        other: Bytes of no kind.
-        moment: When.
+        kinds: Bytes of each kind in it.
+        other: Bytes in it without a kind.
+        moment: When it was reached.
     """
 
     nbytes: int = 0
@@ -62,7 +62,7 @@ class _Storage(weakref.ref[Any]):
 
     Attributes:
         key: See ``storage_key``.
-        nbytes: Counted as other; 0 where a memory tracker counts it.
+        nbytes: Bytes counted as other; 0 if a memory tracker counts it.
         totals: Totals of its tier.
         pinned: Bytes of locked pages.
     """
@@ -75,7 +75,7 @@ class _Storage(weakref.ref[Any]):
 
 
 class _TierTotals:
-    """Counts the live bytes of one tier, and their peak, at all and by moment."""
+    """Counts the live bytes of one tier, their peak, and the peak of each moment."""
 
     __slots__ = ("counted", "tier", "kinds", "other", "peak", "tops")
 
@@ -96,7 +96,7 @@ class MemoryCount(TorchDispatchMode):
     Attributes:
         moment: The phase and module of the step; set by the code that runs the step.
         pinned: Bytes of locked pages.
-        most_pinned: The most there were.
+        most_pinned: Peak of ``pinned``.
         copied_down: Bytes copied from the device to the host.
         copied_up: Bytes copied from the host to the device.
     """
@@ -105,7 +105,7 @@ class MemoryCount(TorchDispatchMode):
         super().__init__()
         self._device_type = device_type
         self._alive: dict[int, _Storage] = {}
-        self._off_device = 0  # storages that are alive elsewhere
+        self._off_device = 0  # live storages in other tiers
         self._totals = {tier: _TierTotals(tier) for tier in Tier}
         self._on_device = self._totals[Tier.DEVICE]
         self._compared = (self._totals[Tier.DEVICE], self._totals[Tier.HOST])
@@ -125,15 +125,12 @@ class MemoryCount(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False: torch need not switch its compiler off and on again around each operation.
-
-        None is traced here.
-        """
+        """Returns False: nothing is traced here, so torch need not disable its compiler around each operation."""
         return False
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Is active as dispatch mode and as the observer of all memory trackers."""
+        """Activates the dispatch mode, and observes all memory trackers."""
         before, MemoryTracker.observer = MemoryTracker.observer, self
         try:
             with self:
@@ -143,7 +140,7 @@ class MemoryCount(TorchDispatchMode):
 
     @contextmanager
     def overlooking(self) -> Iterator[None]:
-        """Excludes what is allocated inside the context from the accounts, for good: it belongs to the program."""
+        """Never counts storage allocated inside the context, as it belongs to the program."""
         before, self._overlooks = self._overlooks, True
         try:
             yield
@@ -161,7 +158,7 @@ class MemoryCount(TorchDispatchMode):
         return {totals.tier: totals.tops for totals in self._compared}
 
     def reset_peaks(self) -> None:
-        """Starts new peaks."""
+        """Resets the peaks to the current sums."""
         for totals in self._totals.values():
             totals.peak, totals.tops = Peak(), {}
         self.look()
@@ -175,10 +172,10 @@ class MemoryCount(TorchDispatchMode):
         return self._totals[tier].other
 
     def look(self) -> None:
-        """Compares what is alive with the peaks.
+        """Updates the peaks.
 
-        Called before storage is freed, when the entry of a memory tracker and its storage have both been seen: while
-        memory only grows there is no peak.
+        Called before storage is freed, when both the entry of a memory tracker and its storage have been seen: no peak
+        is missed while memory only grows.
         """
         moment = self._moment_of_last_change
         for totals in self._compared:

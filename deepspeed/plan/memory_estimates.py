@@ -1,8 +1,8 @@
-"""Estimates of model-state memory for ZeRO 2 and 3, under the names that older guides use; the planner's numbers.
+"""Estimates of model-state memory for ZeRO 2 and 3, under the names that older guides use; computed by the planner.
 
 They stand for bf16 training with AdamW and leave out activations. *Model states* are compute parameters, gradients,
 masters and optimizer state as they are held together, between backward and update; at stage 3 the layers that are
-gathered at once come on top. The host figure is at least what it takes to build the model: fp32, in every process.
+gathered at once come on top. The host figure includes building the model: fp32, in every process.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def _workload(model: nn.Module) -> Workload:
 
 
 def _only_touch_parameters(module: nn.Module, seen: set[nn.Module]) -> None:
-    """Makes a module's forward add up its own parameters and call its children in order."""
+    """Replaces a module's forward by one that sums its parameters and calls its children in order."""
     seen.add(module)
     children = [child for child in module.children() if child not in seen]
     for child in children:

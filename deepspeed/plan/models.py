@@ -1,4 +1,4 @@
-"""Where the model to be planned comes from, always built on torch's ``meta`` device, and a batch for it."""
+"""Builds the model to be planned on torch's ``meta`` device, and a batch for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model on ``meta`` and what its forward gets.
+    """A model on ``meta`` and the inputs of its forward.
 
     Attributes:
         model: The model; used up by one simulation.
@@ -44,7 +44,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A model as a row of layers, which can be cut into the stages of a pipeline.
+    """A model as a list of layers, which can be divided into pipeline stages.
 
     Attributes:
         layers: Makes the layers, as in ``PipelineModule``; called with ``meta`` as torch's device.
@@ -63,14 +63,14 @@ def _no_row() -> LayerRow | None:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A way to a workload, as often as one is needed.
+    """Builds workloads of one model.
 
     Attributes:
         name: For headlines.
         build: Makes a fresh workload.
-        find_row: Returns the model as a row of layers, or None: it cannot be cut into stages here.
-        spread: From a number of ranks that share experts to the same model with layers of that size; None: the model's
-            own layers have it, or the configuration (``expert_parallel``).
+        find_row: Returns the model as a list of layers; None if it cannot be divided into stages here.
+        spread: Returns the same model with experts spread over the given number of ranks; None: the model's layers or
+            the configuration (``expert_parallel``) decide.
     """
 
     name: str
@@ -79,10 +79,10 @@ class ModelSource:
     spread: Callable[[int], ModelSource] | None = None
 
     def in_row(self) -> LayerRow:
-        """Returns the model as a row of layers.
+        """Returns the model as a list of layers.
 
         Raises:
-            DeepSpeedConfigError: It is not known as one.
+            DeepSpeedConfigError: The model cannot be divided into layers.
         """
         row = self.find_row()
         if row is None:
@@ -98,14 +98,14 @@ def model_source(given: Any, inputs: Any = None) -> ModelSource:
     """Returns the source that ``given`` names.
 
     Args:
-        given: A module (which is left alone: a copy without values is planned), a callable that returns one or a pair
+        given: A module (left unchanged: a copy without values is planned), a callable that returns one or a pair
             ``(model, inputs)``, ``"module:callable"``, a folder or JSON file with a transformers configuration, such a
             configuration object, or a :class:`DecoderShape`.
         inputs: What forward gets: a callable of ``(micro_batch, sequence_length)``, or what it would return (a tensor,
             a tuple of positional arguments, or a dict of keyword arguments). None: token ids and labels.
 
     Raises:
-        DeepSpeedConfigError: Nothing of that kind, or it does not build on ``meta``.
+        DeepSpeedConfigError: ``given`` is none of these, or cannot be built on ``meta``.
     """
     if isinstance(given, DecoderShape):
         return _decoder_source(given, inputs)
@@ -207,7 +207,7 @@ def _find_callable(path: str) -> Callable[[], Any]:
 
 
 def _refuse_arguments(name: str, make: Callable[[], Any]) -> None:
-    """Refuses what cannot be called without arguments."""
+    """Raises if ``make`` has required arguments."""
     try:
         parameters = inspect.signature(make).parameters.values()
     except ValueError:  # a builtin without a signature

@@ -1,6 +1,6 @@
-"""Pictures of plans, as SVG without a plotting library: the memory of a sweep, and the streams of a step.
+"""Draws plans as SVG without a plotting library: the memory of a sweep, and the streams of a step.
 
-The streams can be had as a trace for Perfetto or chrome://tracing too.
+Streams can also be written as a trace for Perfetto or chrome://tracing.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def step_svg(step: StepTimes, ranks: Mapping[str, Sequence[StreamSpan]], title: 
     """Returns the streams of a step as SVG; exchanges that computation waits for are red.
 
     Args:
-        step: Its times stand above.
+        step: The step, whose times are shown above.
         ranks: By name of a rank, what its streams do; one rank may have no name.
-        title: Stands above.
+        title: The title.
     """
     rows = [(name, stream) for name, spans in ranks.items() for stream in _streams(spans)]
     end = max((span.end for spans in ranks.values() for span in spans), default=0.0) or 1.0
@@ -81,7 +81,7 @@ def step_svg(step: StepTimes, ranks: Mapping[str, Sequence[StreamSpan]], title: 
 def step_trace_json(ranks: Mapping[str, Sequence[StreamSpan]], flows: Sequence[SpanFlow] = ()) -> str:
     """Returns the streams of a step as Chrome's trace events, times in microseconds.
 
-    Ends are rounded like starts, so that no span reaches into the next one; viewers would nest them and lose arrows.
+    Starts and ends are rounded alike, so that spans do not overlap; viewers would nest them and lose arrows.
     Spans shorter than a nanosecond are left out.
 
     What computation waits for has the category ``exposed`` where it is an exchange, else ``idle``. Dependencies are

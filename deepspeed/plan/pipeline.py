@@ -1,7 +1,7 @@
-"""What a pipeline adds to a plan: which layers a stage holds, in which order it works, and how long it waits.
+"""Pipelines in a plan: which layers a stage has, its schedule, and how long it is idle.
 
-A stage is simulated with the computations that its schedule gives it (``parallel.pipe.schedule``), so the activations
-that wait for their backward are really there while later micro-batches go forward.
+A stage is simulated with the computations that its schedule gives it (``parallel.pipe.schedule``), so activations
+of micro-batches in flight are held as in training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Pipeline:
     Attributes:
         stages: Stages.
         schedule: Name of the schedule.
-        num_chunks: Chunks per stage; None: as few as the schedule can have.
+        num_chunks: Chunks per stage; None: as few as the schedule allows.
     """
 
     stages: int = 1
@@ -52,7 +52,7 @@ class Pipeline:
 
     @property
     def group(self) -> int:
-        """Micro-batches that go through a chunk of a stage before its next one begins."""
+        """Consecutive micro-batches in a chunk before the stage's next chunk begins."""
         is_vee = self.stage_of[:1] == self.stage_of[-1:]
         return self.stages if len(self.stage_of) > self.stages and not is_vee else 1
 
@@ -61,7 +61,7 @@ class Pipeline:
         return make_schedule(self.schedule, self.stages, micro_batches, self.num_chunks)
 
     def enough(self, micro_batches: int) -> int:
-        """Returns how many micro-batches show everything that happens in a step."""
+        """Returns how many micro-batches must be simulated to represent a step."""
         most = [self.in_flight(stage, micro_batches) for stage in range(self.stages)]
         least = max(3 * self.group, self.stages + 2)
         for number in range(micro_batches % self.group, micro_batches, self.group):
@@ -76,14 +76,17 @@ class Pipeline:
 
 @functools.lru_cache(maxsize=256)
 def _in_flight(pipeline: Pipeline, micro_batches: int) -> tuple[int, ...]:
-    """Returns, by stage, for how many micro-batches activations are kept. A schedule of many stages takes seconds."""
+    """Returns by stage for how many micro-batches it keeps activations. Cached, as many stages take seconds."""
     return tuple(max(held(actions)) for actions in pipeline.of(micro_batches).actions)
 
 
 def pipeline_of(
     config: Mapping[str, Any], stages: int = 1, schedule: str | None = None, num_chunks: int | None = None
 ) -> Pipeline:
-    """Returns the pipeline that is requested; what is None is as in ``config``, or as ``PipelineModule`` has it."""
+    """Returns the requested pipeline.
+
+    Arguments that are None come from ``config``, else from ``PipelineModule``'s defaults.
+    """
     section = config.get("pipeline") or {}
     chunks = num_chunks or (section.get("num_chunks") if schedule is None else None)
     return Pipeline(stages, schedule or section.get("schedule") or DEFAULT_SCHEDULE, chunks)
@@ -126,7 +129,7 @@ def cut_of(layers: Sequence[Entry], pipeline: Pipeline) -> PlannedCut:
 
 
 def _content_of(entry: Entry) -> Any:
-    """Returns what a layer is, without its place in the pipeline."""
+    """Returns the identity of a layer, without its place in the pipeline."""
     module: Any = entry.build() if isinstance(entry, LayerSpec) else entry
     way = getattr(entry, "forward_fn", None) is None if isinstance(entry, TiedLayerSpec) else None
     if not isinstance(module, nn.Module):
@@ -142,11 +145,11 @@ def _content_of(entry: Entry) -> Any:
 
 @dataclass(frozen=True)
 class PipelineBubble:
-    """The time of a step in a pipeline, at least.
+    """Lower bound of the time of a step in a pipeline.
 
     Attributes:
         seconds: From the first forward to the last backward, transfers included.
-        busy: The part of these that the busiest stage computes.
+        busy: Seconds of them in which the busiest stage computes.
     """
 
     seconds: float
@@ -190,9 +193,9 @@ def idle_time(
 
 
 def simulate_shared(schedule: Schedule, times: Sequence[Times], processors: float) -> PipelineBubble:
-    """Returns the time of a step of stages that compute on the same processors.
+    """Returns the time of a step if stages share processors.
 
-    While more stages compute than there are processors, all are slowed alike; where some wait, the others go faster.
+    While more stages compute than there are processors, all slow down equally; while some wait, the others are faster.
 
     Args:
         schedule: What the stages compute.
@@ -243,7 +246,7 @@ def simulate_shared(schedule: Schedule, times: Sequence[Times], processors: floa
 def idle_shares(stages: int, micro_batches: int) -> dict[str, float]:
     """Returns waiting divided by computing for each schedule, if all stages compute equally long.
 
-    F : B = 1 : 2, half of the backward for weights; with as few chunks as a schedule can have. Found by playing them.
+    F : B = 1 : 2, half of the backward for weights; with as few chunks as a schedule allows. Found by simulation.
     """
     times = Times(1.0, 2.0, 1.0)
     found = {}

@@ -1,4 +1,4 @@
-"""From a request to a plan: which configuration on which machines, simulated, and what follows from it."""
+"""Makes a plan from a request: simulates one rank of each kind, and derives figures."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
     """Plans one request.
 
     Args:
-        request: What.
+        request: The request.
         compare: Also find the activations with the other setting of checkpointing, where blocks can be checkpointed.
 
     Raises:
-        DeepSpeedConfigError: The configuration cannot run, or the model cannot be built; the engine's own sentence.
+        DeepSpeedConfigError: The configuration cannot run, or the model cannot be built. The message is the engine's.
     """
     start = time.perf_counter()
-    with quiet():  # which devices this machine has does not matter
+    with quiet():  # the devices of this machine are irrelevant
         get_accelerator()
     config, notices = _with_batch(request)
     ranks, pipeline = request.machine.ranks, request.pipeline
@@ -88,7 +88,7 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
 
 
 def _plan_kinds(request: Request, part: SimulatedPart, notices: list[str], *, compare: bool) -> list[PlannedPart]:
-    """Plans one rank of each kind, without the kinds that cannot be the heaviest."""
+    """Plans one rank of each kind, except kinds that cannot need most memory."""
     pipeline, micro_batches = request.pipeline, part.accumulation_steps
     if pipeline.stages == 1:
         kind = kinds_of(part.mesh)[0] if request.rank is None else kind_of(part.mesh, request.rank)
@@ -153,7 +153,7 @@ def mesh_of(root: Root, ranks: int, stages: int = 1) -> Mesh:
 
 
 def _workload(request: Request, part: SimulatedPart) -> Workload | None:
-    """Returns the model and its inputs; None for a stage of a pipeline, which is built where it runs."""
+    """Returns the model and its inputs; None for a pipeline stage, which is built during its simulation."""
     if part.stage is not None:
         return None
     made = request.source.build()
@@ -163,7 +163,7 @@ def _workload(request: Request, part: SimulatedPart) -> Workload | None:
 
 
 def _with_batch(request: Request) -> tuple[dict[str, Any], list[str]]:
-    """Returns the configuration with the requested batch in it; the global batch stays where it is a multiple."""
+    """Returns the configuration with the requested batch; the global batch is kept if it is a multiple."""
     config, notices = copy.deepcopy(request.config), []
     if request.accumulation is not None:
         config[ACCUMULATION] = request.accumulation

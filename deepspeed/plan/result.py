@@ -28,21 +28,21 @@ from deepspeed.plan.times import PlannedTransfer, exposed_seconds, lower_bounds,
 from deepspeed.zero.placement import Tier
 
 MUCH_IDLE = 0.25
-"""Waiting over computing from which a pipeline is advised to take more micro-batches."""
-_MOST_MICRO_BATCHES = 64  # per stage, that are advised
+"""Ratio of waiting to computing from which more micro-batches are advised."""
+_MOST_MICRO_BATCHES = 64  # per stage, the most that is advised
 
 
 @dataclass(frozen=True)
 class Request:
-    """Holds what is to be planned.
+    """A request for a plan.
 
     Attributes:
-        source: Makes the model.
+        source: Builds the model.
         config: The configuration as a dict.
         machine: The machine for the job.
         sequence_length: Tokens of a sample.
         micro_batch: Samples per forward and rank; None: the configuration's.
-        checkpointing: Repeated blocks keep their inputs only.
+        checkpointing: Repeated blocks save only their inputs.
         kind: Kind of device: ``cpu``, or one with memory of its own.
         rank: The simulated rank; None: the one whose optimizer needs most memory, where they differ (Muon), else
             any but the first, which has more to do while the engine is built; one of each stage.
@@ -64,13 +64,13 @@ class Request:
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """Holds what one rank will hold and send, for all ranks that are like it.
+    """Memory and traffic of one rank, which stands for all ranks of its kind.
 
     Attributes:
-        kind: Which ranks.
-        simulated: What was counted.
-        activations: Bytes that a forward keeps for backward, by whether blocks are checkpointed; what was not planned
-            is missing.
+        kind: The kind of these ranks.
+        simulated: The counts of the simulation.
+        activations: Bytes that a forward keeps for backward, by whether blocks are checkpointed; has only planned
+            settings.
         layers: For each stage of this content, by chunk, the first of the model's layers that it holds and the one
             after its last; empty without stages.
         in_flight: For each of them, the most micro-batches (of any chunk) whose activations it keeps.
@@ -85,19 +85,19 @@ class PlannedPart:
 
 @dataclass
 class Plan:
-    """Holds what the ranks of a job will hold and send: the heaviest of them, and one of each kind.
+    """Memory and traffic of the ranks of a job: of the one that needs most memory, and of one of each kind.
 
     Attributes:
-        request: What was planned.
-        config: The configuration that was planned, batch sizes in numbers.
+        request: The request.
+        config: The configuration that was planned, with batch sizes as numbers.
         mesh: The ranks of the job along their axes.
         micro_batch: Samples per forward and rank.
         accumulation_steps: Micro-batches per step.
         parts: One rank of each kind that may be the heaviest, by stage.
-        notices: What the planner or the configuration had to decide.
+        notices: Choices that the planner made, for the table.
         seconds: Time that planning took.
-        suggestions: Changes that make it fit, each planned; filled in by :meth:`take_advice`.
-        is_advised: Whether such changes were looked for.
+        suggestions: Changes that make it fit, each with its plan; set by :meth:`take_advice`.
+        is_advised: Whether such changes were searched for.
     """
 
     request: Request
@@ -112,7 +112,7 @@ class Plan:
     is_advised: bool = False
 
     def take_advice(self, suggestions: list[tuple[str, Plan]]) -> None:
-        """Keeps the changes that ``advice.advise`` found for this plan."""
+        """Sets the changes that ``advice.advise`` found for this plan."""
         self.suggestions, self.is_advised = suggestions, True
 
     @cached_property
@@ -122,12 +122,12 @@ class Plan:
 
     @property
     def rank(self) -> int:
-        """Its number."""
+        """The number of the rank that needs most memory."""
         return self.heaviest.kind.rank
 
     @property
     def simulated(self) -> SimulatedStep:
-        """The counts of that simulation."""
+        """The counts of that rank's simulation."""
         return self.heaviest.simulated
 
     @property
@@ -179,7 +179,7 @@ class Plan:
         return self.would_fit(self.device_bytes, self.host_bytes)
 
     def would_fit(self, device_bytes: int, host_bytes: int) -> bool:
-        """Returns whether device and host memory would suffice for such sums."""
+        """Returns whether these sums would fit in device and host memory."""
         host = self.machine.host_memory
         if self.request.kind == "cpu":
             host_bytes += device_bytes * self.machine.devices_per_node
@@ -219,7 +219,7 @@ class Plan:
 
     @cached_property
     def idle(self) -> PipelineBubble | None:
-        """How long stages wait for each other; None without stages, rates, or a plan of all of them."""
+        """How long stages wait for each other; None without stages or rates, or if not all stages were planned."""
         times = self._chunk_times
         return None if times is None else idle_time(self.request.pipeline, times, self.accumulation_steps)
 
@@ -246,7 +246,7 @@ class Plan:
 
     @cached_property
     def _pipeline_times(self) -> PipelineTimes | None:
-        """What the stages take; None without stages, or where some of them were not simulated."""
+        """Times of the stages; None without stages, or if some were not simulated."""
         machine, pipeline = self.machine, self.request.pipeline
         alike = {stage: part.kind.stage for part in self.parts for stage in part.layers}
         if pipeline.stages == 1 or len(alike) < pipeline.stages:
@@ -261,9 +261,9 @@ class Plan:
 
     @cached_property
     def better_accumulation(self) -> tuple[int, PipelineBubble] | None:
-        """More accumulation steps with which the stages wait a quarter of the time at most, and how long they wait.
+        """More accumulation steps with which stages wait at most a quarter of the time, and how long they wait then.
 
-        None where they wait no longer as it is, and where nothing is known of it. The global batch grows as well.
+        None if they do not wait longer now, or if it is unknown. The global batch grows too.
         """
         times, pipeline = self._chunk_times, self.request.pipeline
         if times is None or self.idle is None or self.idle.share <= MUCH_IDLE:
@@ -313,7 +313,7 @@ class Plan:
     def lower_bounds(self) -> dict[str, float]:
         """Seconds that each resource is busy in a step, at least; empty where the device's rates are not known.
 
-        Of each resource, that of the kind of rank that keeps it busy longest.
+        For each resource the longest among the kinds of ranks.
         """
         found: dict[str, float] = {}
         for part in self.parts:
@@ -340,7 +340,7 @@ class Plan:
         return self.tokens / self.step_seconds if self.step_seconds else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything in numbers and strings, for programs. Bytes and seconds; device figures are per rank."""
+        """Returns the plan as a dict of numbers and strings. Bytes and seconds; device figures are per rank."""
         found, machine = self.simulated, self.machine
         return {
             "model": self.request.source.name,

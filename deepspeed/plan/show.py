@@ -1,4 +1,4 @@
-"""Plans as text: what a rank holds, what it moves, how long that takes at least, and a verdict."""
+"""Plans as text: memory, traffic, lower bounds of time, and a verdict."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepspeed.plan.prediction.step_times import StepTimes
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 
-if TYPE_CHECKING:  # a plan shows itself with this module
+if TYPE_CHECKING:  # ``result`` imports this module
     from deepspeed.plan.result import Plan
 
 _ORDER = (
@@ -41,7 +41,7 @@ def plan_text(plan: Plan, width: int, *, codes: bool = False) -> str:
     Args:
         plan: The plan.
         width: Columns.
-        codes: Show what gradients cost under each codec, also where the configuration names none.
+        codes: Show the cost of gradients under each codec, also if the configuration names none.
     """
     parts = [
         _headline(plan),
@@ -92,7 +92,7 @@ def _headline(plan: Plan) -> Text:
 
 
 def _axes(plan: Plan) -> str:
-    """Returns the axes of the job, where there are several."""
+    """Returns the axes of the job as text; empty without axes other than data."""
     named = [f"{name} {size}" for name, size in plan.mesh.axes if size > 1]
     return f", {' x '.join(named)}" if any(plan.mesh.size(name) > 1 for name in AXES if name != DATA) else ""
 
@@ -216,7 +216,7 @@ def _codes(plan: Plan, *, requested: bool) -> Table | None:
 
 
 def seconds_in_words(seconds: float) -> str:
-    """Returns seconds as people read them: ``3.124 s``, ``9.40 ms``."""
+    """Returns seconds as text with a fitting unit: ``3.124 s``, ``9.40 ms``."""
     return f"{seconds:,.3f} s" if seconds >= 0.1 else f"{1e3 * seconds:,.2f} ms"
 
 
@@ -247,7 +247,7 @@ def times_table(title: str, step: StepTimes, error: str = "") -> Table:
     """Returns the table of the parts of a step that take time, with their shares.
 
     Args:
-        title: Stands above.
+        title: The title.
         step: The step.
         error: Error of the predicted step, as text; shown beside it.
     """

@@ -1,4 +1,4 @@
-"""The machine that a simulation sees: a device without memory or streams, host memory and disk that are only sizes.
+"""Simulated hardware: a device without memory or streams, host memory and disk of which only sizes exist.
 
 Every tensor of the size of the model is on torch's ``meta`` device: shapes, dtypes, storages and views are real,
 values are not there.
@@ -31,11 +31,11 @@ from deepspeed.plan.timeline.step_trace import (
 from deepspeed.zero.placement import Tier
 
 Note = Callable[[torch.Tensor, Tier, bool], None]
-"""Called for memory that no device allocator hands out: the tensor, its tier, whether its pages are locked."""
+"""Called for memory outside the device's allocator, with the tensor, its tier, and whether its pages are locked."""
 
 
 class SimulatedStream(torch.Stream):
-    """A stream of the simulated device: what it waits for is recorded.
+    """A stream of the simulated device, whose waits are recorded.
 
     Args:
         trace: Records it.
@@ -43,7 +43,7 @@ class SimulatedStream(torch.Stream):
     """
 
     def __new__(cls, trace: StepRecording, number: int) -> SimulatedStream:
-        """Makes a stream that operations of torch take for one of a device."""
+        """Makes a stream that torch accepts as a device's."""
         return super().__new__(cls, stream_id=number, device_index=0, device_type=1)
 
     def __init__(self, trace: StepRecording, number: int) -> None:
@@ -81,7 +81,7 @@ class SimulatedEvent:
         self.record_number = self._trace.record_event(None if stream is None else stream.number)
 
     def query(self) -> bool:
-        """Returns True: in a simulation everything that was issued is done."""
+        """Returns True: a simulated device is always done."""
         return True
 
     def synchronize(self) -> None:
@@ -90,7 +90,7 @@ class SimulatedEvent:
 
 
 class SimulatedDevice(CPUAccelerator):
-    """A device of a given kind, whose tensors are on ``meta``; what its streams wait for is recorded.
+    """A device of a given kind, whose tensors are on ``meta`` and whose streams record waits.
 
     Args:
         kind: ``"cpu"`` or a kind with memory of its own.
@@ -185,7 +185,7 @@ class _SimulatedFolder:
 
 
 class _SimulatedTransfer(Transfer):
-    """A read or write that takes no time; when it is waited for is recorded.
+    """A read or write that takes no time; records when it is waited for.
 
     Args:
         trace: Records it.
@@ -238,7 +238,7 @@ class _SimulatedFile:
 
 
 class SimulatedDisk(Disk):
-    """A disk that is large enough and keeps nothing.
+    """A disk of unlimited size that stores nothing.
 
     Args:
         note: Called for tensors over files.

@@ -1,4 +1,4 @@
-"""One stage of a pipeline in a simulation: its engine runs the schedule, and what other stages send is made here."""
+"""One pipeline stage in a simulation: its engine runs the schedule, with simulated messages of other stages."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Stage:
 
     Attributes:
         stage: Its number, from 0.
-        pipeline: All of them.
+        pipeline: The pipeline.
         row: The whole model.
         bounds: Bounds of the chunks among the layers.
-        micro_batches: Micro-batches of a step that shows all that happens in a longer one.
-        checkpointing: Layers keep their inputs only.
+        micro_batches: Micro-batches of a step that represents longer ones.
+        checkpointing: Layers save only their inputs.
     """
 
     stage: int
@@ -89,8 +89,8 @@ class StageCost:
     Attributes:
         flops: Operations for one micro-batch, of each of its chunks in order and each kind of computation.
         kept: For each of its chunks, bytes that a forward keeps for backward, received inputs included.
-        middle: What a group of micro-batches in the middle of a step moved and computed.
-        rest: Everything else of the step.
+        middle: Traffic and computation of a group of micro-batches in the middle of a step.
+        rest: Traffic and computation of the rest of the step.
     """
 
     flops: dict[int, dict[Kind, int]] = field(default_factory=lambda: defaultdict(dict))
@@ -100,7 +100,7 @@ class StageCost:
 
 
 class SimulatedChannels:
-    """The connections of a stage: what is sent is counted, and what is received has the form that it would have.
+    """The channels of a stage: sends are counted, and received messages have the shapes that they would have.
 
     Args:
         stage: The stage.
@@ -109,8 +109,8 @@ class SimulatedChannels:
     Attributes:
         stage: Its number.
         watch: None: there are no other ranks to wait for.
-        kept: 0: what is sent has left.
-        forms: By chunk, the description of what it gives to the next; set by :class:`SimulatedStage`.
+        kept: 0, as messages are sent at once.
+        forms: By chunk, the description of its output; set by :class:`SimulatedStage`.
     """
 
     watch = None
@@ -148,7 +148,7 @@ class SimulatedChannels:
         return nullcontext()
 
     def received(self, kind: str, stage: int) -> Any:
-        """Returns the next message of a kind from another stage, in memory of its own."""
+        """Returns the next message of a kind from another stage, in new memory."""
         chunk = next(self._order[kind, stage])
         form = self.forms[chunk - 1 if kind == ACTIVATIONS else chunk]
         slots = slots_of(form)
@@ -181,18 +181,18 @@ class _Outgoing:
 
 
 class SimulatedStage:
-    """Makes the steps of a stage.
+    """Runs steps of a stage.
 
     Args:
         engine: The stage's engine; its instructions are measured from now on.
-        stage: What it is.
+        stage: The stage.
         items: Inputs and labels of a micro-batch.
-        flow: What has passed so far.
+        flow: Returns the totals so far.
         held: Bytes on the device that no memory tracker counts.
-        enter: Called with the phase that begins.
+        enter: Called with each phase that begins.
         after_backward: Called after each computation of gradients.
-        mark: Called when a computation begins, and when it is over (``other``).
-        sequence_ranks: Ranks of which each has a part of the sequence between blocks; 1: it is whole.
+        mark: Called when a computation begins, and with ``other`` when it ends.
+        sequence_ranks: Ranks that share a sequence between blocks; 1: it is whole.
     """
 
     def __init__(
@@ -275,10 +275,10 @@ class SimulatedStage:
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Between which layers ranks have parts of sequences (``tensor_parallel.sequence_parallel_norms``).
+    """The layers between which ranks have parts of sequences (``tensor_parallel.sequence_parallel_norms``).
 
     Attributes:
-        blocks: Numbers of the layers; what the last of them gives is whole.
+        blocks: Numbers of the layers; the output of the last is whole.
         ranks: That share a sequence; 1: sequences are whole everywhere.
     """
 
@@ -287,11 +287,11 @@ class SequenceLayout:
 
     @classmethod
     def of(cls, module: PipelineModule, ranks: int) -> SequenceLayout:
-        """Returns those of a module whose activations ``ranks`` share."""
+        """Returns the layout of a module whose activations ``ranks`` ranks share."""
         return cls(module.run_of_blocks()[:-1], ranks) if ranks > 1 else cls()
 
     def cut(self, number: int, value: Any) -> Any:
-        """Returns what a rank has of what layer ``number`` gives: its own part of the first tensor, or all."""
+        """Returns a rank's part of the output of layer ``number``: of the first tensor, or the whole output."""
         if number not in self.blocks:
             return value
         first, rest = (value[0], value[1:]) if isinstance(value, tuple) else (value, None)
@@ -302,14 +302,14 @@ class SequenceLayout:
 def forms_between(
     stage: Stage, items: tuple[Any, Any], dtype: torch.dtype | None, context: Any, sequences: SequenceLayout
 ) -> dict[int, Any]:
-    """Descriptions of what each chunk gives to the next: all layers run once, one after the other.
+    """Returns descriptions of the output of each chunk, by running all layers once.
 
     Args:
         stage: Any stage of the pipeline.
         items: Inputs and labels of a micro-batch.
-        dtype: That layers compute in; None: their own.
+        dtype: Compute dtype; None: the layers'.
         context: Returns the context that forward runs in.
-        sequences: Where ranks have parts of sequences.
+        sequences: The layers between which ranks have parts of sequences.
     """
     found: dict[int, Any] = {}
     tied: dict[str, nn.Module] = {}
@@ -332,5 +332,5 @@ def forms_between(
 
 
 def simulated_channels(stage: Stage, *, packs: bool) -> Callable[[Mesh, torch.device], Any]:
-    """Returns what makes the channels of a stage in the place of ``StageChannels``."""
+    """Returns a factory of simulated channels, used instead of ``StageChannels``."""
     return lambda _mesh, _device: SimulatedChannels(stage, packs=packs)

@@ -1,4 +1,4 @@
-"""What a simulation finds: what one rank holds and moves in one step."""
+"""The result of a simulation: memory and traffic of one rank in one step."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from deepspeed.zero.storage import StorageKind
 
 @dataclass
 class SimulatedStep:
-    """Holds what one rank holds and sends in one step.
+    """Memory and traffic of one rank in one step.
 
     Attributes:
         parameters: Elements of the model's parameters, experts of all ranks included.
-        trained: Number of those that are trained.
-        repeated: Number of those that an earlier stage has too.
-        peaks: By tier, the highest sum of everything and what it was made of.
+        trained: Elements of those that are trained.
+        repeated: Elements of parameters that an earlier stage has too.
+        peaks: By tier, the highest sum, with the bytes of each kind in it.
         tops: By tier, device and host, the highest sum at each moment.
         kind_peaks: Most bytes of each kind, by tier.
         states: Bytes of each kind, by tier, between backward and update.
         activations: Bytes that forward keeps for backward; of a stage, the most of its chunks.
         pinned: Most bytes of locked host memory.
         file_bytes: Size of the rank's files.
-        flow: What the step moved and computed.
+        flow: Traffic and computation of the step.
         chunk_flops: Operations for one micro-batch, of each chunk of a stage and each kind of computation.
         chunk_activations: For each chunk of a stage, bytes that forward keeps for backward, received inputs included.
         members: By axis of the traffic counters, the ranks along it.
         sums: Reductions of gradients of a whole step.
-        codec: How gradients travel, or what the optimizer exchanges instead of them; None: as they are.
+        codec: Codec of gradients, or of what the optimizer exchanges instead; None: no codec.
         is_codec_fixed: The optimizer decides on the codec, not the configuration.
         may_skip: An update may be skipped.
         init_peak: Highest sum on the device while the engine was built.
         other_activations: Bytes that forward keeps with the other setting of activation checkpointing; None: not known.
-        notices: Why it is not known.
+        notices: Why that is not known.
         trace: What the step issued, in order: of the micro-batches that were simulated.
     """
 

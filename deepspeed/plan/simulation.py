@@ -1,6 +1,6 @@
 """Runs the real engine as rank *r* of *N* on tensors without values, and counts.
 
-Nothing of the engine is copied or imitated here. The world around it is simulated: the other ranks (``environment``),
+The engine itself is the real one. Its environment is simulated: the other ranks (``environment``),
 device, host memory and disk (``simulated_hardware``), and the values that it reads from the device (``values``).
 Two steps are run; the second, in which every order is known and the optimizer has its state, is reported.
 """
@@ -42,11 +42,11 @@ from deepspeed.zero.gather.hooks import tensors_in
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 
-_MOST_MICRO_BATCHES = 2  # of a step: the first, which all but the last are like, and the last
+_MOST_MICRO_BATCHES = 2  # of a step: the first, which represents all but the last, and the last
 
 
 class Act(Enum):
-    """Names what a rank does with a micro-batch."""
+    """The passes of a micro-batch."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -55,11 +55,11 @@ class Act(Enum):
 
 @dataclass(frozen=True)
 class SimulatedAction:
-    """One act of a step.
+    """One pass of a micro-batch in a step.
 
     Attributes:
-        act: What is done.
-        micro_batch: With which micro-batch, from 0.
+        act: Forward or backward.
+        micro_batch: Number of the micro-batch, from 0.
     """
 
     act: Act
@@ -67,12 +67,12 @@ class SimulatedAction:
 
 
 def actions_of_step(micro_batches: int) -> list[SimulatedAction]:
-    """Returns the acts of a rank without stages: each micro-batch forward and backward."""
+    """Returns the actions of a rank without stages: forward and backward of each micro-batch."""
     return [SimulatedAction(act, number) for number in range(micro_batches) for act in Act]
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
-    """Returns the loss in a model's output: the tensor itself, ``.loss``, or the first member.
+    """Returns the loss in a model's output: the tensor itself, ``.loss``, or the first item.
 
     Raises:
         DeepSpeedConfigError: There is no tensor of floating dtype.
@@ -101,12 +101,12 @@ def _in_order(outputs: Any) -> Iterator[torch.Tensor]:
 def simulate_step(
     workload: Workload | None, part: SimulatedPart, other_setting: Callable[[Any], None] | None = None
 ) -> SimulatedStep:
-    """Builds the engine and runs it; raises what the engine raises.
+    """Builds the engine and runs it. Errors of the engine are raised unchanged.
 
     Args:
-        workload: What runs; None: the stage of ``part``.
-        part: How.
-        other_setting: Given the engine, changes whether the model checkpoints its activations, for more at the end.
+        workload: The model and its inputs; None: the stage of ``part``.
+        part: The simulated rank, and its settings.
+        other_setting: Called with the engine at the end; switches activation checkpointing for another measurement.
     """
     with simulated_environment(part) as (count, disk, world):
         found = _SimulatedRun(workload, part, count, disk).result(other_setting)
@@ -115,7 +115,7 @@ def simulate_step(
 
 
 def heaviest_rank(workload: Workload | None, part: SimulatedPart) -> int:
-    """Returns the rank that needs most memory, as far as that follows from its optimizer; else the one of ``part``."""
+    """Returns the rank that needs most memory, if that depends on the optimizer; else the rank of ``part``."""
     with simulated_environment(part) as (count, disk, _):
         return _SimulatedRun(workload, part, count, disk).heaviest_rank()
 
@@ -134,7 +134,7 @@ class _SimulatedRun:
         self._steps = min(part.accumulation_steps, most)
         self._activations = 0
         self._states: dict[tuple[StorageKind, Tier], int] = {}
-        self._seen = StageCost()  # of a stage
+        self._seen = StageCost()  # on a pipeline stage
         self._current_module = CurrentModule(self._model, count)
 
     def result(self, other_setting: Callable[[Any], None] | None) -> SimulatedStep:
@@ -150,7 +150,7 @@ class _SimulatedRun:
         init_peak = count.peaks[Tier.DEVICE].nbytes
         try:
             with self._current_module.watched(), self._own_errors_named():
-                # As many micro-batches as in the step that counts: what a step leaves allocated depends on it.
+                # As many micro-batches as in the reported step, as memory left allocated by a step depends on it.
                 run_step = self._steps_of(engine, inputs)
                 run_step()
                 inspected = engine.inspect()
@@ -308,7 +308,7 @@ class _SimulatedRun:
 
     def _forward(self, engine: Any, inputs: Inputs) -> torch.Tensor:
         held = self._count.other(Tier.DEVICE)
-        loss = loss_of(engine(*inputs[0], **inputs[1]))  # and nothing keeps the rest, such as logits
+        loss = loss_of(engine(*inputs[0], **inputs[1]))  # other outputs, such as logits, are freed
         self._activations = max(self._activations, self._count.other(Tier.DEVICE) - held)
         return loss
 
@@ -339,7 +339,7 @@ class _SimulatedRun:
         return flows
 
     def _extended(self, flows: list[StepTotals]) -> StepTotals:
-        """Returns the flow of all micro-batches: the first of ``flows`` stands for those that were left out."""
+        """Returns the totals of all micro-batches; the first of ``flows`` stands for those that were not run."""
         total = StepTotals()
         for flow in flows:
             total = total.plus(flow, 1)
@@ -389,7 +389,7 @@ _SIDE_EFFECTS = frozenset(
         "log_level",
     }
 )
-"""Keys that write, log, generate or wait for signals and do not change what a step holds or moves."""
+"""Keys for files, logs, generation or signals, which do not change memory or traffic of a step."""
 
 
 def _client_optimizer(config: dict[str, Any]) -> Any:
@@ -404,8 +404,8 @@ class CurrentModule:
     """Keeps :attr:`MemoryCount.moment` up to date.
 
     Args:
-        model: What runs; it is not touched.
-        count: Whose moment that is.
+        model: The model, left unchanged.
+        count: The memory count to update.
     """
 
     def __init__(self, model: nn.Module, count: MemoryCount) -> None:

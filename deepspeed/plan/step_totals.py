@@ -1,11 +1,11 @@
-"""What a rank moves and computes, in numbers that can be added."""
+"""Totals of a rank's traffic and computation, which can be added."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 Along = dict[tuple[str, str], tuple[int, int]]
-"""Name of a collective and of the axis along which it went, to calls and bytes."""
+"""Maps names of a collective and its axis to calls and bytes."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class StepTotals:
         return _over_axes(self.ran_along)
 
     def plus(self, other: StepTotals, times: int) -> StepTotals:
-        """This and ``times`` the other."""
+        """Returns the sum of this and ``times`` times ``other``."""
         return StepTotals(
             requested_along=_summed(self.requested_along, other.requested_along, times),
             ran_along=_summed(self.ran_along, other.ran_along, times),

@@ -27,11 +27,11 @@ _OFFLOADS = ("none", "cpu", "nvme")
 
 @dataclass(frozen=True)
 class Point:
-    """One place of a sweep.
+    """One combination of values in a sweep.
 
     Attributes:
         place: Axis to value.
-        plan: What was planned, or None.
+        plan: The plan, or None.
         refusal: Why there is no plan; empty otherwise.
     """
 
@@ -82,12 +82,13 @@ def _value(name: str, text: str) -> Any:
 def sweep(request: Request, axes: dict[str, list[Any]], *, longest: bool = False) -> Iterator[Point]:
     """Plans every combination of the axes' values.
 
-    What the engine refuses is a point with its sentence. A world is spread over nodes of the request's size.
+    Combinations that the engine rejects become points with its message. A world size is divided into nodes of the
+    request's size.
 
     Args:
-        request: What is planned.
+        request: The request.
         axes: Values by axis.
-        longest: Each point is planned with the longest sequences that fit, which are its place along ``tokens``.
+        longest: Plan each point with the longest sequences that fit, and add their length as ``tokens``.
     """
     for values in product(*axes.values()):
         place = dict(zip(axes, values, strict=True))
@@ -102,7 +103,7 @@ def sweep(request: Request, axes: dict[str, list[Any]], *, longest: bool = False
 def _at(request: Request, place: dict[str, Any]) -> Request:
     config = dict(request.config)
     if all(isinstance(config.get(name), int) for name in (TOTAL, MICRO, ACCUMULATION)):
-        config.pop(TOTAL)  # right for one world only
+        config.pop(TOTAL)  # valid for one world size only
     if "stage" in place:
         config = changed(config, stage=place["stage"])
     if "offload" in place:
@@ -203,10 +204,10 @@ _SAME_MEMORY = 0.05
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """Returns the points that fit and that no other of the same world beats.
+    """Returns the points that fit and that no other of the same world size beats.
 
-    A point beats another if it trains more tokens per second and needs no more device memory, but for a twentieth of
-    what is usable; at equally many tokens per second, the one that needs less memory beats the other.
+    A point beats another if it trains more tokens per second and needs no more device memory, with a tolerance of a
+    twentieth of what is usable; at equally many tokens per second, the one that needs less memory beats the other.
     """
     fitting = [point.plan for point in points if point.plan is not None and point.plan.fits]
 

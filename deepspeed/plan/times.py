@@ -1,14 +1,15 @@
-"""What a step moves inside and between nodes at least, and how long it takes at least.
+"""Lower bounds of a step's traffic inside and between nodes, and of its time.
 
-Each collective lies along an axis of the mesh, whose ranks are on some nodes and on some devices of each. What a node
-does not hold must come in through its network, once, divided among its devices. What a device does not hold must come
-over its link from its neighbours, where that is shorter. So a gather of B bytes over nodes of g devices each costs a
+Each collective lies along an axis of the mesh, whose ranks are on some nodes and on some devices of each. Data that
+a node lacks must come in through its network, once, divided among its devices. Data that a device lacks must come
+over its link from its neighbours, if they have it. So a gather of B bytes over nodes of g devices each costs a
 device at least B (nodes - 1) / nodes / g from the network and B (g - 1) / g from its node. A reduce-scatter costs the
-same the other way; an all-reduce counts as both. An exchange between all (all_to_all) may have all its partners on the
-same node: what a device sends to others passes its link, or its network where it is alone on its node. Where links
+same the other way; an all-reduce counts as both. All partners of an all_to_all may be on the
+same node: what a device sends passes its link, or its network if it is alone on its node. Where links
 join several nodes (``Machine.link_domain``), these count as one node here.
 
-These are bounds at the makers' rates. ``plan.prediction.network_model`` estimates how long a collective really takes.
+These are bounds at the vendors' peak rates. ``plan.prediction.network_model`` estimates how long a collective really
+takes.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class PlannedTransfer:
 
     Attributes:
         name: The name of the collective.
-        axis: Along which it goes.
-        calls: How often.
+        axis: The axis of its ranks.
+        calls: Number of calls.
         nbytes: Bytes of the full buffers, an all-reduce counted twice.
         inside: Bytes that each device receives (or sends) inside the node, at least.
         between: Bytes that each device receives (or sends) over the network, at least.
@@ -64,9 +65,9 @@ def busiest_seconds(inside: float, between: float, machine: Machine) -> float:
     """Returns the seconds that a transfer takes at least; the links and the network work at once.
 
     Args:
-        inside: Bytes over the device's link; they count where its rate is known.
-        between: Bytes over the network; they count where its rate is known.
-        machine: Has both.
+        inside: Bytes over the device's link; ignored if its rate is unknown.
+        between: Bytes over the network; ignored if its rate is unknown.
+        machine: The machine, with both rates.
     """
     link, network = machine.device.link, machine.network
     return max(inside / link if link > 0 else 0.0, between / network if network > 0 else 0.0)
@@ -78,7 +79,7 @@ def planned_transfers(
     """Returns the collectives of a step.
 
     Args:
-        flow: What the rank moved.
+        flow: The totals of the rank.
         machine: Its nodes and devices, in the order of the ranks.
         mesh: The ranks along their axes.
         rank: The rank that ``flow`` is of.
@@ -120,14 +121,14 @@ def _to_neighbours(nbytes: int, machine: Machine, mesh: Mesh, rank: int) -> tupl
 
 
 _WEIGHT_GRADIENTS = 1 / 3
-"""Most of a step's arithmetic that gradients of weights can take; while one is computed, a sum may be in flight."""
+"""Largest share of a step's arithmetic in gradients of weights, during which a sum may be in flight."""
 
 
 def exposed_seconds(flow: StepTotals, moved: Sequence[PlannedTransfer], machine: Machine) -> float:
     """Returns the seconds of a step in which a rank waits for exchanges between two computations, at least.
 
     The next computation needs the result of every exchange between tensor ranks, and of every ``all_to_all`` of
-    sequences or experts. Only sums of a backward between tensor ranks hide: each behind the gradient of one weight.
+    sequences or experts. Only sums between tensor ranks in backward are hidden, each behind the gradient of one weight.
     """
     if machine.peak_flops <= 0:
         return 0.0

@@ -1,16 +1,15 @@
-"""Operations of a simulation: shapes are computed, and values that a program reads from the device come from here.
+"""Runs the operations of a simulation: computes shapes, and supplies values that a program reads from the device.
 
 A simulation has no values. Where the program requests one (a norm, whether something is finite, whether a mask is all
-true) it gets that of a training in good health: numbers are 1, nothing is infinite or missing.
+true) it gets the value of a healthy run: numbers are 1, and nothing is infinite or NaN.
 
-An operation that is like one before is not worked out again (:class:`KnownShapes`). On tensors without values the shape
-of a result, its strides, its dtype and the arithmetic behind it depend on nothing but the same facts of the arguments.
-So each is worked out once, by torch, and a layer that is like the layer before it costs only what its own code and the
-engine's cost. What is not provably so is run: views, results that share storage, operations that are not torch's own,
-arguments with values or of a class of their own, and single numbers (which take part in type promotion as numbers of
-Python, or not, and do not state which).
+Results of repeated operations are cached (:class:`KnownShapes`). On tensors without values the shape, strides and dtype
+of a result, and its arithmetic, depend only on the same properties of the arguments. So torch computes each once, and a
+layer like an earlier one costs only its own code and the engine's. Cases where this is not certain are run: views,
+results that share storage, operations outside torch, arguments with values or of a subclass, and 0-dim tensors (which
+may or may not take part in type promotion as Python numbers).
 
-This is on the way of every operation, about 2,000 of them per layer, so it is written to be fast.
+This code runs for every operation, about 2,000 per layer, so it is written for speed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import storage_key
 
 Count = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
-"""What an operation costs, from it, its arguments and its result."""
+"""Returns the cost of an operation, given its arguments and its result."""
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _DATA_DEPENDENT = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view})
@@ -40,27 +39,27 @@ Made = tuple[Any, Any, bool | None]
 """The result of an operation, what it costs (None: nothing), and whether it is tensors with storage of their own (None:
 not known)."""
 aten = torch.ops.aten
-_MOST_READ = 1 << 20  # elements that a program may copy to the host without values of its own
+_MOST_READ = 1 << 20  # most elements that a program may copy to the host, as made-up values
 
 
 class _OperationKind(enum.Enum):
     NEW = enum.auto()  # makes new tensors
     IN_PLACE = enum.auto()  # writes its first argument, keeps its shape and returns it
-    VIEW = enum.auto()  # shows an argument in another way
+    VIEW = enum.auto()  # returns a view of an argument
     OTHER = enum.auto()
 
 
-_NEW, _IN_PLACE, _VIEW, _OTHER = _OperationKind  # members of an enumeration take longer to look up than all of the rest
+_NEW, _IN_PLACE, _VIEW, _OTHER = _OperationKind  # looking up members of an enum would take longer than all the rest
 
 
 class KnownShapes:
     """Caches the results of the operations of one simulation.
 
     Args:
-        count: Works out what an operation costs; called once for operations that are alike, and not for views.
+        count: Computes the cost of an operation; called once for equal operations, and not for views.
 
     Attributes:
-        is_used: False: every operation is worked out.
+        is_used: False: every operation is run.
     """
 
     is_used = True
@@ -69,11 +68,11 @@ class KnownShapes:
         self._count = count
         self._effects: dict[
             int, tuple[_OperationKind, Any]
-        ] = {}  # by id: operations are hashed by a function of Python
+        ] = {}  # by id, as hashing an operation calls a Python function
         self._known: dict[Any, tuple[Any, Any]] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made:
-        """Runs one operation, or makes what it would give."""
+        """Runs one operation, or recreates its result from the cache."""
         operation = id(func)
         if operation not in self._effects:
             self._effects[operation] = (_effect(func), func)
@@ -110,14 +109,14 @@ def _effect(func: Any) -> _OperationKind:
         return _NEW
     if shared == schema.arguments[:1] and shared[0].alias_info.is_write and schema.name.endswith("_"):
         return _IN_PLACE
-    # What is made of other operations (reshape, contiguous) may give a copy under the schema of a view.
+    # Composite operations (reshape, contiguous) may return a copy although their schema says view.
     is_composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     is_view = not is_composite and all(r.alias_info is not None for r in schema.returns)
     return _VIEW if is_view and not any(a.alias_info.is_write for a in shared) else _OTHER
 
 
 def _facts(values: Any) -> tuple[Any, ...] | None:
-    """Returns what a result depends on, for comparison; None if it also depends on something unknown."""
+    """Returns the cache key of arguments; None if the result may depend on something else."""
     found: list[Any] = [type(values)]
     for value in values:
         kind = type(value)
@@ -143,7 +142,7 @@ def _is_shape_only(tensor: torch.Tensor) -> bool:
 
 
 def _recipe(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Returns how to make a result again; None unless it is numbers and new tensors with their own storage.
+    """Returns a recipe to recreate a result; None unless it is numbers and new tensors with their own storage.
 
     Returns:
         (dtype, shape, strides) of a tensor; (tuple or list, a recipe for each item); (None, a number).
@@ -183,7 +182,7 @@ class OperationCount(MemoryCount):
 
     Attributes:
         flops: Floating-point operations of matrix products, convolutions and attention so far.
-        shapes: Works the results out.
+        shapes: The cache of results.
         trace: Records operations, where it is on.
     """
 
@@ -193,11 +192,11 @@ class OperationCount(MemoryCount):
         self.trace = StepRecording()
         self.flops = 0
         self.shapes = KnownShapes(arithmetic_of)
-        self._answers: dict[int, tuple[Any, Any]] = {}  # by id: operations are hashed by a function of Python
+        self._answers: dict[int, tuple[Any, Any]] = {}  # by id, as hashing an operation calls a Python function
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Is active as a mode of torch, and as the observer of all memory trackers."""
+        """Activates the dispatch mode, and observes all memory trackers."""
         with super().counting(), _kernels_of(self._kind):
             yield
 
@@ -219,7 +218,7 @@ class OperationCount(MemoryCount):
         return result, is_new
 
     def _is_on_host(self, args: tuple[Any, ...]) -> bool:
-        """Returns whether an operation works on memory of the host, beside a device with memory of its own."""
+        """Returns whether an operation works on host memory although the device has its own memory."""
         if not self._off_device or self._kind == "cpu":
             return False
         first = next((t for t in tensors_of(args) if t.dim() and t.layout is torch.strided), None)
@@ -240,13 +239,13 @@ _FREE = OperationKind.FREE
 def arithmetic_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, *, device_type: str = "meta"
 ) -> OperationCost:
-    """Returns what an operation costs, with its arithmetic by torch's formula.
+    """Returns the cost of an operation, with its arithmetic by torch's formula.
 
     Args:
         func: The operation.
         args: Its arguments.
         kwargs: Its arguments by keyword.
-        result: What it gave.
+        result: Its result.
         device_type: The device type of the tensors that count.
     """
     formula = _formula(func)
@@ -262,7 +261,7 @@ def _answer_to(func: Any) -> Any:
 
 
 def _nothing(count: OperationCount, args: Any, _kwargs: Any) -> None:
-    """Returns nothing, as updates of lists do; what they would compute is of no interest."""
+    """Returns nothing, as updates of lists do; their values are not needed."""
     if count.trace.is_on:
         on_host = any(count._is_on_host(tuple(value)) for value in args if isinstance(value, (tuple, list)))
         count.trace.add(OperationEvent(cost_of_lists(args), on_host, count.trace.stream))
@@ -310,7 +309,7 @@ def _ones(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _counts(_count: OperationCount, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns how often each number occurs: at least as many as the program states."""
+    """Returns the result of ``bincount``, with ``minlength`` as its length."""
     least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     if args[0].device.type != "meta" or not least:
         return NotImplemented
@@ -326,7 +325,7 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shape: list[int], weight: torch.Tensor) -> torch.Tensor:
-        out, _, scale = aten.native_layer_norm.default(x, shape, weight, None, 0.0)  # moves as many bytes
+        out, _, scale = aten.native_layer_norm.default(x, shape, weight, None, 0.0)  # moves the same number of bytes
         ctx.save_for_backward(x, weight, scale)
         ctx.shape = shape
         return out
@@ -340,9 +339,9 @@ class _FusedNorm(torch.autograd.Function):
 
 @contextmanager
 def _kernels_of(kind: str) -> Iterator[None]:
-    """Gives attention and RMSNorm on ``meta`` the kernels that torch takes on a device of that kind.
+    """Makes attention and RMSNorm on ``meta`` use the fused kernels that torch uses on a device of that kind.
 
-    Torch itself would write the whole attention matrix there, and make a norm of ten operations.
+    Otherwise torch would store the whole attention matrix, and run a norm as ten operations.
     """
 
     def attend(
@@ -406,7 +405,7 @@ _ANSWERS: dict[Any, Any] = {
 
 @functools.cache
 def _formula(func: Any) -> Any:
-    """Returns torch's formula of arithmetic; that of the attention kernel for host memory is missing in torch."""
+    """Returns torch's formula of arithmetic, or ours for the CPU attention kernel, which torch lacks."""
     from torch.utils.flop_counter import flop_registry
 
     packet = func._overloadpacket

@@ -1,8 +1,8 @@
 """Times forward and backward of one decoder block, as a whole and operation by operation.
 
-Both are done for two micro-batches. What grows with the micro-batch gives the rates of a device, what does not gives
-the time to start an operation. The shortest of several runs counts: other programs only ever lengthen a run. Where
-ranks share cores, a single operation may have a core for itself, so ``factor`` is that of whole blocks.
+Two micro-batches are timed: the time that grows with the micro-batch gives the rates of a device, the rest the time to
+start an operation. The shortest of several runs counts, as other programs only lengthen runs. If ranks share cores, a
+single operation may have a core for itself, so ``factor`` is measured on whole blocks.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def probe_block(sizes: ProbeSizes, device: torch.device, half_size: float, barri
         more = large.seconds[kind] - small.seconds[kind]
         grown = (work - small.work[kind]) / more if more > 0 else 0.0
         whole = work / large.seconds[kind]
-        # A rate of the growth that is far from that of the whole is noise.
+        # A rate of the growth far from that of the whole run is noise.
         rates[kind] = grown if whole <= grown <= 2 * whole else whole
     sums = [sum(work / rates[kind] for kind, work in timed.work.items()) for timed in (small, large)]
     factor = (large.whole - small.whole) / (sums[1] - sums[0])
@@ -122,7 +122,7 @@ def probe_block(sizes: ProbeSizes, device: torch.device, half_size: float, barri
 
 
 def block_runner(sizes: ProbeSizes, samples: int, device: torch.device) -> Callable[[], None]:
-    """Returns what runs a block forward and backward and waits for the device.
+    """Returns a function that runs a block's forward and backward and waits for the device.
 
     Args:
         sizes: What is run.
@@ -146,7 +146,7 @@ def predict_block(sizes: ProbeSizes, samples: int, where: torch.device, device: 
     Args:
         sizes: What is run.
         samples: Samples of the micro-batch.
-        where: The block runs there once, to list its operations.
+        where: Device on which the block runs once, to list its operations.
         device: Its figures.
     """
     run = block_runner(sizes, samples, where)

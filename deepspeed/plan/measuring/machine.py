@@ -40,7 +40,7 @@ def measure_device(sizes: ProbeSizes | None = None) -> Device:
     """Returns the device of this machine with the constants that its ranks reach while all of them work.
 
     Every rank of the process group must call it; all get the same result. The ranks share memory and, on processors,
-    cores, so what is measured holds for as many ranks per node.
+    cores, so the result is valid for this number of ranks per node.
 
     Args:
         sizes: Sizes of the block that is timed; None: those for processors, or for devices.
@@ -127,7 +127,7 @@ def _device(
     matmul, attention = (block.rates[kind] for kind in (OperationKind.MATMUL, OperationKind.ATTENTION))
     bandwidth = block.rates[OperationKind.TRAFFIC]
     source = f"ds_plan --measure: {ranks} ranks on a node with {os.cpu_count()} cores, torch {torch.__version__}"
-    if known is None:  # what is reached stands for what is possible
+    if known is None:  # unknown device: the reached rate replaces the peak rate
         is_cpu = where.type == "cpu"
         base = Device(
             name="cpu" if is_cpu else "other",

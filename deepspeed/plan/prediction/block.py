@@ -17,11 +17,11 @@ from deepspeed.plan.prediction.network_model import NetworkModel
 _FULL_SCORES = 5  # bytes per score that unfused attention with dropout keeps: softmax, mask, dropped scores
 _SOFTMAX, _SOFTMAX_BACKWARD = 4, 6  # bytes per score: one 16-bit value read and one written; two read and one written
 _SCORE_DROPOUT = 5  # bytes per score, of forward and of backward: a value read, one written, and a byte of the mask
-_LOSS, _LOSS_BACKWARD = 14, 22  # bytes per logit: cast to fp32, log-softmax; gradients of the loss, of both of these
+_LOSS, _LOSS_BACKWARD = 14, 22  # bytes per logit: cast to fp32 and log-softmax; the gradients of both
 _FUSED_LOSS = 4  # bytes per logit, of forward and of backward: two passes over 16-bit values
 _SCORE_GRADIENTS = 4  # bytes per score of unfused attention: the gradients of a softmax's result and of its input
-_WAIT_OF_CHUNKS = 0.25  # part of an exchange in chunks beside its product that is still waited for
-_CUT_LOSS = 8  # bytes per score that a loss over tensor ranks has beside: exponentials and their product, in fp32
+_WAIT_OF_CHUNKS = 0.25  # share of an exchange, overlapped in chunks with its product, that is still exposed
+_CUT_LOSS = 8  # bytes per logit that a loss over tensor ranks adds: exponentials and their product, in fp32
 _BACKWARD_FLOPS = 2.5  # of fused attention, over those of its forward: five products instead of two
 
 
@@ -34,7 +34,7 @@ class WorkTimes:
         attention: Attention.
         traffic: Elementwise operations.
         exposed: Exchanges that the next operation waits for, by axis.
-        exchanged: Exchanges, by axis, as long as they take, waited for or not.
+        exchanged: Full duration of exchanges by axis, waited for or not.
         flops: Number of floating-point operations.
         launches: Number of operations that the host starts.
     """
@@ -58,7 +58,7 @@ class WorkTimes:
         return self.compute + sum(self.exposed.values())
 
     def plus(self, other: WorkTimes, times: float = 1.0) -> WorkTimes:
-        """Returns this and ``times`` the other."""
+        """Returns the sum of this and ``times`` times ``other``."""
         return WorkTimes(
             self.matmul + times * other.matmul,
             self.attention + times * other.attention,
@@ -90,10 +90,10 @@ class BlockTimes:
 
     Attributes:
         forward: Forward.
-        backward: Whole backward, with the forward operations that it repeats.
+        backward: The whole backward, with recomputed forward operations.
         weight: Seconds of that backward that compute gradients of weights.
         kept: Bytes that forward keeps for backward.
-        passing: Highest number of further bytes while backward runs.
+        passing: Peak of additional bytes while backward runs.
         parameters: Elements of the parameters that this rank has; experts of other ranks do not count.
         expert_parameters: Elements of experts among ``parameters``.
         output: Bytes of the 16-bit logits; 0 for all but the head.
@@ -192,7 +192,7 @@ class BlockCost:
         return self._device.matmul(m, n, k, batch=batch, fp8=self._layout.is_fp8)
 
     def _casts(self, products: list[tuple[float, float, float, float]], *, is_backward: bool) -> float:
-        """Returns the seconds in which operands are cast to fp8, in two layouts. Backward casts only gradients.
+        """Returns the seconds of casting operands to fp8, in two layouts. Backward casts only gradients.
 
         An operand's two bytes are read, and a byte is written for each layout.
         """
@@ -227,7 +227,7 @@ class BlockCost:
         )
 
     def _block_traffic(self) -> tuple[float, float]:
-        """Returns the bytes that elementwise operations move, in forward and in backward, but for those on scores."""
+        """Returns the bytes that elementwise operations move, in forward and in backward, except those on scores."""
         shape, is_fused = self._shape, self._layout.is_compiled
         between, inside = self._between * shape.hidden, self._tokens * shape.hidden
         attended, pairs = self._tokens * self._heads * self._head, self._tokens * self._kv_heads * self._head
@@ -325,10 +325,10 @@ class BlockCost:
         forward.wait_along("context", once, once)
         backward.wait_along("context", once, once)
 
-    # -- what runs again, and what is kept ---------------------------------------------------------------------------
+    # -- recomputation, and what is kept -----------------------------------------------------------------------------
 
     def _recomputed(self, forward: WorkTimes, core: WorkTimes, last: tuple[float, float, float, float]) -> WorkTimes:
-        """Returns what backward computes again.
+        """Returns the forward work that backward recomputes.
 
         Args:
             forward: A block's forward.
@@ -349,7 +349,7 @@ class BlockCost:
         return WorkTimes()
 
     def _not_repeated(self, forward: WorkTimes, last: tuple[float, float, float, float]) -> WorkTimes:
-        """Returns the end of a block's forward, which torch does not run again, as backward does not need its result.
+        """Returns the end of a block's forward, which torch does not recompute, as backward does not need its result.
 
         This is the last product, the exchange of its result, and the sum with the residual stream.
         """
@@ -380,7 +380,7 @@ class BlockCost:
         return self._kept_of_all() + (self._kept_scores() if layout.recompute == "none" else 0.0)
 
     def _kept_of_all(self) -> float:
-        """Returns the bytes that a block keeps where nothing runs again, but for scores of unfused attention."""
+        """Returns the bytes that a block keeps without recomputation, except scores of unfused attention."""
         shape, layout, hidden = self._shape, self._layout, self._shape.hidden
         attended, rows = self._heads * self._head, self._rows
         operand = 1 if layout.is_fp8 else 2  # bytes of what a projection keeps
@@ -408,7 +408,7 @@ class BlockCost:
         return self._layout.micro_batch * self._heads * self._own * self._seen
 
     def _passing(self) -> float:
-        """Returns the most bytes that a block's backward has beside ``_kept``: gradients and what it computes again."""
+        """Returns the peak bytes of a block's backward beside ``_kept``: gradients and recomputed activations."""
         shape, hidden = self._shape, self._shape.hidden
         # Of a gated activation's result and both factors; of a plain one's result and input.
         wide = 2 * self._rows * shape.width / self._layout.tensor * (3 if shape.is_gated else 2)

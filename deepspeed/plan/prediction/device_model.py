@@ -1,7 +1,7 @@
-"""How long one operation takes on a device.
+"""Estimates the time of one operation on a device.
 
-A matrix product runs at a share of the peak that falls with small sizes; what only moves values runs at a share of the
-memory's bandwidth; a fused attention kernel has a share of its own. ``DeviceEfficiency`` has the shares.
+A matrix product reaches a share of the peak, lower for small sizes; elementwise operations reach a share of the
+memory bandwidth; a fused attention kernel has a separate share. ``DeviceEfficiency`` has the shares.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class DeviceModel:
     """Turns operations into seconds.
 
     Attributes:
-        device: On which they run.
+        device: The device.
     """
 
     device: Device

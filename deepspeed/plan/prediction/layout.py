@@ -1,4 +1,4 @@
-"""How ranks share a decoder and a batch."""
+"""The layout of a job: how ranks share a decoder and a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepspeed.plan.pipeline import Pipeline
 from deepspeed.plan.prediction.network_model import RankGroup
 
 RECOMPUTATIONS = ("none", "selective", "attention", "full")
-"""What runs again in backward: nothing; all but every other matrix product and fused attention (per operation);
+"""What backward recomputes: nothing; all except every other matrix product and fused attention (per operation);
 attention between its projections; whole blocks."""
 
 _MOST_IN_HOST = 10**9  # elements: the default of offload_param.max_in_cpu
@@ -22,7 +22,7 @@ _MOST_IN_HOST = 10**9  # elements: the default of offload_param.max_in_cpu
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Degrees of all axes, the batch, and what is done to save memory or time.
+    """Degrees of all axes, the batch, and options that save memory or time.
 
     Neighbouring ranks share layers, then sequences, then batches; stages are furthest apart.
 
@@ -32,12 +32,12 @@ class ParallelLayout:
         chunks: Chunks of each stage.
         schedule: The schedule of the pipeline.
         context: Ranks that share sequences.
-        is_ring: They send keys and values round; otherwise they exchange tokens for heads.
-        balances_ring: Tokens are assigned so that all ranks of the ring have as many scores of a causal attention.
+        is_ring: These ranks use ring attention; otherwise they exchange tokens for heads.
+        balances_ring: Tokens are assigned so that causal attention has equally many scores on all ranks of the ring.
         experts: Ranks that share experts; they are neighbours among those that share a batch.
         data: Ranks that share a batch.
         stage: ZeRO stage.
-        shard_ranks: Ranks that share states, where these are fewer than those that share a batch; None: all.
+        shard_ranks: Ranks that share states, if fewer than those that share a batch; None: all.
         micro_batch: Samples of a forward.
         accumulation: Micro-batches of a step.
         recompute: One of :data:`RECOMPUTATIONS`.
@@ -51,22 +51,22 @@ class ParallelLayout:
         overlaps_gather: At stages 1 and 2 updated parameters are gathered while the next forward runs, as in Megatron.
             This engine waits for them.
         gradient_bytes: Bytes of an element of the exchanged gradients.
-        lighter_ends: Layers that the first and the last chunk have less than the others; None: as few as need be.
-        imbalance: Rows of the busiest rank's experts over those of the mean.
+        lighter_ends: How many layers fewer the first and the last chunk have; None: as few as possible.
+        imbalance: Tokens of the busiest rank's experts over the mean.
         offload: Optimizer states are in host memory, which updates them; at stages 2 and 3 shards of gradients too.
         offload_parameters: At stage 3, shards of parameters are in host memory.
         states_on_disk: With ``offload``, optimizer states are in files: read, updated and written one after the other.
         most_in_host: With ``offload_parameters``, elements of a rank's shards that stay in host memory; the others are
             in files. None: all stay.
-        is_fsdp: Stage 3 as FSDP has it: shards of parameters and gradients are in fp32 alone, and cast as they are
-            gathered; embedding and head are gathered together and stay so until the end of the backward, and their
-            gradients wait for it.
+        is_fsdp: Stage 3 as in FSDP: shards of parameters and gradients are in fp32 only and cast when
+            gathered; embedding and head are gathered together until the end of the backward, and their
+            gradients are reduced then.
         keeps_outputs: The last stage of a pipeline keeps the logits of all micro-batches until the step ends, as
             ``torch.distributed.pipelining`` does unless it is set not to return them.
         summed_bytes: Bytes of an element of the gradients kept until the update; None: ``gradient_bytes``.
-        is_megatron: What Megatron's kernels do otherwise than torch's: with ``recompute="full"`` blocks run again to
-            their end; with ``is_fp8``, weights are cast once per step; with ``cuts_norms``, tokens come before samples,
-            so that gathered parts are in order.
+        is_megatron: Megatron's behaviour instead of torch's: with ``recompute="full"`` whole blocks are recomputed;
+            with ``is_fp8`` weights are cast once per step; with ``cuts_norms`` tokens come before samples, so that
+            gathered parts are in order.
         sums_in_products: The product that computes the gradient of a weight adds it to the sum over micro-batches.
     """
 
@@ -218,7 +218,7 @@ def layout_of(
     accumulation: int | None = None,
     **options: Any,
 ) -> ParallelLayout:
-    """Returns the layout that a configuration means.
+    """Returns the layout of a configuration.
 
     Args:
         config: The ds_config as a dict.

@@ -1,4 +1,4 @@
-"""How long a collective takes between ranks that lie on some nodes.
+"""Estimates the time of a collective between ranks on some nodes.
 
 A ring passes every byte over each link once, so the slowest link on the way gives the rate: inside a node the links
 between devices, between nodes the network, of which every device of the node that takes part has its own share. Each
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from deepspeed.plan.machine import Machine
 
 _INSIDE = 1.5e-6  # seconds of one step of a ring inside a node
-_BETWEEN = 8e-6  # and between two nodes
+_BETWEEN = 8e-6  # seconds of one step between two nodes
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class RankGroup:
     """Ranks of a collective: every ``stride``-th rank, ``size`` of them.
 
     Attributes:
-        size: How many.
+        size: Number of ranks.
         stride: From one to the next, in ranks of the job.
     """
 
@@ -35,7 +35,7 @@ class NetworkModel:
     """Turns collectives into seconds.
 
     Attributes:
-        machine: On which they run.
+        machine: The machine.
     """
 
     machine: Machine
@@ -56,18 +56,18 @@ class NetworkModel:
         return max(inside, between) + steps + self._start
 
     def all_reduce(self, nbytes: float, group: RankGroup) -> float:
-        """Returns the seconds of a sum of ``nbytes`` that all get."""
+        """Returns the seconds of an all-reduce of ``nbytes``."""
         if group.size == 1 or nbytes <= 0:
             return 0.0
         domains, near = self.spread(group)
         steps = 2 * (_INSIDE * near + _BETWEEN * math.log2(domains)) + self._start
         alone = _INSIDE * (group.size - domains) + _BETWEEN * (domains - 1) + self._start
-        # On processors a sum of more than two ranks is a reduction and a gather, which all ranks start anew.
+        # On processors a sum of more than two ranks is a reduction and a gather, which each costs a start.
         again = self._start if self.machine.device.cores and group.size > 2 else 0.0
         return 2 * (self.gather(nbytes, group) - alone) + min(steps + again, 2 * alone)
 
     def all_to_all(self, nbytes: float, group: RankGroup) -> float:
-        """Returns the seconds of an exchange in which each rank has ``nbytes``, equally many for every rank."""
+        """Returns the seconds of an all-to-all in which each rank has ``nbytes``, equally many for every rank."""
         if group.size == 1 or nbytes <= 0:
             return 0.0
         domains, near = self.spread(group)

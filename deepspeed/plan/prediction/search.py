@@ -1,8 +1,8 @@
-"""Looks for the fastest layouts of a model on a machine.
+"""Searches for the fastest layouts of a model on a machine.
 
-All divisors of the ranks are tried along all axes. What cannot fit (its states alone are too large) is left out before
-its time is worked out; the idle time of pipelines is a formula in the first round, and the schedule is simulated
-for the best ones only.
+All divisors of the ranks are tried along all axes. Layouts whose states alone do not fit are left out before
+their time is computed; the idle time of pipelines is a formula in the first round, and schedules are simulated
+for the best layouts only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deepspeed.plan.prediction.step import PredictedStep, StepModel, StepSetup, 
 _REFINED = 40  # layouts of the first round whose schedules are simulated
 _MOST_MICRO_BATCH = 64
 _MOST_TENSOR, _MOST_CONTEXT = 64, 16
-_LONG = 16384  # tokens from which sequences are divided among ranks though there are samples for all
+_LONG = 16384  # tokens from which sequences are divided even if there are enough samples for all ranks
 _LEAST_TOKENS = 2048  # of a divided sequence that a rank has
 _VEE = 2  # chunks of a stage whose chunks are those at both ends
 _RECOMPUTE = ("none", "selective", "full")
@@ -36,7 +36,7 @@ class RankedLayout:
 
     Attributes:
         step: Its predicted step.
-        reason: What sets it apart from the fastest one.
+        reason: How it differs from the fastest one.
     """
 
     step: PredictedStep
@@ -49,8 +49,8 @@ class LayoutSearch:
 
     Attributes:
         best: The fastest layouts that fit, in order.
-        tried: How many were looked at.
-        refused: Why the others are not among the best, and how many there are of each reason.
+        tried: Number of layouts considered.
+        refused: Reasons why layouts were excluded, with the number of layouts of each.
     """
 
     best: list[RankedLayout]
@@ -71,10 +71,10 @@ def search_layouts(
 
     Args:
         shape: The model.
-        machine: Its ranks are all used.
+        machine: The machine; all its ranks are used.
         tokens: Tokens of a sample.
         samples: Samples of a step, over all ranks.
-        base: Has what is not searched: fp8, compilation, cuts along the sequence and so on.
+        base: The options that are not searched: fp8, compilation, cuts along the sequence and so on.
         count: How many of the best are returned.
 
     Returns:
@@ -189,7 +189,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _costs(step: PredictedStep) -> dict[str, float]:
-    """Returns the seconds beside those of one pass of products, by what they go to."""
+    """Returns the seconds beyond those of one pass of matrix products, by cause."""
     found = {f"waits along {axis}": seconds for axis, seconds in step.exposed.items()}
     found["waits for other stages"] = step.bubble
     found["elementwise operations"] = step.traffic

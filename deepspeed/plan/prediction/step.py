@@ -1,7 +1,7 @@
 """Predicts the time and the memory of a training step from those of its blocks.
 
-Only what the engine overlaps overlaps here. Gathers of stage 3 run one layer ahead, gradients are sent while backward
-continues, and the update comes last. Every other exchange is waited for.
+Only transfers that the engine overlaps are overlapped here. Gathers of stage 3 run one layer ahead, gradients are sent
+while backward continues, and the update comes last. Every other exchange is waited for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FILE_BYTES = 12  # per element of states in files: master weight and two states
 _STORED_BYTES = 14  # per element of parameters that come from the device into host memory, rounded and copied there
 _UPDATE_LAUNCHES = 100
 _MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated; longer ones take the formula
-_MUCH = 1e6  # times as fast: what it takes is nothing then
+_MUCH = 1e6  # speed-up that makes a cost negligible
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class PredictedStep(StepTimes):
 
     Attributes:
         setup: What was predicted.
-        flops: Operations of a rank, with those that run again.
-        device_bytes: Bytes that the allocator of a device reserves at most.
+        flops: Operations of a rank, including recomputation.
+        device_bytes: Peak of bytes that the device's allocator reserves.
         state_bytes: Parameters, gradients and optimizer states in that sum.
-        activation_bytes: What forwards keep for backward in that sum, but for logits.
+        activation_bytes: Activations kept for backward in that sum, except logits.
         memory: The bytes of that stage, by part.
     """
 
@@ -108,7 +108,7 @@ class PredictedStep(StepTimes):
 
     @property
     def needed_bytes(self) -> float:
-        """Bytes that a device must have: tensors and, if that is more than the headroom, what is beside them."""
+        """Bytes that a device must have: tensors, and other memory where it exceeds the headroom."""
         machine = self.setup.machine
         return self.memory.needed(machine.headroom * machine.device_memory)
 
@@ -165,7 +165,7 @@ class ChunkTimes:
     """The layers of a chunk, for one micro-batch.
 
     Attributes:
-        parts: What it consists of, in the order of a forward, and how many there are of each.
+        parts: Its parts in the order of a forward, with the number of each.
         forward: Forward.
         backward: Whole backward.
         weight: Seconds of that backward that compute gradients of weights.
@@ -193,7 +193,7 @@ class DataExchangeTimes:
         reduce: The reduction of gradients.
         gather_wait: The part of ``gather`` that computation waits for; not used for a block.
         reduce_wait: The same of ``reduce``.
-        is_beside: They run beside computation, which they slow.
+        is_beside: They overlap with computation, which they slow down.
     """
 
     gather: float = 0.0
@@ -321,7 +321,7 @@ class StepModel:
         return DataExchangeTimes(max(gather, self._seconds_up(2 * dense / layout.shards)), reduce)
 
     def _seconds_up(self, nbytes: float) -> float:
-        """Returns the seconds until a rank's shard of a block is on the device; the next one comes up meanwhile."""
+        """Returns the seconds until a rank's shard of a block is on the device; the next one is copied meanwhile."""
         layout, machine = self._layout, self._setup.machine
         if not layout.offload_parameters or machine.device.host_link <= 0:
             return 0.0
@@ -360,7 +360,7 @@ class StepModel:
         """Returns the stages of the pipeline, in order."""
         return self._memory.stages
 
-    # -- what comes once per step ------------------------------------------------------------------------------------
+    # -- once per step -----------------------------------------------------------------------------------------------
 
     def _exposed_data(self, stage: StageState, chunks: Sequence[ChunkTimes]) -> float:
         """Returns the seconds that sums of gradients and gathers of updated parameters cost, once per step."""
@@ -475,7 +475,7 @@ def predict_step(setup: StepSetup, *, is_quick: bool = False) -> PredictedStep:
 
 
 def refuse_unknown_rates(machine: Machine) -> None:
-    """Raises unless everything is known that predicted times need.
+    """Raises if a rate that predicted times need is unknown.
 
     Raises:
         DeepSpeedConfigError: A rate is not known.
@@ -488,7 +488,7 @@ def refuse_unknown_rates(machine: Machine) -> None:
 
 
 def _refuse_uneven(setup: StepSetup) -> None:
-    """Raises where ranks would have unequal parts of a layer or of a sample."""
+    """Raises if ranks would have unequal parts of a layer or a sample."""
     shape, layout, tokens = setup.shape, setup.layout, setup.tokens
     if shape.heads % layout.tensor:
         raise DeepSpeedConfigError(
@@ -512,7 +512,7 @@ def _refuse_uneven(setup: StepSetup) -> None:
 
 
 def costs_turned_off(step: PredictedStep) -> list[tuple[str, float]]:
-    """Returns what would help and the seconds that it would save, the most helpful first.
+    """Returns possible improvements and the seconds that each would save, the largest first.
 
     Args:
         step: The step.

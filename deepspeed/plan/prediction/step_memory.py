@@ -1,9 +1,9 @@
-"""Predicts the memory of a step, part by part, on the stage of a pipeline that needs most.
+"""Predicts the memory of a step by part, on the pipeline stage that needs most.
 
 A rank holds states all the time and activations as long as its backward needs them. The peak is the highest of four
 moments: the gradient of the logits, the gradient of the head's weight, the backward of the last block, and that of the
-first block. Each moment has parts of its own beside those. The allocator of the device rounds sizes up and leaves gaps;
-the driver and the communicators have memory that no tensor shows.
+first block. Each moment adds its own tensors. The allocator of the device rounds sizes up and leaves gaps;
+the driver and the communicators use memory outside tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from deepspeed.plan.prediction.layout import ParallelLayout
 STATES = ("parameters", "gradients", "optimizer states")
 """Names of the parts that a rank holds all the time."""
 _GAPS = 0.11
-"""Share of what comes and goes that torch's caching allocator reserves beyond it: sizes rounded up, and gaps that no
-tensor fits into. One constant, from the fitting half of the published runs that state what was reserved; 0.10 to 0.15
+"""What torch's caching allocator reserves beyond tensors that come and go, as a share of these: sizes rounded up, and
+gaps that no tensor fits into. One constant, from the fitting half of the published runs that state what was reserved;
+0.10 to 0.15
 do about as well there."""
 _REUSED = 0.5e9  # elements before the loss that are still gathered after it: half of stage3_max_reuse_distance
 _CONTEXT = 512 * 2**20  # bytes of a CUDA context with torch's kernels and a workspace of cuBLAS: a rough value
@@ -32,10 +33,10 @@ class MemoryParts:
     """The bytes of the stage that needs most, at the moment when it needs most.
 
     Attributes:
-        tensors: Bytes of tensors by what they are for.
+        tensors: Bytes of tensors by purpose.
         gaps: Bytes that the allocator reserves beyond them, because it rounds sizes up and leaves gaps.
         cached: Bytes that were freed before the peak and that the allocator keeps: the 16-bit logits, in a block too
-            small for those in fp32. It gives such blocks back before it runs out of memory.
+            small for the fp32 logits. It releases such blocks before it runs out of memory.
         context: Bytes of the driver and its libraries.
         communicators: Bytes of the buffers of all communicators.
     """
@@ -60,7 +61,7 @@ class MemoryParts:
         """Returns the bytes that a device must have.
 
         Args:
-            headroom: Bytes that are left to everything but tensors, where that is more than the parts predicted for it.
+            headroom: Bytes reserved for memory outside tensors, used if more than is predicted for it.
         """
         return sum(self.tensors.values()) + max(headroom, self.gaps + self.context + self.communicators)
 
@@ -80,8 +81,8 @@ class StageState:
         experts: Elements of experts among them.
         ends: Elements of the embedding and the head among them.
         layers: Blocks of all its chunks.
-        chunks: Places of its chunks in the model.
-        has_head: True: it computes the loss.
+        chunks: Positions of its chunks in the model.
+        has_head: It has the head and computes the loss.
     """
 
     parameters: float = 0.0
@@ -169,9 +170,9 @@ class StepMemory:
 
     @property
     def _has_chunks_in_turn(self) -> bool:
-        """Whether a chunk ends its backwards before the previous one begins its own, which has no gradients until then.
+        """Whether a chunk finishes all backwards before the previous chunk starts its own and so has no gradients yet.
 
-        Interleaved schedules are so while all micro-batches go through a chunk in one group. FSDP makes gradients in
+        True for interleaved schedules if all micro-batches pass a chunk in one group. FSDP allocates gradients in
         the first backward; others have buffers for them.
         """
         layout = self._layout
@@ -259,7 +260,7 @@ class StepMemory:
     def _dense(self) -> float:
         return self._block.parameters - self._block.expert_parameters
 
-    # -- what a stage holds ------------------------------------------------------------------------------------------
+    # -- states of a stage -------------------------------------------------------------------------------------------
 
     def _states(self, share: StageState, are_shards: bool) -> dict[str, float]:
         """Returns the parts that a rank holds all the time; ``are_shards``: of its gradients only its own shard."""

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, of a prediction by layout and of a replayed step alike."""
+"""The time of a step by cause, for predicted and for replayed steps."""
 
 from __future__ import annotations
 

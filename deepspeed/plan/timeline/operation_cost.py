@@ -1,4 +1,4 @@
-"""What an operation of a simulated step costs: its kind of kernel, its sizes, the bytes that it reads and writes."""
+"""The cost of an operation of a simulated step: kind of kernel, sizes, bytes read and written."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class OperationKind(enum.Enum):
     MATMUL = "matrix product"
     ATTENTION = "attention"
     TRAFFIC = "elementwise"
-    FREE = "free"  # no kernel: allocations, views, questions about shapes
+    FREE = "free"  # no kernel: allocations, views, queries of shapes
 
 
 @dataclass(frozen=True)
 class OperationCost:
-    """One operation.
+    """The cost of one operation.
 
     Attributes:
         name: Torch's name of the operation.
@@ -34,7 +34,7 @@ class OperationCost:
         nbytes: Bytes read and written.
         sides: m, n, k and number of matrix products; zeros otherwise.
         head_size: Head size of attention; 0 otherwise.
-        is_causal: Half of attention's operations count.
+        is_causal: Attention is causal, so half of its operations count.
         is_backward: A kernel of the backward.
     """
 
@@ -73,7 +73,7 @@ class OperationCost:
 
 FREE = OperationCost("", OperationKind.FREE)
 _LINEAR = ("mm", "addmm")
-_FP8_SIDE = 16  # of which the sides of a product in fp8 are multiples
+_FP8_SIDE = 16  # the sides of a product in fp8 are multiples of it
 _NO_KERNEL = (
     "empty",
     "new_empty",
@@ -93,13 +93,13 @@ _LOOKS_UP = frozenset({"embedding", "index_select", "gather", "index"})
 def cost_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, flops: int, *, device_type: str = "meta"
 ) -> OperationCost:
-    """Returns what an operation costs.
+    """Returns the cost of an operation.
 
     Args:
         func: The operation.
         args: Its arguments.
         kwargs: Its arguments by keyword.
-        result: What it gave.
+        result: Its result.
         flops: By torch's formula; 0 where there is none.
         device_type: The device type of the tensors that count; an operation without any costs nothing.
     """
@@ -120,14 +120,14 @@ def cost_of(
         return OperationCost(name, OperationKind.MATMUL, flops, sides=_sides(name, given, made, flops))
     written = _shares_storage(made, given)
     if written and not name.endswith("_"):
-        return FREE  # shows an argument in another way
+        return FREE  # a view of an argument
     if name in _LOOKS_UP:
         return OperationCost(name, OperationKind.TRAFFIC, nbytes=2 * _nbytes(made))
     return OperationCost(name, OperationKind.TRAFFIC, nbytes=_nbytes(given) + _nbytes(made))
 
 
 def cost_of_lists(args: tuple[Any, ...]) -> OperationCost:
-    """Returns what an operation on lists of tensors costs, in place: a copy of one list to another, or an update.
+    """Returns the cost of an in-place operation on lists of tensors: a copy of one list to another, or an update.
 
     An update reads all lists and writes all but the second, that of the gradients.
     """
@@ -154,7 +154,7 @@ def _shares_storage(made: list[torch.Tensor], given: list[torch.Tensor]) -> bool
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Returns the bytes of tensors; of those that repeat values, what is stored."""
+    """Returns the bytes of tensors; of expanded ones only what is stored."""
     total = 0
     for tensor in tensors:
         if tensor.layout is torch.strided:

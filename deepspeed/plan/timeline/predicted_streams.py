@@ -1,8 +1,7 @@
-"""The streams of a step that was predicted from its layout: of the busiest stage, and of the first and the last one.
+"""The streams of a step predicted from its layout: of the first, the busiest and the last stage.
 
-Every pass of a micro-batch through a chunk is drawn block by block, where the schedule puts it. Within a block the
-kinds of work stand one after another, then what the block waits for: a prediction by layout does not determine how they
-alternate.
+Every pass of a micro-batch through a chunk is drawn block by block, at its time in the schedule. Within a block the
+kinds of work come one after another, then its waits: a prediction by layout does not determine their real order.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from deepspeed.plan.prediction.block import BlockTimes, WorkTimes
 from deepspeed.plan.prediction.step import ChunkTimes, DataExchangeTimes, PredictedStep, StepModel
 from deepspeed.plan.timeline.replay import COMPUTE, HOST, SpanFlow, StreamSpan
 
-_SAME_TIME = 1e-9  # seconds: differences up to this are of rounding
-_MOST_PASSES = 4_000  # of blocks on a stage; of longer steps fewer micro-batches are drawn
+_SAME_TIME = 1e-9  # seconds: smaller differences are rounding errors
+_MOST_PASSES = 4_000  # most passes of blocks drawn per stage; beyond it fewer micro-batches are drawn
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class _SpanBuilder:
     spans: list[StreamSpan] = field(default_factory=list)
     flows: list[SpanFlow] = field(default_factory=list)
     clock: float = 0.0
-    _exchanges: list[StreamSpan] = field(default_factory=list)  # that nothing has waited for
+    _exchanges: list[StreamSpan] = field(default_factory=list)  # not waited for yet
 
     def add(self, name: str, seconds: float) -> None:
         if seconds > 0:
@@ -127,7 +126,7 @@ def moved(streams: PassTimeline, by: float) -> PassTimeline:
 
 
 def flows_between(stages: Mapping[str, StageTimeline]) -> list[SpanFlow]:
-    """Returns all dependencies: inside the stages, and of what one stage sends to another, through others or not.
+    """Returns all dependencies: inside stages, and for data sent from one stage to another, directly or through others.
 
     Args:
         stages: By name of a rank, the computations of its stage.
@@ -209,7 +208,7 @@ def _pass(model: StepModel, chunk: ChunkTimes, kind: Kind) -> PassTimeline:
     whole = chunk.forward if kind is Kind.FORWARD else chunk.backward
     layers, each = sum(name == "block" for name, _, _ in units), model.layer_exchanges()
     waits = _layer_waits(each, units, layers, kind)
-    # Where exchanges take less than their waits, as in a prediction, and what they slow beside them.
+    # Exchanges may take less time than their waits, as in a prediction, plus the computation that they slow down.
     exposed = whole.exposed.get("data", 0.0)
     wait = min(1.0, whole.exchanged.get("data", 0.0) / waits.total) if waits.total else 0.0
     slowed = max(0.0, exposed - wait * waits.total) / max(layers, 1)
@@ -258,7 +257,7 @@ def _layer_waits(
 
 
 def _unit(made: _SpanBuilder, name: str, work: WorkTimes, times: BlockTimes, kind: Kind) -> None:
-    """A block, the embedding or the head: what it computes, then what it waits for."""
+    """Adds a block, the embedding or the head: its computation, then its waits."""
     begin = made.clock
     made.add(f"{name}: elementwise operations", work.traffic)
     made.add(f"{name}: matrix products", work.matmul - (times.weight if kind is Kind.BACKWARD_INPUT else 0.0))

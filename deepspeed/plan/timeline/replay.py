@@ -1,11 +1,11 @@
-"""Gives the events of a recorded step their times.
+"""Computes the times of the events of a recorded step.
 
-The host issues events in order, each for a little of its time. An operation starts when it is issued and its stream is
-free; an exchange when it is issued, what its stream was given before is done, and its communicator, and for ranks on
-several nodes the network, are free. A wait holds its stream up until the exchange or the event is over. Nothing else
-orders anything, so what overlaps is what the program lets overlap.
+The host issues events in order, each of which takes a little time. An operation starts when it is issued and its stream
+is free; an exchange when it is issued, earlier work of its stream is done, and its communicator, and for ranks on
+several nodes the network, are free. A wait blocks its stream until the exchange or the event is over. There is no other
+ordering, so transfers overlap exactly where the program allows it.
 
-What runs on other streams beside computation slows it, operations as much as exchanges.
+Operations and exchanges on other streams slow computation that runs at the same time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _READ = 10e-6  # seconds from the device's end of work until the host continues
 
 
 class StreamSpan(NamedTuple):
-    """Something that a stream does."""
+    """Something that a stream does, with start and end."""
 
     stream: str
     name: str
@@ -68,7 +68,7 @@ class SpanFlow(NamedTuple):
 
 
 class _ReplayedTransfer(NamedTuple):
-    """An exchange, or what a stream beside that of computation does, with its times.
+    """An exchange, or work of a side stream, with its times.
 
     The axis of an operation is empty, that of a copy between device and host ``_COPIES``.
     """
@@ -80,10 +80,10 @@ class _ReplayedTransfer(NamedTuple):
 
 @dataclass
 class _SideStream:
-    """A stream beside that of computation.
+    """A side stream: any stream other than that of computation.
 
     Attributes:
-        free: When all that it was given is done.
+        free: When all its work is done.
         copies: When its last copy between device and host is done.
         transfers: By number, the exchanges that it waited for, and by numbers below 0 its operations and copies.
     """
@@ -99,14 +99,14 @@ class ReplayTimes:
 
     Attributes:
         work: Computation by kind of kernel, that of updates left out.
-        exposed: By axis, exchanges that computation waited for, and what they took from it while they ran beside it.
-        host: Time in which the device had nothing to do, as the host had not issued it or read something.
+        exposed: By axis, waits for exchanges, and the slowdown of computation beside them.
+        host: Time in which the device was idle because the host had issued nothing or was reading a value.
         copies: Waits for copies between device and host.
         files: Waits for reads and writes of files.
         update: Computation of updates.
         seconds: Until everything is over.
-        spans: What each stream did.
-        flows: What started an exchange or a copy, and what waited for it.
+        spans: The spans of each stream.
+        flows: Dependencies of exchanges and copies on their inputs, and of waits on them.
         marks: When parts of the step began.
     """
 
@@ -128,7 +128,7 @@ class ReplayRunner:
     Args:
         device: Turns operations into seconds.
         network: Turns exchanges into seconds.
-        is_asynchronous: The device works beside the host; False for training on processors.
+        is_asynchronous: The device runs asynchronously to the host; False for training on CPUs.
     """
 
     def __init__(self, device: DeviceModel, network: NetworkModel, *, is_asynchronous: bool = True) -> None:
@@ -161,10 +161,10 @@ class ReplayRunner:
         self._works: dict[int, _ReplayedTransfer] = {}  # those that were not waited for
         self._beside: dict[int, _SideStream] = defaultdict(_SideStream)
         self._records: dict[int, _SideStream] = {}  # as the stream was at the event
-        self._charged: set[int] = set()  # transfers whose cost computation has paid
+        self._charged: set[int] = set()  # transfers whose cost has been charged to computation
         self._operations = 0  # on other streams
         self._phase = ""
-        self._last: dict[str, StreamSpan] = {}  # by stream, the last span that it works, or waits for
+        self._last: dict[str, StreamSpan] = {}  # by stream, its last span, or the last that it waits for
         self._recorded: dict[int, StreamSpan | None] = {}  # by event, the last span of its stream before it
         self._spans_of: dict[int, StreamSpan] = {}  # by number of a transfer that nothing waited for
         self._file_spans: dict[int, StreamSpan] = {}
@@ -180,7 +180,7 @@ class ReplayRunner:
         ends += [stream.free for stream in self._beside.values() if stream.free > stream.copies]
         copies = [stream.copies for stream in self._beside.values()]
         last = max([own, self._down, *ends, *copies])
-        # What is still written then is written beside the next step, which begins with a disk that is as busy.
+        # Unfinished writes overlap with the next step, which starts with an equally busy disk.
         self._found.files += max(0.0, max(self._disk_busy.values()) - last)
         last = max(last, *self._disk_busy.values())
         waits = max(0.0, max(ends, default=0.0) - own)
@@ -225,7 +225,7 @@ class ReplayRunner:
         self._end_flows(self._add_span(COMPUTE, cost.name, begin, self._compute))
 
     def _idle_until(self, begin: float) -> None:
-        """Lets computation wait for the host until a time, and books what the host did meanwhile."""
+        """Makes computation wait for the host until a time, and charges the wait to what the host did meanwhile."""
         gap = begin - self._compute
         updated, self._updated = min(self._updated, gap), 0.0
         copied, self._copied = min(self._copied, gap - updated), 0.0
@@ -252,7 +252,7 @@ class ReplayRunner:
         elif event.name == "all_to_all":
             find = self._network.exchange_of_activations if is_of_layers else self._network.all_to_all
             seconds = find(event.nbytes, group)
-        elif event.name == "send":  # a hop of a ring: all wait for the one between nodes, where there is one
+        elif event.name == "send":  # a step of a ring, as slow as its slowest hop: that between nodes, if any
             is_far = self._network.spread(group)[0] > 1
             seconds = self._network.send(event.nbytes, self._network.machine.link_domain if is_far else group.stride)
         else:
@@ -304,7 +304,7 @@ class ReplayRunner:
         self._let_wait(event.stream, self._recorded.get(event.record))
 
     def _hold_up(self, transfers: Mapping[int, _ReplayedTransfer], until: float) -> None:
-        """Lets computation wait until a time, and pay for the exchanges that are over by then."""
+        """Makes computation wait until a time, and charges the exchanges that are over by then."""
         if until > self._compute:  # nothing waits before the host has issued the wait
             self._idle_until(max(self._compute, min(self._host, until)))
         start = self._compute
@@ -322,7 +322,7 @@ class ReplayRunner:
             self._add_wait(axis, waits + slowed)
             taken += slowed
         last = next((work.axis for work in reversed(new) if work.axis), "")
-        if unexplained > 0:  # it had not begun when the wait did
+        if unexplained > 0:  # it began after the wait
             self._add_wait(last, unexplained)
         if until > start:
             name = last or "another stream"
@@ -331,7 +331,7 @@ class ReplayRunner:
         self._draw(COMPUTE, f"slowed: {last}", self._compute - taken, self._compute)
 
     def _draw(self, stream: str, name: str, begin: float, end: float) -> None:
-        """Adds a span to the picture, if there is one."""
+        """Adds a span unless its duration is 0."""
         if end > begin:
             self._found.spans.append(StreamSpan(stream, name, begin, end))
 
@@ -358,12 +358,12 @@ class ReplayRunner:
             self._sources[stream].clear()
 
     def _wait_for_transfers(self, stream: str, numbers: Iterable[int]) -> None:
-        """Lets the next operation of the host or of computation depend on transfers."""
+        """Makes the next operation of the host or of computation depend on transfers."""
         found = (self._spans_of.pop(number, None) for number in numbers)
         self._sources[stream] += [span for span in found if span is not None]
 
     def _let_wait(self, stream: int, source: StreamSpan | None) -> None:
-        """Lets what a stream does next depend on ``source``, if that ends after what the stream did before."""
+        """Makes a stream's next operation depend on ``source``, if that ends after the stream's previous work."""
         before = self._last.get(_name_of(stream))
         if source is not None and (before is None or source.end > before.end):
             self._last[_name_of(stream)] = source
@@ -395,7 +395,7 @@ class ReplayRunner:
             self._start_flow(event.stream, self._add_span(COPY_DOWN, "copy", begin, self._down))
 
     def _copy_beside(self, event: CopyEvent, seconds: float) -> None:
-        """Runs a copy on a stream beside that of computation: behind what this was given, and behind the link's."""
+        """Runs a copy on a side stream: after earlier work of the stream, and earlier copies on the link."""
         stream = self._beside[event.stream]
         self._host += self._launch
         begin = max(stream.free, self._host, self._link_free[event.is_up])
@@ -408,7 +408,7 @@ class ReplayRunner:
             self._spans_of[-self._operations] = span
 
     def _start_file(self, event: FileEvent) -> None:
-        """Starts a read or a write: each direction has the disk's rate, which the ranks of a node share."""
+        """Starts a read or a write. Each direction has the disk's rate, which the ranks of a node share."""
         machine = self._network.machine
         seconds = event.nbytes * machine.devices_per_node / machine.disk
         self._disk_busy[event.is_read] += seconds

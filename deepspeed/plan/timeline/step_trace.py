@@ -50,7 +50,7 @@ class StreamRecordEvent(NamedTuple):
 
 
 class StreamWaitEvent(NamedTuple):
-    """The point at which a stream waits for event ``record``: all that the recording stream was given before it."""
+    """The point at which a stream waits for event ``record``: all work issued to the recording stream before it."""
 
     record: int
     stream: int
@@ -208,7 +208,7 @@ class TracedTransport:
     rank: int
     ranks: tuple[int, ...]
     _is_inside = False
-    _number = -1  # of the exchange that is being started
+    _number = -1  # number of the exchange that is being started
 
     def all_gather(self, flat: Any, **options: Any) -> Any:
         """Records and starts an all-gather."""
@@ -227,7 +227,7 @@ class TracedTransport:
         return self._traced("all_reduce", flat, functools.partial(self._plain.all_reduce, flat, out, how))
 
     def sum_in_place(self, flat: Any, label: str) -> Any:
-        """Records and starts an all-reduce where the transport has a call of its own for it, as gloo has."""
+        """Records and starts an all-reduce if the transport has one call for it, as gloo has."""
         work = self._plain.sum_in_place(flat, label)
         return None if work is None else self._traced("all_reduce", flat, lambda: work)
 
@@ -236,14 +236,14 @@ class TracedTransport:
         return self._traced("all_to_all", flat, functools.partial(self._plain.swap, flat, out, **options))
 
     def all_to_all(self, source: Any, sent: Any, out: Any, received: Any, **options: Any) -> Any:
-        """Records and starts an all-to-all of rows, which is a send where all of them are for one other rank."""
+        """Records and starts an all-to-all of rows; recorded as a send if all rows go to one other rank."""
         call = functools.partial(self._plain.all_to_all, source, sent, out, received, **options)
         others = sum(1 for rank, numel in enumerate(sent) if numel and rank != self.rank)
         return self._traced("send" if others == 1 and len(sent) > 2 else "all_to_all", source, call)
 
     @property
     def _plain(self) -> Any:
-        """The calls of the transport's own class."""
+        """The methods of the transport's own class."""
         return super()
 
     def _traced(self, name: str, flat: Any, call: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The time of a whole step from what was simulated of it."""
+"""Computes the time of a whole step from its simulated micro-batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TimedStep(StepTimes):
     Attributes:
         copies: Waits for copies between device and host, in seconds.
         files: Waits for reads and writes of files, in seconds.
-        spans: What each stream does in the micro-batches that were simulated.
+        spans: The spans of each stream in the simulated micro-batches.
         flows: Dependencies between these spans.
     """
 
@@ -50,7 +50,7 @@ class TimedStep(StepTimes):
         return super().seconds + self.copies + self.files
 
     def plus(self, part: ReplayTimes, times: float = 1.0) -> TimedStep:
-        """Returns this and ``times`` a part of the step."""
+        """Returns the sum of this and ``times`` times a part of the step."""
         axes = self.exposed.keys() | part.exposed.keys()
         return replace(
             self,
@@ -100,10 +100,10 @@ def time_step(events: Sequence[TraceEvent], machine: Machine, accumulation: int,
 
 @dataclass(frozen=True)
 class PipelineRecording:
-    """What the stages of a pipeline issue in a step.
+    """The events of a pipeline's stages in a step.
 
     Attributes:
-        events: By stage that was simulated, what it issued.
+        events: The events of each simulated stage.
         alike: By stage, the simulated one with the same layers.
         pipeline: Its stages and schedule.
         transfer: Seconds from the end of a computation until the next stage has its result.
@@ -116,7 +116,7 @@ class PipelineRecording:
 
 
 class PipelineTimes:
-    """Replays each kind of stage of a pipeline once, for the time of a step and for its picture.
+    """Replays each kind of pipeline stage once, for the time of a step and for its picture.
 
     Args:
         traces: The traces of the stages.
@@ -149,9 +149,9 @@ class PipelineTimes:
         return replace(found, bubble=max(0.0, idle.seconds - idle.busy))
 
     def streams(self) -> PredictedTimeline:
-        """Returns the streams of the first, the busiest and the last stage, with each pass where the schedule puts it.
+        """Returns the streams of the first, the busiest and the last stage, with each pass at its time in the schedule.
 
-        Stages that share processors are drawn as if each had its own.
+        Stages that share processors are drawn as if each had separate ones.
         """
         pipeline, alike, accumulation = self._traces.pipeline, self._traces.alike, self._accumulation
         busiest = min(stage for stage, other in alike.items() if other == self._busiest)
@@ -176,11 +176,11 @@ class PipelineTimes:
 
 @dataclass(frozen=True)
 class _TimedStage:
-    """A stage that never waits for others.
+    """The times of a stage without waits for other stages.
 
     Attributes:
-        passes: All of them.
-        tail: What comes after them.
+        passes: All its passes together.
+        tail: The end of the step after them.
         times: Times of its chunks for one micro-batch.
         parts: By chunk and phase, one micro-batch.
     """
@@ -236,7 +236,7 @@ def _scaled(step: TimedStep, by: float) -> TimedStep:
 
 def _time_stage(replay: ReplayRunner, events: Sequence[TraceEvent], accumulation: int, transfer: float) -> _TimedStage:
     marked = [(mark, part) for mark, part in segments(events) if mark.phase in _COMPUTATIONS]
-    # The last backward of a chunk also sums gradients, so the first stands for all.
+    # The last backward of a chunk also reduces gradients, so the first represents all.
     first = {(mark.chunk, mark.phase): part for mark, part in reversed(marked)}
     parts = {key: replay.run(part) for key, part in first.items()}
     total = TimedStep()
