@@ -99,7 +99,7 @@ def open_source(checkpoint_dir: str | Path, tag: str | None = None) -> Checkpoin
     else:
         found = find(root, tag)
         if found is None:
-            raise CheckpointError(f"{root}: {what_exists(root)}")
+            raise CheckpointError(f"{root}: {what_exists(root)}; correct the folder or the tag")
         folder, kind = found.folder, found.format
     if kind is Format.OURS:
         return CheckpointReader(folder)

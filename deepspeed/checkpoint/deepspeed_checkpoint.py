@@ -174,7 +174,10 @@ class DeepSpeedCheckpoint:
         """
         files = self.get_zero_files(pp_index, tp_index, dp_index)
         if not files:
-            raise CheckpointError(f"{self.dir}: there are no optimizer-states files (ZeRO stage 0, or no optimizer)")
+            raise CheckpointError(
+                f"{self.dir}: there are no optimizer-states files (ZeRO stage 0, or no optimizer); read the model "
+                "states only"
+            )
         state: dict[str, Any] = self._load(Path(files[0]))
         if strip_tensor_paddings:
             _strip_paddings(state.get("optimizer_state_dict") or {})

@@ -275,7 +275,10 @@ class Manifest:
         path = folder / MANIFEST
         try:
             if path.stat().st_size > _LARGEST_MANIFEST:
-                raise CheckpointError(f"{path}: larger than any manifest can be; the checkpoint is damaged")
+                raise CheckpointError(
+                    f"{path}: larger than any manifest can be; the checkpoint is damaged. Use another tag, or copy it "
+                    "again"
+                )
             data = path.read_bytes()
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror}); the checkpoint is damaged") from error

@@ -76,7 +76,7 @@ def summarize(path: Path, tag: str | None, *, verify: bool) -> Summary:
     else:
         found = find(path, tag)
         if found is None:
-            raise CheckpointError(f"{path}: {what_exists(path)}")
+            raise CheckpointError(f"{path}: {what_exists(path)}; correct the folder or the tag")
         folder, kind, name = found.folder, found.format, found.tag
     summary = Summary(folder, kind, {"tag": name, "format": kind.value})
     try:

@@ -201,7 +201,9 @@ def _find(run_state: RunState, options: LoadOptions, exchange: Exchange, doing: 
         universal = run_state.settings.load_universal and options.tag is None
         found = find(options.root, options.tag, prefer_universal=universal)
         if found is None and options.must_exist:
-            raise CheckpointError(f"must_exist=True, but {what_exists(options.root)}")
+            raise CheckpointError(
+                f"must_exist=True: {options.root}: {what_exists(options.root)}; correct the folder or the tag"
+            )
         return found
 
     all_found = exchange.together(doing, look)

@@ -78,7 +78,10 @@ class FileReader:
                 ) from error
             status = os.fstat(self._descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{self.path} is not a plain file; the checkpoint was altered")
+                raise CheckpointError(
+                    f"{self.path} is not a plain file; the checkpoint was altered. Copy it again from where it was "
+                    "written"
+                )
             size = status.st_size
             if size != self.record.size:
                 raise CheckpointError(
@@ -255,7 +258,10 @@ class CheckpointReader:
             runs.sort(key=lambda entry: entry[0].start)
             for (first, _), (second, reader) in zip(runs, runs[1:], strict=False):
                 if second.start < first.stop:
-                    raise CheckpointError(f"{reader.path}: {kind} of bucket {bucket} occurs twice; the file is damaged")
+                    raise CheckpointError(
+                        f"{reader.path}: {kind} of bucket {bucket} occurs twice; the file is damaged. Use another tag, "
+                        "or copy it again"
+                    )
         return found
 
     def _parameter(self, name: str) -> SavedParameter:

@@ -108,7 +108,7 @@ def loads(data: bytes, what: str, further: list[Any] | None = None) -> Any:
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"{what}: refused by the restricted loader ({reason(error)}). The file is damaged, or holds objects that "
-            "only code could restore"
+            "only code could restore; take it only from where you trust it, and convert it there"
         ) from None
 
 

@@ -122,7 +122,7 @@ def _search(args: argparse.Namespace, section: Elasticity) -> list[str]:
         if micro is None:
             raise DeepSpeedConfigError(
                 f"--world-size {args.world_size}: that many ranks cannot share {batch.train_batch_size} samples in "
-                f"micro-batches of {section.micro_batch_sizes}; possible are {counts}"
+                f"micro-batches of {section.micro_batch_sizes}; choose one of {counts}"
             )
         steps = batch.train_batch_size // micro * section.model_parallel_size // args.world_size
         lines.append(

@@ -132,7 +132,7 @@ def _choices(path: Path | None) -> list[IoSettings]:
             if name not in _SWEEP:
                 known = ", ".join((*_SWEEP, "io_parallel"))
                 raise DeepSpeedConfigError(
-                    f"--sweep_config {path}: {key} is not a setting of the sweep; known are {known}"
+                    f"--sweep_config {path}: {key} is not a setting of the sweep; correct it to one of {known}"
                 )
             lists[name] = [_number(path, key, value) for value in (values if isinstance(values, list) else [values])]
     combinations = itertools.product(*(lists[name] for name in _SWEEP))

@@ -324,7 +324,8 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
     for number, index in enumerate(chosen):
         if index >= len(teachers):
             raise DeepSpeedConfigError(
-                f"{where}.teacher_layer: there is no layer {index}; the teacher has {len(teachers)} in {prefix}"
+                f"{where}.teacher_layer: there is no layer {index}; choose among the {len(teachers)} in {prefix}, from "
+                "0"
             )
         pairs += _pairs(students[number], teachers[index], f"{prefix}.{number}")
     for name in layers.other_module_name or []:

@@ -197,7 +197,7 @@ def _matches(modules: dict[str, nn.Module], selection: Selection, group: Group) 
             if len(found) != len(names):
                 raise DeepSpeedConfigError(
                     f"{where}: {other!r} fits {len(found)} layers ({_some(found)}), but {pattern!r} of modules fits "
-                    f"{len(names)} ({_some(names)}); each layer needs its own"
+                    f"{len(names)} ({_some(names)}); each layer needs its own. Write a pattern that fits one for each"
                 )
             match.related.append(found)
         matches.append(match)
@@ -212,7 +212,7 @@ def _fitting(modules: dict[str, nn.Module], pattern: str, where: str, kinds: tup
         return names
     known = [name for name, module in modules.items() if kind_of(module) in kinds]
     near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
-    hint = f"it has, for example, {_some(near)}" if near else f"it has none of the kinds {', '.join(kinds)}"
+    hint = f"choose, for example, {_some(near)}" if near else f"it has none of {', '.join(kinds)}; leave the group out"
     other = f"; what it fits ({_some(fitting)}) is of another kind" if fitting else ""
     raise DeepSpeedConfigError(f"{where}: {pattern!r} fits no layer of the model{other}; {hint}")
 

@@ -67,7 +67,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         """
         if self._is_sharded:
             raise CallOrderError(
-                "engine.fuse_lora_weight: parameters are sharded between uses; engine.generate merges adapters itself"
+                "engine.fuse_lora_weight: parameters are sharded between uses; leave the call out, as engine.generate "
+                "merges adapters itself"
             )
         self._fused.enter_context(merged(self.module))
 

@@ -134,7 +134,7 @@ def _rows(model: nn.Module, policy: dict[Any, Any]) -> list[str]:
         if not blocks:
             kinds = sorted({type(module).__name__ for module in model.modules() if list(module.children())})
             raise DeepSpeedConfigError(
-                f"init_inference: injection_policy: the model has no {shown}; its classes are {', '.join(kinds)}"
+                f"init_inference: injection_policy: the model has no {shown}; name one of {', '.join(kinds)}"
             )
         layers = [
             f"{block}.{name}" if block else name

@@ -179,8 +179,8 @@ def _listed(description: Any, base: Path) -> WeightFiles:
         parts = listed.get("tp") or []
         if len(parts) not in (0, size):
             raise CheckpointError(
-                f"init_inference: checkpoint: tp_size is {size}, but {len(parts)} files are listed under 'tp'; one "
-                "file per rank was written"
+                f"init_inference: checkpoint: tp_size is {size}, but {len(parts)} files are listed under 'tp'; "
+                "list one file for each rank"
             )
         names = list(listed.get("non_tp") or []), list(parts)
     elif isinstance(listed, list) and size == 1:

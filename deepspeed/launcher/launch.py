@@ -276,7 +276,10 @@ def _binds(args: argparse.Namespace) -> bool:
 def _check_script(args: argparse.Namespace) -> None:
     interpreter(args)
     if not (args.module or args.no_python or os.path.exists(args.training_script)):
-        raise LauncherError(f"{args.training_script}: no such script in {os.getcwd()}; options must precede the script")
+        raise LauncherError(
+            f"{args.training_script}: no such script in {os.getcwd()}; correct the path, and put options of the "
+            "launcher before it"
+        )
 
 
 def _hosts(args: argparse.Namespace) -> list[list[int | str]]:

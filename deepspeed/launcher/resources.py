@@ -126,7 +126,7 @@ def _parse_filter(option: str, text: str, host_info: Mapping[str, list[int]]) ->
     for part in text.split("@"):
         host, colon, numbers = (item.strip() for item in part.partition(":"))
         if host not in host_info:
-            raise LauncherError(f"{option} {text}: host {host!r} is not among {', '.join(host_info)}")
+            raise LauncherError(f"{option} {text}: host {host!r} is unknown; name one of {', '.join(host_info)}")
         slots = set(host_info[host])
         if colon:
             items = [item.strip() for item in numbers.split(",")]
@@ -134,7 +134,9 @@ def _parse_filter(option: str, text: str, host_info: Mapping[str, list[int]]) ->
                 raise LauncherError(f"{option} {text}: expected slot numbers like {host}:0,2 but found {part!r}")
             wanted = {int(item) for item in items}
             if missing := sorted(wanted - slots):
-                raise LauncherError(f"{option} {text}: host {host!r} has slots {sorted(slots)}, not {missing}")
+                raise LauncherError(
+                    f"{option} {text}: host {host!r} has no slots {missing}; choose from {sorted(slots)}"
+                )
             slots = wanted
         named[host] = named.get(host, set()) | slots
     return named

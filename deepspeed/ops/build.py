@@ -106,7 +106,7 @@ def _choose(name: str, arguments: dict[str, Any], offload: bool) -> tuple[Callab
     if spelt in _OWN_NAMES:
         return _own_class(spelt, arguments, offload), arguments
     if spelt in _UNUSABLE:
-        raise DeepSpeedConfigError(f"optimizer.type: {spelt} cannot be used: {_UNUSABLE[spelt]}")
+        raise DeepSpeedConfigError(f"optimizer.type: {spelt} cannot be used: {_UNUSABLE[spelt]}; use AdamW")
     found = getattr(torch.optim, spelt, None)
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
         return found, arguments

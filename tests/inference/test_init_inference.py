@@ -110,7 +110,7 @@ def test_bad_input_raises(config, keywords, text):
 
 def test_bad_models_policies_and_prompts_raise():
     for config, text in (
-        ({"injection_policy": {"GPT2Block": "c_proj"}}, "the model has no GPT2Block; its classes are LlamaAttention"),
+        ({"injection_policy": {"GPT2Block": "c_proj"}}, "the model has no GPT2Block; name one of LlamaAttention"),
         ({"injection_policy": {"LlamaMLP": 3}}, "LlamaMLP: expected names of its layers.*found 3"),
         (
             {"checkpoint": {"checkpoints": {"tp": ["a"]}, "tp_size": "two"}},

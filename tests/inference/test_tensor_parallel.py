@@ -188,7 +188,7 @@ def refused():
     two = {"tensor_parallel": {"tp_size": 2}}
     fails_with("tp_size 4 does not divide the 2 ranks", tensor_parallel={"tp_size": 4})
     fails_with(
-        "the model has no GPT2Block; its classes are LlamaAttention", injection_policy={"GPT2Block": "c_proj"}, **two
+        "the model has no GPT2Block; name one of LlamaAttention", injection_policy={"GPT2Block": "c_proj"}, **two
     )
     fails_with("has a linear layer 'c_proj'; its layers are down_proj", injection_policy={"LlamaMLP": "c_proj"}, **two)
     fails_with("injection_policy_tuple: no module .* layer 'mlp.up'", injection_policy_tuple=["mlp.up"], **two)

@@ -66,9 +66,9 @@ def test_ranks_on_the_cpu(options, ranks):
         (["--include=localhost:0", "--num_gpus=1"], "--num_gpus and --include/--exclude exclude each other"),
         (["--exclude=localhost:0", "--num_nodes=1"], "--num_nodes and --include/--exclude exclude each other"),
         (["--include=a", "--exclude=b"], "--include and --exclude exclude each other"),
-        (["--include=localhost:3"], r"host 'localhost' has slots \[0, 1, 2\], not \[3\]"),
+        (["--include=localhost:3"], r"host 'localhost' has no slots \[3\]; choose from \[0, 1, 2\]"),
         (["--exclude=localhost"], "no device is left"),
-        (["--include=elsewhere"], "host 'elsewhere' is not among localhost"),
+        (["--include=elsewhere"], "host 'elsewhere' is unknown; name one of localhost"),
     ],
 )
 def test_wrong_selections_are_value_errors(gpus, options, message):

@@ -81,8 +81,8 @@ def test_filters(include, exclude, expected):
     ("include", "exclude", "message"),
     [
         ("worker-0", "worker-1", "exclude each other"),
-        ("worker-2", "", "host 'worker-2' is not among worker-0, worker-1"),
-        ("", "worker-1:2", r"host 'worker-1' has slots \[0, 1\], not \[2\]"),
+        ("worker-2", "", "host 'worker-2' is unknown; name one of worker-0, worker-1"),
+        ("", "worker-1:2", r"host 'worker-1' has no slots \[2\]; choose from \[0, 1\]"),
         ("worker-0:a", "", "expected slot numbers"),
         ("worker-0:", "", "expected slot numbers"),
         ("worker-0:1,", "", "expected slot numbers"),
@@ -96,7 +96,7 @@ def test_bad_filters_are_value_errors(include, exclude, message):
 
 def test_a_filter_on_named_slots():
     assert parse_resource_filter({"a": [2, 5]}, include_str="a:5") == {"a": [5]}
-    with pytest.raises(LauncherError, match=r"has slots \[2, 5\], not \[0\]"):
+    with pytest.raises(LauncherError, match=r"has no slots \[0\]; choose from \[2, 5\]"):
         parse_resource_filter({"a": [2, 5]}, exclude_str="a:0")
 
 

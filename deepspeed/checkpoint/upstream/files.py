@@ -162,7 +162,7 @@ def find_files(folder: Path) -> tuple[Files, ...]:
         elif found := _OPTIM.fullmatch(path.name):
             optim.setdefault(int(found[2]), {})[int(found[1])] = path
     if not plain and not model:
-        raise CheckpointError(f"{folder}: there is no model-states file; the checkpoint is not complete")
+        raise CheckpointError(f"{folder}: there is no model-states file; copy those of all ranks too")
     shards_params = bool(model)
     chosen = model if shards_params else {rank: {0: path} for rank, path in plain.items()}
     ranks = max((*chosen, *optim)) + 1
@@ -223,9 +223,9 @@ def find_stages(folder: Path) -> list[Files]:
         elif found := _OPTIM.fullmatch(path.name):
             optim.setdefault(int(found[2]), {})[int(found[1])] = path
         elif _EXPERT.fullmatch(path.name) or _ZERO_MODEL.fullmatch(path.name):
-            raise CheckpointError(f"{path}: a pipeline's folder has no such file; the layout is not understood")
+            raise CheckpointError(f"{path}: not a file of a pipeline's checkpoint; move it out of the folder")
     if not states:
-        raise CheckpointError(f"{folder}: there is no model-states file; the checkpoint is not complete")
+        raise CheckpointError(f"{folder}: there is no model-states file; copy those of all ranks too")
     files = _by_rank(folder, states, "model_states")
     return [
         Files((path,), _by_rank(folder, optim.get(stage, {}), f"optim_states (stage {stage})"), False)

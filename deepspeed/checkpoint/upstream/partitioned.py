@@ -154,8 +154,8 @@ def take_partitions(
     partitions = [rank["single_partition_of_fp32_groups"] for rank in optim]
     if not groups or any(len(rank) != len(groups) for rank in partitions):
         raise CheckpointError(
-            f"{folder}: {len(groups)} param groups have names, {len(partitions[0])} have weights; without names they "
-            "cannot be told apart"
+            f"{folder}: {len(groups)} param groups have names, {len(partitions[0])} have weights; expected the "
+            "same number. Copy the files again from where they were written"
         )
     gaps = optim[0].get("param_alignment_paddings")
     trained: set[str] = set()

@@ -149,7 +149,10 @@ def join_slices(contents: Sequence[CheckpointValues], info: Mapping[str, Any] | 
     for content in contents[1:]:
         if content.shapes.keys() != first.shapes.keys():
             other = next(iter(content.shapes.keys() ^ first.shapes.keys()))
-            raise CheckpointError(f"{where}: only some of the model-parallel ranks have the parameter {other!r}")
+            raise CheckpointError(
+                f"{where}: only some of the model-parallel ranks have the parameter {other!r}; copy the files of all "
+                "ranks of one save"
+            )
     joined = CheckpointValues(first.state, {}, {}, first.frozen, first.buffers, first.aliases)
     latest = _LatestCache()
     for name in first.shapes:

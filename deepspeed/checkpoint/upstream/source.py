@@ -216,7 +216,7 @@ def _take_parameter(
         )
     directory = folder / "zero" / name
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is missing; the checkpoint is not complete")
+        raise CheckpointError(f"{directory} is missing; copy it too")
     content.shapes[name] = shape
     scalars = dict(common)
     for path in sorted(directory.glob("*.pt")):

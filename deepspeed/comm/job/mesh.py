@@ -49,7 +49,7 @@ class Mesh:
         if self.ranks and sorted(self.ranks) != list(range(self.world_size)):
             raise DeepSpeedConfigError(
                 f"the {self} has {self.world_size} places for the ranks 0 to {self.world_size - 1}, each once; found "
-                f"{len(self.ranks)}: {_shown(self.ranks)}"
+                f"{len(self.ranks)}: {_shown(self.ranks)}. Name every rank once"
             )
 
     @cached_property
@@ -175,7 +175,7 @@ class Mesh:
 
     def _place(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
-            raise DeepSpeedConfigError(f"the {self} has no rank {rank}, only 0 to {self.world_size - 1}")
+            raise DeepSpeedConfigError(f"the {self} has no rank {rank}; choose one of 0 to {self.world_size - 1}")
         return self._place_of_rank[rank] if self.ranks else rank
 
     # A cache: pipelines look up every rank in every step.

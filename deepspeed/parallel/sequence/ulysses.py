@@ -462,7 +462,7 @@ def core_of(config: Any, core: str | None, what: str) -> str:
         )
     if not is_known:
         raise DeepSpeedConfigError(
-            f'{what}: transformers has no attention implementation "{core}"; it has '
+            f'{what}: transformers has no attention implementation "{core}"; choose one of '
             f"{', '.join(known_attention_names())}"
         )
     return core

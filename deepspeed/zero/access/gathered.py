@@ -274,7 +274,8 @@ class GatheredBlock:
         for rank, (flag, number) in enumerate(reports):
             if flag:
                 raise CallOrderError(
-                    f"GatheredParameters: rank {rank} left the block with an exception; edits were dropped on all ranks"
+                    f"GatheredParameters: rank {rank} left the block with an exception; edits were dropped on all "
+                    "ranks. Correct the error of that rank"
                 )
             if number:
                 parameter, address = self._entries[number - 1]

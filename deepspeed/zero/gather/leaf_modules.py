@@ -189,6 +189,6 @@ def mark_configured_leaves(model: nn.Module, section: LeafModule) -> None:
     missing = mark_leaf_modules(model, classes=section.classes, names=section.names, suffixes=section.name_suffixes)
     if missing:
         raise DeepSpeedConfigError(
-            f"zero_optimization.leaf_module: no module fits {', '.join(missing)}; names and name_suffixes are compared "
-            "with those that model.named_modules() gives"
+            f"zero_optimization.leaf_module: no module fits {', '.join(missing)}; correct them: names and "
+            "name_suffixes are compared with those that model.named_modules() gives"
         )

@@ -93,7 +93,7 @@ def test_errors_have_both_numbers():
         Mesh((("tensor", 0),))
     with pytest.raises(DeepSpeedConfigError, match="found 2: 0, 0"):
         Mesh((("data", 2),), (0, 0))
-    with pytest.raises(DeepSpeedConfigError, match="has no rank 2, only 0 to 1"):
+    with pytest.raises(DeepSpeedConfigError, match="has no rank 2; choose one of 0 to 1"):
         data_mesh(2).coordinate(2)
     with pytest.raises(DeepSpeedConfigError, match=r"no place \{'data': 2\}"):
         data_mesh(2).rank_at({"data": 2})
