@@ -19,11 +19,11 @@ _WIDTH_WITHOUT_TERMINAL = 120
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Starts the ranks with the launcher, or measures where it is one of them; rank 0 prints.
+    """Starts the ranks with the launcher; in a rank, measures. Rank 0 prints.
 
     Args:
-        args: The command line; None means that of this process. Options that are not the benchmark's are the
-            launcher's.
+        args: The command line; None means that of this process. Unknown options are passed to
+            the launcher.
     """
     words = list(sys.argv[1:] if args is None else args)
     options, of_the_launcher = _parse(words)
@@ -77,7 +77,7 @@ def _own_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _measure(options: argparse.Namespace) -> None:
-    """Measures on each rank."""
+    """Measures, on every rank."""
     import torch
 
     from deepspeed import comm

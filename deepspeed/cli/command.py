@@ -1,4 +1,4 @@
-"""How every command of this package ends: with an exit code, or with one sentence about what the user got wrong."""
+"""Runs the commands of this package: each ends with an exit code, or one sentence about a user's mistake."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from deepspeed.errors import DeepSpeedError
 
 
 def run_command(name: str, work: Callable[[], int | None], args: Sequence[str] | None) -> None:
-    """Does the work of a command's ``main(args)``.
+    """Runs the body of a command's ``main(args)``.
 
     Args:
-        name: What the sentence begins with.
-        work: Reads the command line and executes it; returns the exit code, None standing for 0.
-        args: What ``main`` was given: None if it is the process's own command line, so that the process is ours to end.
+        name: Name of the command, with which the sentence begins.
+        work: Parses and executes the command line; returns the exit code (None means 0).
+        args: The argument of ``main``. None: the process's command line is used, and the process exits.
 
     Raises:
-        DeepSpeedError: ``work`` failed, and ``args`` was given: the error goes to the caller.
-        SystemExit: The same without ``args``; or the exit code is not 0.
+        DeepSpeedError: ``work`` failed, and ``args`` was given.
+        SystemExit: ``work`` failed without ``args``, or the exit code is not 0.
     """
     try:
         code = work()
     except KeyboardInterrupt:
         if args is not None:
             raise
-        sys.exit(130)  # as shells report Ctrl-C, without a traceback
+        sys.exit(130)  # the shells' exit code for Ctrl-C
     except DeepSpeedError as error:
         if args is not None:
             raise

@@ -1,4 +1,4 @@
-"""``ds_elastic``: shows the batch that many numbers of ranks can share, by a configuration's ``elasticity``."""
+"""``ds_elastic``: shows the batch size that fits most numbers of ranks, by a configuration's ``elasticity``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deepspeed.release import VERSION
 
 @dataclass(frozen=True)
 class ElasticBatch:
-    """A batch and the numbers of ranks that can share it.
+    """A batch size and the numbers of ranks that can share it.
 
     Attributes:
         train_batch_size: Samples per optimizer step.
@@ -31,7 +31,9 @@ class ElasticBatch:
 
 
 def best_batch(section: Elasticity) -> ElasticBatch:
-    """Returns the batch that most numbers of ranks can share in whole micro-batches; of equally good ones the larger.
+    """Returns the batch size that most numbers of ranks can share in whole micro-batches.
+
+    The larger of equally good ones.
 
     Raises:
         DeepSpeedConfigError: No batch within the limit suits any allowed number of ranks.
@@ -100,7 +102,7 @@ def _show(args: argparse.Namespace) -> None:
         raise DeepSpeedConfigError(
             f"{args.config}: expected a section 'elasticity', found none; see docs/reference/config.md"
         )
-    given = {**config["elasticity"], "enabled": True}  # requested here, whether or not training uses it
+    given = {**config["elasticity"], "enabled": True}  # enabled here even if training does not use it
     batch, counts, *micro = compute_elastic_config({"elasticity": given}, VERSION, world_size=args.world_size)
     rule = "-" * 42
     lines = [rule, "Elasticity config:", rule, json.dumps(config["elasticity"], sort_keys=True, indent=4)]

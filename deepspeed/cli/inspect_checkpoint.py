@@ -1,4 +1,4 @@
-"""``ds_inspect``: what is in a checkpoint."""
+"""``ds_inspect``: shows the content of a checkpoint."""
 
 from __future__ import annotations
 

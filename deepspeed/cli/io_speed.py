@@ -1,4 +1,4 @@
-"""``ds_io``: how fast offloaded states can be read and written in a folder, beside ``fio`` where it is installed."""
+"""``ds_io``: measures how fast offloaded states are read and written in a folder, also by ``fio`` if installed."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def size_of(text: str) -> int:
-    """Returns a number of bytes as command lines write it: ``1048576``, ``512M``, ``1G``.
+    """Returns the number of bytes that a text such as ``1048576``, ``512M`` or ``1G`` means.
 
     Raises:
         argparse.ArgumentTypeError: The text is no such number.
@@ -92,7 +92,7 @@ def size_of(text: str) -> int:
 
 
 def count_of(text: str) -> int:
-    """Returns a number from 1.
+    """Returns the number in ``text``, which must be at least 1.
 
     Raises:
         argparse.ArgumentTypeError: The text is no such number.

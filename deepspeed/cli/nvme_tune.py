@@ -29,7 +29,7 @@ _SWEEP: dict[str, list[int]] = {
 _OTHER_NAMES = {"io_parallel": "intra_op_parallelism", "intra_op_parallel": "intra_op_parallelism"}
 _LOG_NAME = "ds_nvme_tune.json"
 _SHOWN = 10
-# Settings within this share of the fastest count as equally fast: runs differ by about as much.
+# Settings within this share of the fastest count as equally fast, as repeated runs differ by about that much.
 _AS_GOOD = 0.97
 
 
@@ -196,8 +196,8 @@ class TuneTrial:
     """The speeds that were measured with one combination of I/O settings.
 
     Attributes:
-        settings: What was tried.
-        speeds: What was measured in each folder.
+        settings: The settings.
+        speeds: The speeds in each folder.
     """
 
     settings: IoSettings
@@ -205,12 +205,12 @@ class TuneTrial:
 
     @property
     def seconds_per_byte(self) -> float:
-        """Time to move a byte once in each way that was measured, in every folder: less is better."""
+        """Seconds to move a byte once by each measured operation in every folder: less is better."""
         return sum(1 / speed for folder in self.speeds for speed in folder.ours.values())
 
     @property
     def in_flight(self) -> int:
-        """Requests under way at a time."""
+        """Concurrent requests."""
         return self.settings.queue_depth * self.settings.threads
 
 
@@ -248,7 +248,7 @@ def sweep(
 
 
 def best_of(trials: Sequence[TuneTrial]) -> TuneTrial:
-    """Returns the fastest trial; of trials about as fast, the one with the fewest and smallest requests in flight."""
+    """Returns the fastest trial; among equally fast ones, that with the fewest and smallest requests in flight."""
     limit = min(trial.seconds_per_byte for trial in trials) / _AS_GOOD
     near = [trial for trial in trials if trial.seconds_per_byte <= limit]
     return min(near, key=lambda trial: (trial.in_flight, trial.settings.block_size, trial.seconds_per_byte))

@@ -100,7 +100,7 @@ def run() -> None:
     try:
         code = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader (such as head) has closed the pipe
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)
@@ -186,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_targets(options: argparse.Namespace) -> None:
-    """Refuses files that cannot be written before anything is planned."""
+    """Raises for output files that cannot be written, before anything is planned."""
     for option in ("write", "picture", "measure"):
         target = getattr(options, option)
         if target is not None:
@@ -203,7 +203,7 @@ def _check_targets(options: argparse.Namespace) -> None:
 
 
 def _save(option: str, target: str, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file atomically."""
     path = Path(target)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -215,7 +215,7 @@ def _save(option: str, target: str, text: str) -> None:
 
 
 def _show(text: str) -> None:
-    """Prints; in plain characters where the terminal's encoding has no others."""
+    """Prints; in ASCII if the terminal's encoding requires it."""
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -383,11 +383,11 @@ def _list_devices() -> None:
 
 PATIENCE_SECONDS = 2.0
 _REFRESH_SECONDS = 0.5
-_LINE_SECONDS = 10.0  # between two lines where nothing can be rewritten
+_LINE_SECONDS = 10.0  # between two lines if the output is not a terminal
 
 
 class Progress:
-    """Reports progress on stderr: in one line that is rewritten on a terminal, in a line now and then in a file.
+    """Reports progress on stderr: on a terminal in one rewritten line, in a file in a new line every few seconds.
 
     Args:
         name: The name of the command.
@@ -405,11 +405,11 @@ class Progress:
         self._what = what
 
     def start(self) -> None:
-        """Begins to count."""
+        """Starts to show progress."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Takes the line away."""
+        """Removes the progress line."""
         self._is_over.set()
         self._thread.join()
 
@@ -419,7 +419,7 @@ class Progress:
         pause = PATIENCE_SECONDS
         while not self._is_over.wait(pause):
             text = f"{self._name}: {self._what} ... {time.monotonic() - self._started:.0f} s"
-            if on_terminal:  # a line that wraps could not be taken away
+            if on_terminal:  # a wrapped line could not be removed
                 text = text[: shutil.get_terminal_size().columns - 1]
             stream.write(f"\r{text}\x1b[K" if on_terminal else f"{text}\n")
             stream.flush()
@@ -431,7 +431,7 @@ class Progress:
 
 @contextmanager
 def progress(name: str) -> Iterator[Progress]:
-    """Shows progress of what takes longer than two seconds inside the context."""
+    """Shows progress if the block takes longer than two seconds."""
     shown = Progress(name)
     shown.start()
     try:

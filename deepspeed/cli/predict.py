@@ -1,4 +1,4 @@
-"""``ds_plan --predict`` and ``ds_plan --search``: how long a step takes, and which layouts are the fastest."""
+"""``ds_plan --predict`` and ``ds_plan --search``: predict the time of a step, and find the fastest layouts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NUMBERS = {
 }
 _ONLY_SIMULATED = ("sweep", "longest", "write", "codes", "host-memory")
 _SEARCHED = ("schedule", "num-chunks", "micro-batch", "accumulation", "recompute", "activation-checkpointing", *DEGREES)
-_MOST_HELP = 4  # lines of what would help
+_MOST_HELP = 4  # most improvements shown
 
 
 def add_prediction_options(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +77,7 @@ def add_prediction_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_without_prediction(options: argparse.Namespace) -> None:
-    """Raises for options that only a prediction takes, where none is requested.
+    """Raises for options of predictions if neither ``--predict`` nor ``--search`` is given.
 
     Raises:
         DeepSpeedConfigError: There is one.
@@ -120,7 +120,7 @@ def _given(options: argparse.Namespace, names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class PredictionOutput:
-    """Where results go.
+    """The output of results.
 
     Attributes:
         show: Prints.
@@ -145,9 +145,9 @@ def run_prediction(
     Args:
         options: Options of the command line.
         shape: The model.
-        machine: Where it runs.
+        machine: The machine.
         config: The configuration.
-        output: Where results go.
+        output: The output.
 
     Returns:
         0 if the step, or any layout, fits; 1 if not.
@@ -206,7 +206,7 @@ def run_prediction(
 
 
 def prediction_picture(step: PredictedStep, *, is_trace: bool) -> str:
-    """Returns the streams of a predicted step, drawn.
+    """Returns a picture of the streams of a predicted step.
 
     Args:
         step: The step.

@@ -33,7 +33,7 @@ from deepspeed.missing_features import FEATURES
 _WIDTH_WITHOUT_TERMINAL = 120
 _COLOURS = {"yes": "green", "slow": "yellow", "no": "red"}
 GIB = 1 << 30
-# Data-loader workers hand over their batches here; below this, larger batches end them with a bus error.
+# Data-loader workers pass batches through this folder; if it is smaller, large batches end them with a bus error.
 _SMALL_SHARED_MEMORY = GIB
 _OPTIONAL_PACKAGES = ("triton", "transformers", "accelerate", "lightning", "tensorboard", "matplotlib")
 _REQUIRED_PACKAGES = ("numpy", "pydantic", "safetensors", "rich", "psutil", "hjson")
@@ -63,9 +63,9 @@ def show(facts: EnvironmentInfo, console: Console, *, features: bool = True, war
     """Prints ``facts`` as tables.
 
     Args:
-        facts: What was found.
-        console: Where to.
-        features: Include what can be used here and what this release does not have.
+        facts: The facts to show.
+        console: The console to print to.
+        features: Include features that work here, and those that this release lacks.
         warnings: Include the warnings.
     """
     if features:
@@ -99,12 +99,12 @@ def _usable(rows: Iterable[FeatureStatus]) -> Table:
 
 @dataclass(frozen=True)
 class FeatureStatus:
-    """Reports whether one feature can be used here.
+    """Whether one feature works on this machine.
 
     Attributes:
-        feature: What it is.
+        feature: Name of the feature.
         verdict: ``"yes"``, ``"slow"`` or ``"no"``.
-        reason: Why, and what would change it.
+        reason: The reason, and what would change it.
     """
 
     feature: str
@@ -119,9 +119,9 @@ class EnvironmentInfo:
     Attributes:
         versions: Name and version of each program and package.
         machine: Name and value of each property of this machine.
-        usable: What can be used here.
-        missing: Features that this release does not have, and what to do instead.
-        warnings: One sentence per thing that will hurt.
+        usable: Features and whether they work here.
+        missing: Features that this release lacks, with alternatives.
+        warnings: One sentence per likely problem.
     """
 
     versions: list[tuple[str, str]]
@@ -132,7 +132,7 @@ class EnvironmentInfo:
 
 
 def collect() -> EnvironmentInfo:
-    """Looks at everything; reads the memory of every device, which starts its context."""
+    """Collects all facts. Reads the memory of every device, which creates a context on it."""
     warnings = list(_machine_warnings())
     try:
         accelerator = get_accelerator()

@@ -1,4 +1,4 @@
-"""``ds_report_run``: makes the page of a run."""
+"""``ds_report_run``: writes the report page of a run."""
 
 from __future__ import annotations
 

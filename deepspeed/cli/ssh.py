@@ -1,4 +1,4 @@
-"""``ds_ssh``: one command on all machines of a host file."""
+"""``ds_ssh``: runs one command on all machines of a host file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
         raise LauncherError(f"there is no host file {args.hostfile}; name one with -f, with lines 'host slots=N'")
     line = " ".join(args.command)
     if shutil.which("pdsh"):
-        # A percent sign would be pdsh's, see `man pdsh`.
+        # pdsh would expand a percent sign, see `man pdsh`.
         words = ["pdsh", "-S", "-f", "1024", "-w", ",".join(hosts), line.replace("%", "%%")]
         return subprocess.run(words, env={**os.environ, "PDSH_RCMD_TYPE": "ssh"}).returncode
     if shutil.which("ssh") is None:
@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _run_on(host: str, line: str) -> int:
-    """Runs the line on one machine; each line of its output is shown with the machine's name."""
+    """Runs the command on one machine; each line of its output is shown with the machine's name."""
     command = ["ssh", "-o", "BatchMode=yes", "--", host, line]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"

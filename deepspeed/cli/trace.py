@@ -1,4 +1,4 @@
-"""``ds_trace``: puts the traces of all ranks into one file, or shows what differs between two traces."""
+"""``ds_trace``: merges the traces of all ranks into one file, or compares two traces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deepspeed.profiling.step_trace import PATTERN
 
 _LINES = 20
 _PER_RANK = 1_000_000
-"""Process numbers of rank n in the merged trace begin at n times this."""
+"""Process ids of rank n in the merged trace start at n times this."""
 _WHOLE, _WAITS = "whole step", "waits"
 _PHASES = {"forward": "forward", "backward": "backward", "step": "update", "schedule": "schedule of the stage"}
 _STEP = re.compile(r"step \d+$")
@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class TraceRow:
-    """One name in two traces.
+    """The times of one name in two traces.
 
     Attributes:
         name: The name of a range or an operation.
@@ -114,7 +114,7 @@ def merge_traces(folder: Path, target: Path | None = None) -> Path:
 
 
 def compare_traces(before: Path, after: Path) -> list[TraceRow]:
-    """Returns what takes another time per step, largest change first. Times of ranges include those inside them.
+    """Returns names whose time per step differs, largest change first. Times of ranges include nested ranges.
 
     Args:
         before: A folder of traces, or a merged trace.
@@ -166,14 +166,14 @@ def _of_rank(event: dict[str, Any], rank: int, base: float) -> dict[str, Any]:
 def _is_collective_of_gloo(event: Mapping[str, Any]) -> bool:
     """Returns whether an event is torch's record of an asynchronous operation of gloo.
 
-    It begins in one thread and ends in another, so that it lies across the ranges of its thread. Where a rank waits for
-    it, there is a range *wait*.
+    It begins in one thread and ends in another, so it overlaps ranges of its thread. The wait for it is a separate
+    range *wait*.
     """
     return event.get("ph") == "X" and str(event.get("name")).startswith("gloo:")
 
 
 def _as_async(event: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the events in which viewers draw an event: an asynchronous operation gets a track of its own."""
+    """Returns the events that replace an event for viewers: an asynchronous operation gets a separate track."""
     if not _is_collective_of_gloo(event):
         return [event]
     begin = {**event, "ph": "b", "id": f"{event['pid']}/{event['tid']}/{event['ts']}"}
@@ -182,7 +182,7 @@ def _as_async(event: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _events(place: Path) -> list[dict[str, Any]]:
-    """Returns the events of a folder of traces, with processes that tell the rank, or of a merged trace."""
+    """Returns the events of a folder of traces, with process ids that encode the rank, or of a merged trace."""
     if place.is_dir():
         return [_of_rank(event, _rank_of(path), 0.0) for path in _paths(place) for event in _read(path)["traceEvents"]]
     return list(_read(place)["traceEvents"])
@@ -217,7 +217,7 @@ def _require_steps(place: Path, steps: int) -> None:
 
 
 def describe_change(before: Path, after: Path) -> str:
-    """Returns a sentence: how much longer a step takes, and in which phase of which rank, waits aside.
+    """Returns a sentence: how much longer a step takes, and in which phase of which rank, without waits.
 
     Args:
         before: A folder of traces, or a merged trace.

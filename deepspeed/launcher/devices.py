@@ -1,4 +1,4 @@
-"""Which devices this machine has, and which of its processor cores each rank gets under ``--bind_cores_to_rank``.
+"""Finds the devices of this machine, and assigns CPU cores to ranks under ``--bind_cores_to_rank``.
 
 Devices are found without importing torch where possible: that import takes seconds. The system's affinity call binds a
 rank and everything it starts to its cores; memory that a bound rank touches first lies near them, so no other program
@@ -17,7 +17,7 @@ from pathlib import Path
 from deepspeed.launcher.resources import LauncherError
 
 # Device files of accelerators that torch can use: NVIDIA (also WSL2 and Tegra), AMD and Intel, Ascend, Gaudi,
-# Cambricon and whatever uses the kernel's accelerator class.
+# Cambricon, and those in the kernel's accelerator class.
 _SIGNS = (
     "/dev/nvidia[0-9]*",
     "/dev/nvidiactl",
@@ -42,7 +42,8 @@ class LocalDevices:
 
     Attributes:
         kind: The accelerator's name; ``"cpu"`` if there is none.
-        ids: One per device, as the visible-device variable spells it; empty on the CPU, that takes any number of them.
+        ids: One per device, as the visible-device variable spells it; empty on the CPU, which takes any number of
+            ranks.
         visible_variables: The variables that select the devices a process sees.
     """
 
@@ -64,12 +65,12 @@ def find_devices(environment: MutableMapping[str, str], ignore_visible: bool = F
         ignore_visible: Find all devices; the visible-device variable is removed from ``environment``.
 
     Raises:
-        DeepSpeedConfigError: ``DS_ACCELERATOR`` names an accelerator that is not here.
+        DeepSpeedConfigError: ``DS_ACCELERATOR`` names an accelerator that this machine lacks.
     """
     choice = environment.get("DS_ACCELERATOR", "").strip().lower()
     if choice == "cpu" or (not choice and "torch" not in sys.modules and not _has_signs()):
         return LocalDevices("cpu")
-    from deepspeed.accelerator import get_accelerator  # imports torch, so only when a device may be there
+    from deepspeed.accelerator import get_accelerator  # imports torch, so only if there may be a device
 
     accelerator = get_accelerator()
     kind = accelerator.device_name()
@@ -108,7 +109,7 @@ def parse_core_list(text: str) -> list[int]:
     """Reads ``--bind_core_list`` such as ``1,3-5``.
 
     Raises:
-        LauncherError: It is no list of cores and ranges, or names a core twice.
+        LauncherError: The text is not a list of cores and ranges, or names a core twice.
     """
     cores: list[int] = []
     for item in text.split(","):
@@ -129,7 +130,7 @@ def share_cores(core_list: str | None, local_size: int) -> list[tuple[int, ...]]
         local_size: Ranks on this machine.
 
     Returns:
-        The cores of each local rank: equally many; what does not divide evenly stays free.
+        The cores of each local rank, equally many; the remainder is not used.
 
     Raises:
         LauncherError: There are fewer cores than ranks, or one that this process may not use.
@@ -153,7 +154,7 @@ def share_cores(core_list: str | None, local_size: int) -> list[tuple[int, ...]]
 
 
 def first_threads(cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """Returns one hardware thread of each core; the others share its arithmetic units and would gain nothing."""
+    """Returns one hardware thread of each core; further threads of a core share its arithmetic units."""
     kept: list[int] = []
     seen: set[str] = set()
     for core in cores:

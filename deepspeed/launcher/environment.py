@@ -1,4 +1,4 @@
-"""What each rank finds in its environment."""
+"""The environment variables of each rank."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from deepspeed.logging import logger
 
 SECRET = "DS_RUN_SECRET"
-"""The variable with the secret of the launchers of a run; see :mod:`.handshake`. Ranks do not get it."""
+"""The variable with the secret of a run's launchers, see :mod:`.handshake`. It is not passed to ranks."""
 
-_LOADED_CODE = ("LD_", "DYLD_", "PYTHON")  # variables that decide which code a program loads
+_LOADED_CODE = ("LD_", "DYLD_", "PYTHON")  # prefixes of variables that decide which code a program loads
 
 
 @dataclass(frozen=True)
 class LaunchWorld:
-    """Places the ranks that one launcher starts among all ranks.
+    """Which of all ranks one launcher starts.
 
     A launcher starts all ranks of its machine, or a single one where MPI or Slurm starts a launcher per rank.
 
@@ -29,10 +29,10 @@ class LaunchWorld:
         first_local_rank: Local rank of the first rank it starts.
         local_size: Ranks on this machine.
         node_rank: Index of this machine.
-        num_nodes: Machines in all.
-        master_addr: Where rank 0 is reached.
+        num_nodes: Total number of machines.
+        master_addr: Address of rank 0.
         master_port: Its port.
-        run_id: Name of the run, the same for all its launchers; empty where they were started by hand.
+        run_id: Name of the run, the same for all its launchers; empty if they were started by hand.
     """
 
     sizes: tuple[int, ...]
@@ -47,7 +47,7 @@ class LaunchWorld:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return sum(self.sizes)
 
     @property
@@ -57,7 +57,7 @@ class LaunchWorld:
         return [(first + i, self.first_local_rank + i) for i in range(self.sizes[self.launcher])]
 
     def variables(self, rank: int, local_rank: int) -> dict[str, str]:
-        """Returns the variables with the place of one rank."""
+        """Returns the variables that describe one rank (``RANK``, ``WORLD_SIZE`` and so on)."""
         name = {"DS_RUN_ID": self.run_id} if self.run_id else {}
         return {
             **name,
@@ -73,7 +73,7 @@ class LaunchWorld:
 
 
 def new_run_id() -> str:
-    """Returns a name for a run that no other one has."""
+    """Returns a unique name for a run."""
     return uuid.uuid4().hex[:12]
 
 
@@ -90,7 +90,7 @@ def environment_file_name() -> str:
 def read_environment_files(name: str) -> dict[str, str]:
     """Reads ``KEY=value`` lines of the file ``name`` in the home and the current directory (which wins).
 
-    Other tools append to this file without quoting, so a line of another form is skipped with a warning.
+    Other tools append to this file without quoting, so malformed lines are skipped with a warning.
     """
     found: dict[str, str] = {}
     for folder in dict.fromkeys((Path.home(), Path.cwd())):

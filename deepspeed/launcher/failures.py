@@ -1,8 +1,8 @@
-"""Who failed first, why, and what of the others' error output is worth showing.
+"""Finds the rank that failed first and why, and shortens the error output of the others.
 
-When one rank fails, its peers fail a moment later because it is gone, and their tracebacks are longer and louder than
-the cause. So a traceback is held back until it is known whether its rank dies of it and whether another one died
-before: the first is then shown whole, the others in one line each.
+When one rank fails, its peers fail a moment later because it is gone, often with longer tracebacks than the cause. So a
+traceback is held back until it is known whether its rank ends because of it and whether another rank failed before: the
+first traceback is then shown whole, each other one in one line.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from deepspeed.exit_notes import LOST_PEER
 from deepspeed.launcher.screen import RankStream, Screen
 from deepspeed.logging import printable
 
-# A traceback whose rank lives on this long was only logged, and is shown after all.
+# If the rank still runs after this time, the traceback was only logged, and is shown.
 HOLD_SECONDS = 3.0
-# Where several ranks have one at once, a failure is probably spreading; on a busy machine dying takes seconds.
+# If several ranks have one at once, a failure is probably spreading; on a busy machine ending takes seconds.
 HOLD_SECONDS_OF_SEVERAL = 15.0
-# What identifies the start of a report by Python, faulthandler or the C++ runtime.
+# The start of a report by Python, faulthandler or the C++ runtime.
 _REPORT_START = re.compile(
     rb"Traceback \(most recent call last\):|Fatal Python error:|terminate called|"
     rb"^(\[rank\d+\]:)?\s{2}File \".*\", line \d+"
@@ -35,13 +35,13 @@ _REPORT_START = re.compile(
 _TORCH_LABEL = re.compile(rb"^\[rank\d+\]:\s?")
 _FRAME = re.compile(rb"^\s*File \"(?P<file>.*)\", line (?P<line>\d+)(, in (?P<function>.*))?")
 _EXCEPTION = re.compile(rb"^[A-Za-z_][\w.]*(:|$)")
-_MORE = re.compile(rb"^[ \t]+[^ \t]")  # an error that lists several problems continues so
+_MORE = re.compile(rb"^[ \t]+[^ \t]")  # continuation lines of an error with several problems
 _MOST_MORE = 40
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))).encode() + b"/"
 _KEPT_LINES = 400
 _CLIPPED_BYTES = 240
 _CLIPPED_CAUSE_BYTES = 4000
-# A traceback older than this at the end of its rank was survived, and is not the reason.
+# A traceback older than this when its rank ends is not the reason: the rank survived it.
 _FRESH_SECONDS = 30.0
 # A native error within this many lines after an exception happened while the interpreter was shutting down.
 _SHUTDOWN_LINES = 4
@@ -54,7 +54,7 @@ class ErrorStream(RankStream):
 
     Attributes:
         report_time: When the newest traceback started (monotonic seconds); None if there was none.
-        hold_seconds: How long a traceback is held while its rank lives on.
+        hold_seconds: How long a traceback is held while its rank still runs.
     """
 
     def __init__(self, rank: int, label: bytes, screen: Screen) -> None:
@@ -72,7 +72,7 @@ class ErrorStream(RankStream):
 
     def emit(self, text: bytes) -> None:
         """Shows a line, or holds it."""
-        if self.label:  # our own line has the same
+        if self.label:  # the launcher's own line has the same label
             text = _TORCH_LABEL.sub(b"", text)
         self._tail.append(text)
         if _REPORT_START.search(text):
@@ -92,20 +92,20 @@ class ErrorStream(RankStream):
             super().emit_partial(text)
 
     def tick(self, now: float) -> None:
-        """Shows what was held too long: the rank has survived it."""
+        """Shows lines held too long: the rank has survived the error."""
         super().tick(now)
         if self._held is not None and not self._hold_for_good and self.report_time is not None:
             if now - self.report_time > self.hold_seconds:
                 self.release()
 
     def release(self) -> None:
-        """Shows everything held, and from now on every line at once."""
+        """Shows all held lines, and from now on every line at once."""
         held, self._held, self._hold_for_good = self._held or [], None, False
         for text in held:
             super().emit(text)
 
     def hold(self) -> None:
-        """Holds everything from now on until :meth:`release` or :meth:`shorten`: another rank has failed."""
+        """Holds all lines from now on until :meth:`release` or :meth:`shorten`: another rank has failed."""
         self._held = self._held or []
         self._hold_for_good = True
 
@@ -113,8 +113,8 @@ class ErrorStream(RankStream):
         """Shows held lines, with a traceback reduced to its exception, its place and ``reason``.
 
         Args:
-            reason: Why it is.
-            shown: An exception that stands above in full, and is not repeated.
+            reason: Why it is shortened.
+            shown: An exception already shown in full, which is not repeated.
         """
         held, self._held, self._hold_for_good = self._held or [], None, False
         start = next((number for number, text in enumerate(held) if _REPORT_START.search(text)), len(held))
@@ -124,7 +124,7 @@ class ErrorStream(RankStream):
             what = describe(report) or Report(report[-1], None)
             place = f"at {what.place}; " if what.place else ""
             if what.exception.startswith(b"KeyboardInterrupt"):
-                return  # the user who presses Ctrl-C needs no report
+                return  # after Ctrl-C the user needs no report
             note = f" ({place}{reason}; {len(report)} lines shortened to this one)"
             words = b"the same error" if what.exception == shown else _clip(what.exception.split(b"\n")[0])
             super().emit(words + note.encode())
@@ -146,12 +146,12 @@ def _is_chained(held: list[bytes]) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """Holds the parsed content of a traceback.
+    """The parsed content of a traceback.
 
     Attributes:
         exception: Its exception line, such as ``b"ValueError: no"``, and the indented lines that continue it.
         place: File, line and function of its innermost frame outside installed packages; if none is, of its innermost.
-        is_native: Whether it is the last word of native code, not a Python exception.
+        is_native: Whether it is an error of native code, not a Python exception.
     """
 
     exception: bytes
@@ -167,14 +167,14 @@ def describe(lines: list[bytes]) -> Report | None:
     """Returns the last exception in ``lines`` and where it was raised.
 
     The exception is the first line after the frames that is not indented; more lines of the same message may follow.
-    Native code that breaks right after a Python exception broke because of it (threads that are still running when the
-    interpreter ends), so the exception stays.
+    An error of native code right after a Python exception is a consequence (of threads still running when the
+    interpreter ends), so the exception is returned.
     """
     found: Report | None = None
     found_at = 0
     inside = False
     frame: str | None = None
-    own_frame: str | None = None  # the user's line that led there
+    own_frame: str | None = None  # the innermost line of the user's code
     for number, raw in enumerate(lines):
         text = _TORCH_LABEL.sub(b"", raw)
         if b"Traceback (most recent call last):" in text:
@@ -198,13 +198,13 @@ def describe(lines: list[bytes]) -> Report | None:
 
 
 def _is_library(file: bytes) -> bool:
-    """Returns whether a file belongs to an installed package or to this one: not where a user looks first."""
+    """Returns whether a file belongs to an installed package or to this one, not to the user's code."""
     return file.startswith((b"<", _PACKAGE)) or b"/site-packages/" in file or b"/dist-packages/" in file
 
 
 @dataclass
 class RankState:
-    """Holds the launcher's record of one rank.
+    """The launcher's record of one rank.
 
     Attributes:
         rank: Global rank.
@@ -229,7 +229,7 @@ class RankState:
 
     @property
     def report(self) -> Report | None:
-        """The traceback that it died of."""
+        """The traceback with which it ended."""
         started = self.errors.report_time
         return self.errors.report() if started is not None and self.ended - started < _FRESH_SECONDS else None
 
@@ -241,7 +241,7 @@ class RankState:
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether its error looks like the consequence of another rank's end."""
+        """Whether its error looks like a consequence of another rank's end."""
         report = self.report
         return report is not None and LOST_PEER.search(report.exception.split(b"\n")[0]) is not None
 
@@ -285,7 +285,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Failure:
-    """Describes what ended a run, in words that every machine of it repeats.
+    """Describes the failure that ended a run; all machines of the run report it.
 
     Attributes:
         sentence: Who failed, where and why.
@@ -293,7 +293,7 @@ class Failure:
         rank: Global rank; -1 if it was no rank.
         lost_a_peer: Whether it looks like the consequence of another failure.
         time: When it happened, in monotonic seconds of this machine.
-        was_seen_from_outside: Whether no launcher on the machine of the failure was left to report it.
+        was_seen_from_outside: Reported by another machine, as no launcher was left on the machine of the failure.
     """
 
     sentence: str
@@ -331,7 +331,7 @@ class Failure:
 
 
 def first_failure(failed: Iterable[Failure]) -> Failure:
-    """Returns the failure to blame: the earliest; one that only lost a peer comes after those that did not."""
+    """Returns the failure to blame: the earliest, or the earliest that did not just lose a peer if there is one."""
     return min(failed, key=lambda failure: (failure.lost_a_peer, failure.time))
 
 
@@ -372,7 +372,7 @@ def _bus_error_cause() -> str:
 
 
 def find_failure_file(environ: Mapping[str, str]) -> Path | None:
-    """Returns where to write why a run has failed; None if no launcher reads it.
+    """Returns where to write why a run has failed; None if nothing reads such a file.
 
     ``DS_FAILURE_FILE`` names it (in a pod: ``/dev/termination-log``). On SageMaker it is ``/opt/ml/output/failure``.
     """

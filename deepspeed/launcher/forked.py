@@ -1,9 +1,9 @@
-"""Python scripts in forks of a process that has imported torch and this package, which saves seconds per start.
+"""Runs Python scripts in forks of a process that has imported torch and this package, which saves seconds per start.
 
 A command that starts a script several times, such as a search for a configuration, imports them once by
 :class:`ImportCache`. Its launchers and their ranks are then forks, each with the parent, session, files and environment
-that it would have as a program of its own. A rank that would differ from one in a fresh interpreter gets one, also
-where that shows only when its script sets a variable that torch has read already.
+that a new program would have. A rank that would behave differently gets a fresh interpreter instead, even if that is
+seen only when its script sets a variable that torch has already read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from deepspeed.logging import logger, set_default_log_level
 
 SWITCH = "DS_AUTOTUNING_FORK"
-"""Variable of the user; 0: every start is a program of its own."""
+"""Variable set by the user; 0: never fork."""
 
 _IMPORTED = ("torch", "deepspeed.autotuning.feature", "deepspeed.engine.engine", "deepspeed.engine.initialize")
 _READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "DS_ACC")
@@ -43,18 +43,18 @@ _OF_RANK = (
 
 
 class ImportCache:
-    """The libraries that this process has imported for its forks."""
+    """Libraries that this process has imported for its forks."""
 
     def __init__(self) -> None:
         self._environment: dict[str, str] | None = None
 
     def load(self, variables: Mapping[str, str]) -> bool:
-        """Imports what scripts import; returns whether ranks can be forks of this process.
+        """Imports torch and this package; returns whether ranks can be forks of this process.
 
-        They cannot where the program has imported torch before: it may have started threads, or use a device.
+        They cannot if the program had already imported torch: it may have started threads or use a device.
 
         Args:
-            variables: That ranks get, such as ``OMP_NUM_THREADS``, which torch reads when it is imported.
+            variables: Variables of the ranks, such as ``OMP_NUM_THREADS``, which torch reads on import.
         """
         if "torch" in sys.modules or _has_options() or not _can_fork():
             return False
@@ -71,7 +71,7 @@ class ImportCache:
                 else:
                     os.environ[name] = value
         gc.collect()
-        gc.freeze()  # otherwise the collector of each fork writes to every page, and so copies it
+        gc.freeze()  # otherwise garbage collection in each fork would write to, and so copy, every page
         return _can_fork()
 
     def can_run(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
@@ -85,7 +85,7 @@ class ImportCache:
             return False
         if tuple(command[:2]) != (sys.executable, "-u") or len(command) < 3 or not os.path.isfile(command[2]):
             return False
-        # A script does not find a module beside it if another one of that name is loaded already.
+        # A script could not import a module in its folder if another one of that name is already loaded.
         try:
             return not any(name in sys.modules for name in _modules_beside(command[2]))
         except OSError:  # the folder cannot be listed
@@ -131,11 +131,11 @@ def fork_rank(
     streams: tuple[int | None, int, int],
     prepare: Callable[[], None],
 ) -> int:
-    """Starts a script in a session of its own; returns the process id.
+    """Starts a script in a new session; returns the process id.
 
     Args:
         command: The interpreter, ``-u``, script and arguments, :meth:`ImportCache.can_run` is true for it.
-        environment: Complete.
+        environment: The complete environment.
         streams: Descriptors of its standard input (None: that of this process), output and error.
         prepare: Called in the new process before the script.
     """
@@ -190,7 +190,7 @@ def fork_command(main: Callable[[], None], environment: Mapping[str, str], outpu
 
 
 def _reset_signals() -> None:
-    """Gives every signal the handler of a new interpreter."""
+    """Resets every signal to the handler of a new interpreter."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
@@ -203,9 +203,9 @@ def _reset_signals() -> None:
 def _watch_environment(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Starts the script again in an interpreter if it changes a variable that the imported libraries have read.
 
-    Otherwise ``os.environ["OMP_NUM_THREADS"] = "4"`` before ``import torch`` had no effect, and the measured time would
-    be that of another number of threads. Libraries may set such variables for their children, and a script whose
-    process group is there has imported torch.
+    Otherwise ``os.environ["OMP_NUM_THREADS"] = "4"`` before ``import torch`` would have no effect, and times would be
+    measured with another number of threads. Not done for changes by libraries, which may set variables for their
+    children, or once the process group exists, as the script has then imported torch.
     """
     libraries = frozenset(name.partition(".")[0] for name in sys.modules) - {"__main__"}
     comm = sys.modules.get("deepspeed.comm")
@@ -251,7 +251,7 @@ def _run_script(command: Sequence[str]) -> int:
     sys.path[0] = _folder_of(script)
     _open_unbuffered_streams()
     set_default_log_level()
-    if "torch" in sys.modules:  # each process begins with another seed; Python's random sees to that itself
+    if "torch" in sys.modules:  # each process starts with another seed; Python's random does that itself
         sys.modules["torch"].default_generator.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

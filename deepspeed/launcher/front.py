@@ -1,7 +1,7 @@
-"""Running the commands of a run on several machines: handing signals on, and ending together.
+"""Runs the commands of a run on several machines: forwards signals, and ends all together.
 
-The programs write to the screen themselves. This process waits, and when one of them fails or a signal comes, it ends
-the others and everything below them.
+The programs write to the screen themselves. This process waits. When one of them fails or a signal arrives, it ends the
+others and all their descendants.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from deepspeed.logging import logger
 _POLL_SECONDS = 0.05
 # The launchers end together because they are connected; one that takes longer than this is killed.
 _GRACE_AFTER_FAILURE = 15.0
-# How long a signal waits for a connection to the launchers, unless another one comes.
+# How long a signal waits for a connection to the launchers, unless another signal arrives.
 _LINK_SECONDS = 10.0
-# These end by a signal instead of handing it on.
+# Programs that end on a signal instead of forwarding it.
 _ENDED = ("ssh", "pdsh")
 _SSH_SECONDS = 10
 _SSH_AT_ONCE = 32
@@ -40,10 +40,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def require_program(name: str, launcher: str) -> None:
-    """Refuses a launcher whose program is not there.
+    """Raises if the program of a launcher is missing.
 
     Raises:
-        LauncherError: It is not in ``PATH``.
+        LauncherError: The program is not in ``PATH``.
     """
     if shutil.which(name) is None:
         raise LauncherError(
@@ -84,7 +84,7 @@ def query_address(host: str, options: Sequence[str]) -> str:
         options: Options of ssh.
 
     Raises:
-        LauncherError: It does not reply.
+        LauncherError: The machine does not reply.
     """
     answer = _ssh(host, options, "hostname -I")
     addresses = answer.stdout.split()
@@ -119,21 +119,21 @@ def run_commands(
     stop_signal: int | None = None,
     launchers: tuple[LauncherInfo, str] | None = None,
 ) -> int:
-    """Runs commands side by side to their end.
+    """Runs commands concurrently until all have ended.
 
     Must be called from the main thread: it handles signals while it runs. Signals that end the run reach the commands
-    as SIGTERM. SIGUSR1, SIGUSR2 and ``stop_signal`` reach them as they are, and do not end the run by themselves.
+    as SIGTERM. SIGUSR1, SIGUSR2 and ``stop_signal`` are forwarded unchanged, and do not end the run by themselves.
 
     Args:
-        commands: What to run.
-        grace: Seconds that they get after a signal to stop; None: as long as usual.
-        stop_signal: A further signal that is handed on to the ranks; None: there is none.
-        launchers: Who this process is to the launchers that the commands start, and the address of the hub: signals go
-            there, since ssh ends by a signal instead of handing it on. None: the commands hand signals on themselves.
+        commands: The commands.
+        grace: Seconds until they must have ended after a signal to stop; None: the default.
+        stop_signal: An additional signal to forward to the ranks; None: none.
+        launchers: Identity of this process towards the launchers that the commands start, and the hub's address:
+            signals are sent there, as ssh does not forward them. None: the commands forward signals themselves.
 
     Returns:
         0, the exit code of the command that failed first, or 128 + n for signal n. After a signal: 75 if all commands
-        ended with 75, since all ranks have saved then.
+        ended with 75, which means that all ranks have saved.
     """
     handed_on = handed_on_signals(stop_signal)
     link = None if launchers is None else LauncherLink(*launchers)
@@ -168,7 +168,7 @@ class _CommandRunner:
         self._codes: list[int] = []
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Remembers the signal; the loop does the rest."""
+        """Records the signal for the loop."""
         self._received.append(number)
 
     def run(self, commands: Sequence[Command]) -> int:
@@ -185,7 +185,7 @@ class _CommandRunner:
                 more = _GRACE_AFTER_FAILURE if self._signal is None or self._is_linked else 0.0
                 stop_at = time.monotonic() + more + (0.0 if self._signal is None else self._grace)
             if stop_at is not None and time.monotonic() > stop_at:
-                break  # the caller ends what is left
+                break  # the caller ends the remaining processes
         if self._signal is None:
             return self._code
         have_saved = not self._running and set(self._codes) == {os.EX_TEMPFAIL}
@@ -261,7 +261,7 @@ def _standard_input(command: Command, is_only: bool) -> Iterator[Any]:
     if command.script is None:
         yield None if is_only else subprocess.DEVNULL
         return
-    with tempfile.TemporaryFile() as file:  # without a name: no other process can open it
+    with tempfile.TemporaryFile() as file:  # unnamed, so that no other process can open it
         file.write(command.script.encode() + b"\n")
         file.seek(0)
         yield file

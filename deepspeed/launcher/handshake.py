@@ -1,4 +1,4 @@
-"""Who a launcher is, and the proof that it belongs to a run.
+"""Identifies launchers, and proves that they belong to the run.
 
 A connection starts with three messages: the hub's challenge, the launcher's hello and the hub's reply. Both sides
 prove that they have the secret of the run, without sending it: each signs the other's random number (HMAC-SHA256). The
@@ -17,7 +17,7 @@ from typing import Any
 from deepspeed.logging import printable
 
 FRONT = -1
-"""Index of the command that has started the launchers on several machines and hands signals on to them."""
+"""Index of the command that started the launchers on several machines and forwards signals to them."""
 
 _MAGIC = "deepspeed launcher"
 _LONGEST_NAME = 255
@@ -25,7 +25,7 @@ _NONCE_BYTES = 16
 
 
 def new_nonce() -> str:
-    """Returns a random number that no connection had before."""
+    """Returns a new random number."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
@@ -77,7 +77,7 @@ class LauncherInfo:
     def is_genuine(self, message: dict[str, Any], nonce: str) -> bool:
         """Returns whether :meth:`signed` of a launcher of this run made ``message``.
 
-        Without a secret every message is.
+        Without a secret every message is accepted.
         """
         if not self.secret:
             return True
@@ -88,7 +88,7 @@ class LauncherInfo:
         )
 
     def name_of(self, index: int, host: str) -> str:
-        """Returns one launcher and its ranks in words."""
+        """Returns a description of one launcher and its ranks."""
         if index == FRONT:
             return f"the command on host {host}"
         first = sum(self.sizes[:index])

@@ -1,4 +1,4 @@
-"""``python -m deepspeed.launcher.launch``: starts the ranks of this machine, in a world that is already settled.
+"""``python -m deepspeed.launcher.launch``: starts the ranks of this machine, in a world given by its options.
 
 The ``deepspeed`` command calls :func:`main` with the world it has resolved, here or on every machine of the run. Where
 MPI or Slurm starts one process per rank, each of them is this module with ``--placed_by``, and starts one rank.
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from deepspeed.launcher.supervisor import Worker
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-# Variables with the rank of a process. A launcher must not pass on its own.
+# Variables with the rank of a process. A launcher must not pass its own to ranks.
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -85,10 +85,10 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
 
 
 def stop_signal(text: str) -> str:
-    """Returns the name of a signal that a program can wait for, of ``USR1`` or ``SIGUSR1``.
+    """Returns the full name of a signal given as ``USR1`` or ``SIGUSR1``.
 
     Raises:
-        argparse.ArgumentTypeError: There is no such signal.
+        argparse.ArgumentTypeError: The signal is unknown, or a program cannot wait for it.
     """
     from deepspeed.config.sections.checkpoint import CATCHABLE
 
@@ -101,7 +101,7 @@ def stop_signal(text: str) -> str:
 
 
 def interpreter(args: argparse.Namespace) -> tuple[str, ...]:
-    """Returns what stands before the script in a rank's command: Python, unless ``--no_python``.
+    """Returns the start of a rank's command, before the script: Python, unless ``--no_python``.
 
     Raises:
         LauncherError: ``--module`` and ``--no_python`` are both given.
@@ -189,7 +189,7 @@ def _run(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | st
         os.environ[SIGNAL_VARIABLE] = args.signal
     workers = _elastic_workers(args, world, hosts) if args.enable_elastic_training else _workers(args, world, hosts)
     link = None
-    if len(world.sizes) > 1 and not args.enable_elastic_training:  # torch's agents have their own ways
+    if len(world.sizes) > 1 and not args.enable_elastic_training:  # torch's agents communicate in their own way
         me = LauncherInfo(world.launcher, host, world.sizes, world.master_port, VERSION, world.run_id, secret)
         link = LauncherLink(me, world.master_addr)
     return LocalRun(
@@ -250,8 +250,8 @@ def _elastic_workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[l
     common.update(_visible(devices, hosts[world.node_rank]))
     for name in _PLACE:
         common.pop(name, None)
-    # Then rank 0 holds a new store after each restart: what a script that starts torch's process group itself finds in
-    # an agent's store is of the ranks before. Ranks of `init_distributed` do not need this.
+    # Then rank 0 serves a new store after each restart: a script that starts torch's process group itself would find in
+    # an agent's store entries of earlier ranks. Ranks of `init_distributed` do not need this.
     common.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     flags = [f"--{name}" for name in ("module", "no_python") if getattr(args, name)]
     script = (args.training_script, *args.training_script_args)
@@ -265,7 +265,7 @@ def _elastic_workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[l
 
 
 def _visible(devices: LocalDevices, slots: Sequence[int | str]) -> dict[str, str]:
-    """Returns the variables that show ranks the devices behind ``slots`` and no others."""
+    """Returns the variables that make only the devices behind ``slots`` visible to ranks."""
     return {name: ",".join(map(str, slots)) for name in devices.visible_variables}
 
 
@@ -331,16 +331,16 @@ def _world(args: argparse.Namespace, hosts: list[list[int | str]], port: int) ->
 
 
 def _common_environment(world: LaunchWorld, on_cpu: bool, bound_cores: int | None) -> dict[str, str]:
-    """Returns the variables of all ranks of this machine, without their own rank.
+    """Returns the variables common to all ranks of this machine.
 
     Args:
-        world: Where they stand.
-        on_cpu: Whether they compute on the processor.
+        world: Which ranks this launcher starts.
+        on_cpu: Whether they compute on the CPU.
         bound_cores: Cores that each of them is bound to; None if it is not.
     """
     name = environment_file_name()
     environment = dict(os.environ)
-    # What the user typed for this run beats what lies in a file.
+    # Variables set for this run take precedence over those in a file.
     added = {key: value for key, value in read_environment_files(name).items() if key not in environment}
     if added:
         logger.info(f"set from {name}: {', '.join(added)}")
@@ -380,13 +380,13 @@ def _pid_file(wanted: bool) -> Iterator[None]:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Writes a file into a folder that other users may write to as well, in place of one left there earlier.
+    """Writes a new file in a folder that other users may also write to, replacing an earlier file.
 
     Raises:
-        LauncherError: It cannot be made, or belongs to another user.
+        LauncherError: The file cannot be written, or belongs to another user.
     """
     try:
-        path.unlink(missing_ok=True)  # of an earlier process with this number; a link goes, not what it points to
+        path.unlink(missing_ok=True)  # left by an earlier process with this id; removes a link, not its target
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise LauncherError(
@@ -399,11 +399,11 @@ def _write_new(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Elastic:
-    """Between how many machines a run may have.
+    """The minimum and maximum number of machines of an elastic run.
 
     Attributes:
-        min_nodes: It waits until this many are there.
-        max_nodes: No more are taken in.
+        min_nodes: The run waits for this many.
+        max_nodes: Further machines are not admitted.
     """
 
     min_nodes: int
@@ -438,16 +438,16 @@ def agent_command(
     """Returns the command of torch's elastic agent for one machine.
 
     Args:
-        elastic: How many machines.
+        elastic: The number of machines.
         local_size: Ranks per machine.
         address: Address of the rendezvous: the first machine.
         port: Its port.
-        run_id: Name of the run: agents of another one are not let in.
+        run_id: Name of the run: agents of other runs are rejected.
         script: The script and its arguments.
         flags: ``--module`` or ``--no_python``.
     """
     spelled = {"--no_python": "--no-python"}
-    # On one machine its own name need not mean anything to the resolver.
+    # On one machine its own name need not be resolvable.
     local = ["--local-addr=127.0.0.1"] if address in ("127.0.0.1", "localhost") else []
     return (
         sys.executable, "-u", "-m", "torch.distributed.run",

@@ -1,7 +1,7 @@
 """``python -m deepspeed.launcher.launcher_helper``: runs a script as the rank of MPI's or Slurm's variables.
 
-For mpirun lines of your own: it sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` from the variables of the program
-that started it, and then executes the script. The line must set ``MASTER_ADDR`` and ``MASTER_PORT``.
+For mpirun commands that you write yourself: it sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` from the variables of
+the program that started it, and then executes the script. The command must set ``MASTER_ADDR`` and ``MASTER_PORT``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Becomes the script; does not return.
+    """Executes the script in this process; does not return.
 
     Args:
         args: The command line; None means that of this process, and then a wrong one ends it with one sentence.

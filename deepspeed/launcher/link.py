@@ -1,18 +1,18 @@
-"""Connects the launchers of one run: each learns what happens on the others.
+"""Connects the launchers of one run, so that each is notified of failures on the others.
 
 Rank 0's launcher is the hub: it listens, the others connect and introduce themselves. A launcher reports a failed rank
 to the hub. The hub decides which failure was first and sends it to all launchers, so that every machine stops its ranks
 and reports the same failure. A connection that closes without a message means that a launcher was lost.
 
-The command that started the launchers by ssh connects only when it gets a signal. The hub hands that on to all.
+The command that started the launchers by ssh connects only when it gets a signal, which the hub forwards to all.
 
 The system probes silent connections (TCP keep-alive), so a machine that lost its power is noticed within about
 15 seconds, while a launcher that is merely suspended is not taken for dead.
 
 Each peer must answer the hub's challenge (:mod:`.handshake`) before anything it sends counts. Until then it can
-neither make the hub wait nor end the run: it is read without blocking, and dropped after a few seconds.
+neither block the hub nor end the run: reads do not block, and it is dropped after a few seconds.
 
-A thread serves the sockets; :class:`LauncherLink` hands its messages over to the launcher's own loop.
+A thread serves the sockets; :class:`LauncherLink` passes its messages to the launcher's loop.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _ANYWHERE: list[list[_Place]] = [[(socket.AF_INET6, ("::",))], [(socket.AF_INET,
 _LOOPBACK: list[list[_Place]] = [[(socket.AF_INET, ("127.0.0.1",))]]
 
 
-# A run's own port, and the next ones should another program have taken it; all launchers try them in this order.
+# The run's port, and the next ones if another program uses it; all launchers try them in this order.
 _DISTANCE = 7000
 _CANDIDATES = 8
 _LOWEST_PORT = 1024
 _RETRY_SECONDS = 0.3
 _CONNECT_SECONDS = 2.0
-# Waiting for another machine is worth a line after this long, again and again.
+# Interval at which waiting for another machine is logged.
 _IMPATIENT_SECONDS = 30.0
 # Connections that have not identified themselves; if there are more, the oldest is closed.
 _MOST_UNNAMED = 64
@@ -62,8 +62,8 @@ class JsonConnection:
 
     Attributes:
         peer: The socket.
-        name: The other launcher in words, once it is known.
-        index: Its number in the run, likewise.
+        name: Description of the other launcher, once it is known.
+        index: Its number in the run, once it is known.
         nonce: The random number that this side has sent.
     """
 
@@ -73,7 +73,7 @@ class JsonConnection:
         self.index = 0
         self.nonce = ""
         self._received = b""
-        self._waiting: list[dict[str, Any]] = []  # came together with one that was waited for
+        self._waiting: list[dict[str, Any]] = []  # messages that arrived together with an awaited one
         peer.settimeout(REPLY_SECONDS)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEP_ALIVE.items():
@@ -81,14 +81,14 @@ class JsonConnection:
                 peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message. If it cannot be sent, the next read finds the end of the connection."""
+        """Sends a message. If that fails, the next read reports the end of the connection."""
         try:
             self.peer.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             return
 
     def receive(self, flags: int = socket.MSG_DONTWAIT) -> tuple[list[dict[str, Any]], bool]:
-        """Reads once: the complete messages, and whether more may come. Does not wait unless ``flags`` are 0."""
+        """Reads once: returns the complete messages, and whether more may come. Blocks only if ``flags`` is 0."""
         try:
             data = self.peer.recv(LONGEST_MESSAGE, flags)
         except BlockingIOError:
@@ -98,13 +98,13 @@ class JsonConnection:
         *lines, self._received = (self._received + data).split(b"\n")
         try:
             messages = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):  # no launcher
+        except (ValueError, RecursionError):  # not a launcher
             return [], False
         understood = [message for message in messages if isinstance(message, dict) and "event" in message]
         return understood, bool(data) and len(self._received) <= LONGEST_MESSAGE
 
     def receive_one(self, seconds: float) -> dict[str, Any] | None:
-        """Waits for the next message; None if none comes in time."""
+        """Waits for the next message; returns None if none arrives in time."""
         deadline = time.monotonic() + seconds
         is_open = True
         while not self._waiting and is_open and time.monotonic() < deadline:
@@ -113,7 +113,7 @@ class JsonConnection:
         return self._waiting.pop(0) if self._waiting else None
 
     def take_waiting(self) -> list[dict[str, Any]]:
-        """Returns the messages that came together with the one that :meth:`receive_one` returned."""
+        """Returns the messages that arrived together with the one that :meth:`receive_one` returned."""
         messages, self._waiting = self._waiting, []
         return messages
 
@@ -125,11 +125,11 @@ class JsonConnection:
 def listen(ports: list[int], address: str) -> list[socket.socket]:
     """Listens on the first of ``ports`` that is free, where others reach this machine by ``address``.
 
-    That is every address of this machine that ``address`` stands for. If it stands for none (the machine is reached
-    through another one), or for the loopback on this machine only, it is every address there is.
+    Listens on every address of this machine to which ``address`` resolves. If there is none (the machine is reached
+    through another one), or only the loopback address, listens on all addresses.
 
     Returns:
-        One socket per address, which do not block; none if no port is free.
+        One non-blocking socket per address; empty if no port is free.
     """
     alternatives = _alternatives(address)
     for port in ports:
@@ -146,7 +146,7 @@ def listen(ports: list[int], address: str) -> list[socket.socket]:
 
 
 def _alternatives(address: str) -> list[list[_Place]]:
-    """Returns lists of addresses, the first that works counts."""
+    """Returns lists of addresses, of which the first that works is used."""
     if address in ("127.0.0.1", "localhost"):
         return _LOOPBACK
     try:
@@ -157,10 +157,10 @@ def _alternatives(address: str) -> list[list[_Place]]:
     for family, _, _, _, (host, _, *scope) in found:
         try:
             _listener((family, (host, *scope)), 0).close()
-        except OSError:  # of another machine
+        except OSError:  # an address of another machine
             continue
         mine.append((family, (str(host), *scope)))
-    # Names such as Debian's 127.0.1.1 lead other machines elsewhere.
+    # A name that resolves to Debian's 127.0.1.1 does not lead other machines here.
     if not mine or any(_is_loopback(str(host)) for _, (host, *_) in mine):
         return _ANYWHERE
     return [mine]
@@ -190,7 +190,7 @@ def link_ports(master_port: int) -> list[int]:
     """Returns the ports on which the hub may listen: ``DS_LINK_PORT``, or ports that follow from the master port.
 
     Raises:
-        LauncherError: The variable is no port.
+        LauncherError: The variable is not a port number.
     """
     chosen = os.environ.get("DS_LINK_PORT", "").strip()
     if chosen:
@@ -202,16 +202,16 @@ def link_ports(master_port: int) -> list[int]:
 
 
 class LauncherLink:
-    """The launcher's side of the connection to the others: sends its events and receives theirs.
+    """A launcher's connection to the others: sends its events and receives theirs.
 
     Events are dicts with ``event``: ``failed`` (to the hub: a :class:`~.failures.Failure` as a message), ``verdict``
     (from the hub: the same), ``signal`` (from the command that started the launchers, by way of the hub: its number),
-    ``lost`` (who: a launcher in words), ``wrong`` (reason: the launchers do not belong together) and ``notice`` (text:
-    progress to print while waiting).
+    ``lost`` (who: description of a launcher), ``wrong`` (reason: the launchers do not belong together) and ``notice``
+    (text: progress to print while waiting).
 
     Args:
         me: This launcher.
-        address: Where the hub is reached.
+        address: Address of the hub.
     """
 
     def __init__(self, me: LauncherInfo, address: str) -> None:
@@ -226,10 +226,10 @@ class LauncherLink:
             os.set_blocking(end, False)
         self._is_closing = threading.Event()
         self._connections: dict[int, JsonConnection] = {}
-        self._gone: set[int] = set()  # those that left with a message
+        self._gone: set[int] = set()  # launchers that left with a message
         self._unnamed: dict[JsonConnection, float] = {}  # deadlines of peers without a proof
         self._has_warned = False
-        self._last_error: OSError | None = None  # of a connection to the hub
+        self._last_error: OSError | None = None  # latest error of connecting to the hub
         self._thread: threading.Thread | None = None
 
     @property
@@ -239,7 +239,7 @@ class LauncherLink:
 
     @property
     def is_connected(self) -> bool:
-        """Whether all receivers are connected: the hub, or for the hub every launcher still at work."""
+        """Whether all receivers are connected: the hub; on the hub, every launcher that has not left."""
         if not self.is_hub:
             return 0 in self._connections
         return set(range(1, len(self.me.sizes))) <= self._connections.keys() | self._gone
@@ -250,7 +250,7 @@ class LauncherLink:
         return self.is_hub and len(self._gone) < len(self.me.sizes) - 1
 
     def fileno(self) -> int:
-        """Becomes readable when there are events."""
+        """Returns a descriptor that is readable when there are events."""
         return self._event_reader
 
     def start(self) -> None:
@@ -259,7 +259,7 @@ class LauncherLink:
         self._thread.start()
 
     def send(self, **message: Any) -> None:
-        """Notifies the hub; on the hub, all launchers."""
+        """Sends an event to the hub; on the hub, to all launchers."""
         self._outgoing.put(message)
         _wake(self._wake_writer)
 
@@ -275,7 +275,8 @@ class LauncherLink:
         """Sends the leave message and closes the connections.
 
         Args:
-            patience: Seconds in which launchers that are not connected yet may still connect and receive what was sent.
+            patience: Seconds in which launchers that are not connected yet may still connect and receive earlier
+                events.
         """
         if self._thread is None:
             return
@@ -352,7 +353,7 @@ class LauncherLink:
         """Sends a challenge to each new connection."""
         try:
             peer, _ = listener.accept()
-        except OSError:  # it has gone already, or this process has too many files open
+        except OSError:  # it is closed already, or this process has too many open files
             time.sleep(_PAUSE_SECONDS)
             return
         if len(self._unnamed) >= _MOST_UNNAMED:
@@ -408,7 +409,7 @@ class LauncherLink:
             self._end(connection, selector)
 
     def _warn(self, text: str) -> None:
-        """Reports a stranger, once: there may be many."""
+        """Warns of a process that is not part of the run; only once, as there may be many."""
         if not self._has_warned:
             self._has_warned = True
             self._post(event="notice", text=text)
@@ -437,7 +438,7 @@ class LauncherLink:
         return None
 
     def _read_event(self, connection: JsonConnection, selector: selectors.BaseSelector) -> bool:
-        """Forwards a launcher's message; False at its end."""
+        """Forwards a launcher's messages; returns False when the connection has ended."""
         messages, is_open = connection.receive()
         self._pass_on(connection, messages)
         if not is_open:
@@ -531,7 +532,7 @@ class LauncherLink:
         except OSError as error:  # not there yet
             self._last_error = error
             return None, None
-        if peer.getsockname() == peer.getpeername():  # both ends at once: TCP allows it on one machine
+        if peer.getsockname() == peer.getpeername():  # TCP can connect a port to itself on one machine
             peer.close()
             return None, None
         connection = JsonConnection(peer)
@@ -555,7 +556,7 @@ class LauncherLink:
 def _wake(writer: int) -> None:
     try:
         os.write(writer, b"x")
-    except BlockingIOError:  # full: the reader has enough to wake up for
+    except BlockingIOError:  # full: the reader will wake up anyway
         return
 
 

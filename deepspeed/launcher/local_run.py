@@ -1,8 +1,8 @@
 """One run on this machine, from the first rank's start to the exit code.
 
-The front (the process the user started) reads what the ranks write and decides who failed first; the supervisor, a
-fork of it, owns the ranks. See the package docstring for who watches whom. Where the run has other machines, their
-launchers are reached through a :class:`~.link.LauncherLink`, and the first failure is that of the whole run.
+The front (the process that the user started) reads the ranks' output and decides which rank failed first; the
+supervisor, a fork of it, owns the ranks. The package docstring has an overview. If the run has other machines, their
+launchers are connected by a :class:`~.link.LauncherLink`, and the first failure is that of the whole run.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _DRAIN_READS = 32
 # to receive it.
 _VERDICT_SECONDS = 6.0
 _EXIT_NOTE_SECONDS = 10.0
-_PART_SECONDS = 4.0  # the same for good news: without it the hub waits for this one
-_SHORT_EXIT_NOTE_SECONDS = 1.0  # the peer waits for this launcher to end, or was refused
+_PART_SECONDS = 4.0  # the same after success: without the message the hub would wait for this launcher
+_SHORT_EXIT_NOTE_SECONDS = 1.0  # the peer waits for this launcher to end, or was rejected
 _REPORT_SECONDS = 120.0
 _INTERNAL_ERROR = 70
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -63,14 +63,14 @@ class LocalRun:
     Args:
         workers: The ranks to start.
         host: The name of this machine in messages.
-        logs: A file per rank that gets everything the rank writes, besides the screen; None for none.
-        link: To the launchers of the other machines; None if there are none.
+        logs: A file per rank for a copy of its output; None: none.
+        link: Connection to the launchers of other machines; None if there are none.
         labelled: Whether each line of a rank's output names the rank.
         shares_screen: Whether the launchers of the other machines write to the same screen, so that one report is
             enough; also ends the run when that screen goes away.
-        failure_file: Gets the reason where the run fails; None for none.
-        grace: Seconds that ranks get after a signal to stop; None: as long as usual.
-        stop_signal: A further signal that is handed on to the ranks, which decide what it means; None: there is none.
+        failure_file: File for the reason if the run fails; None: none.
+        grace: Seconds until ranks must have ended after a signal to stop; None: the default.
+        stop_signal: An additional signal to forward to the ranks, which handle it; None: none.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class LocalRun:
         self._screen = Screen(self._output)
         self._link = link
         self._shares_screen = shares_screen
-        # A single rank needs no label: its output looks as if it had been started by hand.
+        # The output of a single rank is shown unchanged, without a label.
         labelled = len(workers) > 1 if labelled is None else labelled
         labels = [f"[rank {worker.rank}] ".encode() if labelled else b"" for worker in workers]
         streams = list(zip(workers, labels, strict=True))
@@ -111,17 +111,17 @@ class LocalRun:
         self._selector = selectors.DefaultSelector()
         self._received = b""
         self._first: Failure | None = None
-        self._elsewhere: list[Failure] = []  # what other launchers reported, until it is decided
-        self._verdict: Failure | None = None  # the hub's
+        self._elsewhere: list[Failure] = []  # failures that other launchers reported, until the decision
+        self._verdict: Failure | None = None  # the first failure of the run, from the hub
         self._has_reported = False
         self._settle_until: float | None = None
         self._signal: int | None = None  # the signal that ends the run, ours or the supervisor's
         self._done: dict[str, Any] | None = None
         self._notes = ExitNotes(None)
-        self._left_behind: dict[int, float] = {}  # ranks that run while the others continue without them, since when
+        self._left_behind: dict[int, float] = {}  # ranks without which the others continue, and since when
 
     def run(self) -> int:
-        """Runs all ranks to their end.
+        """Runs all ranks until they have ended.
 
         Must be called from the main thread: it handles signals while it runs.
 
@@ -197,7 +197,7 @@ class LocalRun:
         previous: dict[int, Any] = {}
         for number in _FORWARDED:
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # started by nohup: outliving the terminal is what the user wants
+                continue  # started by nohup: the run shall outlive the terminal
             previous[number] = signal.signal(number, self._on_signal)
         for each in self._handed_on:
             handler = signal.signal(each, lambda number, _frame: self._hand_on(number))
@@ -212,14 +212,14 @@ class LocalRun:
         self._command(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, grace)
 
     def _take_signal(self, number: int) -> None:
-        """Treats a signal to the command that started the launchers as one to this launcher."""
+        """Handles a signal to the command that started the launchers like one to this launcher."""
         if number in self._handed_on:
             self._hand_on(number)
         else:
             self._on_signal(number, None)
 
     def _hand_on(self, number: int) -> None:
-        """Sends the ranks a signal that they decide about. That of ``--signal`` gives them the time of ``--grace``."""
+        """Forwards a signal that the ranks handle. After that of ``--signal`` they have the time of ``--grace``."""
         if number == self._stop_signal and self._grace is not None:
             self._stop_at = self._stop_at or time.monotonic() + self._grace
         self._command(number, None)
@@ -229,16 +229,16 @@ class LocalRun:
         try:
             self._channel.sendall(json.dumps(command).encode() + b"\n")
         except (BrokenPipeError, ConnectionResetError):
-            return  # it has ended already, and the loop will read that
+            return  # it has already ended, which the loop will read
 
     # --- watch ------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Shows output and follows events until the supervisor is done or gone."""
+        """Shows output and handles events until the supervisor has ended."""
         is_open = True
         while is_open and self._done is None:
             if self._output.is_full:
-                # Not reading lets the ranks block, as they would on a slow terminal; events still count.
+                # Ranks then block, as on a slow terminal; events are still handled.
                 self._output.flush(_TICK_SECONDS)
                 ready = [key for key, _ in self._selector.select(0) if key.fileobj is self._channel]
             else:
@@ -263,7 +263,7 @@ class LocalRun:
             self._end_ranks_that_hang(now)
 
     def _end_ranks_that_hang(self, now: float) -> None:
-        """Ends ranks that have not ended in time, for which this launcher would wait without end.
+        """Ends ranks that have not ended in time, for which this launcher would wait forever.
 
         They are those that the others continue without, and all ranks after the signal of ``--signal``.
         """
@@ -277,7 +277,7 @@ class LocalRun:
             self._command(signal.SIGTERM, GRACE_AFTER_FAILURE)
 
     def _read(self, key: selectors.SelectorKey) -> bool:
-        """Reads one pipe once; False when it is empty for now or at its end."""
+        """Reads one pipe once; returns False when it is empty for now or closed."""
         stream, index = key.data
         try:
             data = os.read(key.fd, _READ_BYTES)
@@ -294,7 +294,7 @@ class LocalRun:
         return True
 
     def _drain(self, rank: int | None = None) -> None:
-        """Reads everything that is in the pipes now, of one rank or of all."""
+        """Reads all data that is in the pipes now, of one rank or of all."""
         for key in list(self._selector.get_map().values()):
             if key.data is not None and rank in (None, key.data[0].rank):
                 # More than any pipe holds, but bounded: a child of an ended rank may never stop writing.
@@ -303,7 +303,7 @@ class LocalRun:
                         break
 
     def _read_events(self) -> bool:
-        """Handles the supervisor's messages; False at their end."""
+        """Handles the supervisor's messages; returns False when the socket is closed."""
         try:
             data = self._channel.recv(_READ_BYTES)
         except ConnectionResetError:
@@ -323,7 +323,7 @@ class LocalRun:
         elif message["event"] == "started":
             state.pid = message["pid"]
         elif message["event"] == "exited":
-            # Its last words are in the pipe by now; they decide when and why it failed.
+            # Its last output is in the pipe by now, and shows when and why it failed.
             self._drain(state.rank)
             state.status, state.ended = message["status"], message["time"]
             if state.has_failed and state.pid is not None:
@@ -332,7 +332,7 @@ class LocalRun:
             state.refusal, state.ended = message["reason"], time.monotonic()
 
     def _consider_failures(self, now: float) -> None:
-        """Decides who failed first, as soon as that is clear, and has the others stopped."""
+        """Decides which rank failed first, as soon as that is clear, and stops the others."""
         if self._verdict is not None and self._first is None and self._signal is None:
             are_leaving = self._verdict.exit_code == os.EX_TEMPFAIL and now < (self._settle_until or now)
             if not are_leaving or not any(s.pid is not None and s.status is None for s in self._states.values()):
@@ -348,7 +348,7 @@ class LocalRun:
             self._settle_until = now + _SETTLE_SECONDS
         best = first_failure(failures)
         running = [state for state in self._states.values() if state.pid is not None and state.status is None]
-        # A rank whose traceback began earlier is dying too; a rank that lost a peer did not fail first.
+        # A rank with an earlier traceback is ending too; a rank that lost a peer did not fail first.
         earlier = best.lost_a_peer or any(_began_before(state, best) for state in running)
         if running and best.exit_code == os.EX_TEMPFAIL and now < self._settle_until:
             return  # the ranks have saved together, and leave one after the other
@@ -382,7 +382,7 @@ class LocalRun:
         return state.failure(self._names[state.rank] or f"rank {state.rank} (local rank {local}{pid})", self._host)
 
     def _decide(self, first: Failure) -> None:
-        """Takes a failure for the first of the run: shows its rank's words and has all other ranks stopped."""
+        """Treats a failure as the first of the run: shows its rank's output and stops all other ranks."""
         self._first = first
         if self._link is not None and self._link.is_hub:
             self._report(first)
@@ -453,7 +453,7 @@ class LocalRun:
     # --- end --------------------------------------------------------------------------------------------------------
 
     def _replace_supervisor(self, status: int, others: set[int]) -> None:
-        """Ends what the supervisor has left behind: it was killed or broke, and its descendants are ours now."""
+        """Ends the processes of a supervisor that was killed or failed; they are this process's children now."""
         sessions = {state.pid for state in self._states.values() if state.pid is not None}
         stuck = processes.end_processes(
             lambda: processes.find_processes(sessions, spare=others), lambda: None, GRACE_AFTER_FAILURE
@@ -463,7 +463,7 @@ class LocalRun:
             self._signal = -status
 
     def _conclude(self) -> int:
-        """Shows the rest, names the failure last; returns the exit code."""
+        """Shows the remaining output, then the failure; returns the exit code."""
         deadline = time.monotonic() + _DRAIN_SECONDS
         while len(self._selector.get_map()) > 1 and time.monotonic() < deadline:
             self._selector.select(_TICK_SECONDS)
@@ -491,7 +491,7 @@ class LocalRun:
             self._print_line(line)
         self._output.finish(_BLOCKED_OUTPUT_SECONDS)
         if self._link is not None:
-            # Unheard, a machine that comes late would wait for this one until torch's time-out.
+            # Otherwise a machine that starts late would wait for this one until torch's time-out.
             must_hurry = self._signal is not None or (self._first is not None and self._first.was_seen_from_outside)
             self._link.close(_SHORT_EXIT_NOTE_SECONDS if must_hurry else _EXIT_NOTE_SECONDS if code else _PART_SECONDS)
         return code
@@ -554,7 +554,7 @@ def _began_before(state: RankState, best: Failure) -> bool:
 
 def _write_run_report(folder: Path) -> str:
     """Makes the page of a run whose ranks were killed before they could; returns a line about it."""
-    # A process, since it needs torch; with its own session, so that the Ctrl-C that ends the run spares it.
+    # A separate process, since it needs torch; in a new session, so that Ctrl-C does not end it.
     program = [sys.executable, "-m", "deepspeed.cli.report_run", str(folder)]
     try:
         done = subprocess.run(
@@ -568,7 +568,7 @@ def _write_run_report(folder: Path) -> str:
 
 
 def _open_standard_streams() -> None:
-    """Fills descriptors 0 to 2 if the caller closed them: our pipes must not take their numbers."""
+    """Opens descriptors 0 to 2 if the caller closed them: new pipes must not get these numbers."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

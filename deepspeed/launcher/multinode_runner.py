@@ -1,6 +1,6 @@
 """A class per program that starts ranks on several machines, for programs that build the commands themselves.
 
-The ``deepspeed`` command goes another way (:mod:`.runner`); both end in the builders of :mod:`.remote`.
+The ``deepspeed`` command does not use these classes (see :mod:`.runner`); both use the builders of :mod:`.remote`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class MultiNodeRunner:
     """The command that starts a run.
 
     Args:
-        args: What ``deepspeed.launcher.runner.parse_args`` returned.
+        args: Result of ``deepspeed.launcher.runner.parse_args``.
         world_info_base64: Slots of each machine, from ``encode_world_info``.
-        resource_pool: Slots of each machine, if they are at hand; nothing here needs them before :meth:`get_cmd`.
+        resource_pool: Slots of each machine, if known; not needed before :meth:`get_cmd`.
 
     Attributes:
-        exports: Variables that the ranks will find.
+        exports: Variables of the ranks.
     """
 
     launcher: ClassVar[str]
@@ -59,7 +59,7 @@ class MultiNodeRunner:
         self.exports[key.strip()] = var.strip()
 
     def validate_args(self) -> None:
-        """Raises where the program cannot do what ``args`` request; :meth:`get_cmd` checks again with the machines."""
+        """Raises if the program cannot do what ``args`` request; :meth:`get_cmd` checks again with the machines."""
         self._command(self._run(decode_world_info(self.world_info_base64)))
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> Any:

@@ -1,4 +1,4 @@
-"""Which rank a process is that MPI or Slurm has started, by the variables they leave."""
+"""Finds the rank of a process that MPI or Slurm has started, from their variables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from deepspeed.launcher.resources import LauncherError
 
-# Per program: names of the variables for rank, number of ranks and local rank, the first that is set counts.
+# Per program: names of the variables for rank, number of ranks and local rank, the first that is set is used.
 _VARIABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "openmpi": (("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",)),
     "mpich": (("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID")),
@@ -24,11 +24,11 @@ PROGRAMS = tuple(_VARIABLES)
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """A process among those that one program has started.
+    """One process started by MPI or Slurm.
 
     Attributes:
         rank: Its number.
-        world_size: How many there are.
+        world_size: The number of processes.
         local_rank: Its number on its machine; None where the program does not pass it.
     """
 
@@ -41,7 +41,7 @@ def find_placed(program: str, environment: Mapping[str, str]) -> LaunchedProcess
     """Reads the variables of ``program`` (one of :data:`PROGRAMS`).
 
     Raises:
-        LauncherError: They are missing or no numbers.
+        LauncherError: Variables are missing or not numbers.
     """
     rank, size, local = (_first(program, names, environment) for names in _VARIABLES[program])
     if rank is None or size is None:

@@ -15,11 +15,11 @@ from deepspeed.ports import DEFAULT_PORT, describe_listener, free_port, is_free,
 
 @dataclass
 class PortClaim:
-    """A port that other launchers on this machine leave alone while this object is open.
+    """A port that other launchers on this machine do not choose while this object is open.
 
     Rank 0 opens the port seconds after the launcher has chosen it, and two runs started together would both find it
-    free. A name in Linux's abstract socket space marks it meanwhile: it is gone with the last process that holds it,
-    and needs no file.
+    free. Meanwhile a name in Linux's abstract socket namespace marks it: the name disappears with the last process
+    that holds it, and needs no file.
 
     Attributes:
         port: The port.
@@ -41,8 +41,8 @@ class RequestedPort:
     """The port that the user requested.
 
     Attributes:
-        port: It.
-        source: Where it was given: ``--master_port 29600`` or ``MASTER_PORT=29600``.
+        port: The number of the port.
+        source: How it was given: ``--master_port 29600`` or ``MASTER_PORT=29600``.
     """
 
     port: int
@@ -50,10 +50,10 @@ class RequestedPort:
 
     @classmethod
     def of(cls, option: int | None, environ: Mapping[str, str] = os.environ) -> RequestedPort | None:
-        """Reads the option, or else ``MASTER_PORT``; None if neither is given, or 0, which stands for any.
+        """Reads the option, or else ``MASTER_PORT``; None if neither is given, or 0, which means any port.
 
         Raises:
-            LauncherError: It is no port.
+            LauncherError: The value is not a port number.
         """
         text = environ.get("MASTER_PORT", "").strip() if option is None else str(option)
         if text in ("", "0"):
@@ -68,10 +68,11 @@ def claim_port(address: str, requested: RequestedPort | None, *, is_shared: bool
     """Chooses the rendezvous port: the one requested, or a free one if that is taken.
 
     Args:
-        address: Where rank 0 will listen. On another machine nothing can be looked at: the wish is what is chosen.
-        requested: The user's; None means the default port. A wish for the default is none: some tools always pass it.
-        is_shared: Whether other machines need the port too. One that the user has chosen may be the one that a
-            firewall lets through, so then it is not replaced.
+        address: Where rank 0 will listen. On another machine the requested port is chosen without a check.
+        requested: The user's port; None means the default. The default port counts as not requested, as some tools
+            always pass it.
+        is_shared: Whether other machines need the port too. A requested port is then not replaced, as it may be the
+            only one that a firewall permits.
 
     Raises:
         LauncherError: The port is taken and must not be replaced.
@@ -94,7 +95,7 @@ def claim_port(address: str, requested: RequestedPort | None, *, is_shared: bool
 
 
 def agreed_port(requested: RequestedPort | None, *, holds_rank_0: bool, is_claimed: bool) -> PortClaim:
-    """Returns the port that all launchers of a run on several machines use: none of them may choose another one.
+    """Returns the port of a run on several machines, whose launchers must all use the same.
 
     Args:
         requested: The port that was requested; None means the default port.
@@ -102,7 +103,7 @@ def agreed_port(requested: RequestedPort | None, *, holds_rank_0: bool, is_claim
         is_claimed: Whether the command that started this launcher has claimed it.
 
     Raises:
-        LauncherError: It is taken here.
+        LauncherError: The port is in use on this machine.
     """
     port = DEFAULT_PORT if requested is None else requested.port
     if not holds_rank_0:
@@ -126,13 +127,13 @@ def _occupant(port: int) -> str:
 
 @dataclass(frozen=True)
 class _PortLock:
-    """That a port is ours; where the system has no such marks there is nothing to keep open."""
+    """The mark of a claimed port. On systems without abstract sockets it holds nothing."""
 
     socket: socket.socket | None
 
 
 def _mark(port: int) -> _PortLock | None:
-    """Marks the port as ours; None if another process has it."""
+    """Marks the port as claimed; returns None if another process has claimed it."""
     if not sys.platform.startswith("linux"):
         return _PortLock(None)
     mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -1,4 +1,4 @@
-"""Finding and ending processes: everything below this one, and everything in the sessions of the ranks."""
+"""Finds and ends processes: descendants of this one, and those in the sessions of the ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KILL_SECONDS = 5.0
 
 
 def _prctl(option: int, value: int) -> bool:
-    """Sets a process attribute; False where the system has none (only Linux has)."""
+    """Sets a process attribute; returns False where that is not supported (only Linux supports it)."""
     if not sys.platform.startswith("linux"):
         return False
     return ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0
@@ -32,7 +32,7 @@ def adopt_orphans(enabled: bool = True) -> bool:
 def die_with_parent(parent: int) -> None:
     """Makes the kernel kill this process when its parent dies; exits at once if that has already happened.
 
-    A second line of defence: it holds when supervisor and front are killed together.
+    This works even if supervisor and front are killed together.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -40,7 +40,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def find_processes(sessions: Iterable[int], spare: Iterable[int] = ()) -> set[int]:
-    """Returns the process ids below this process or in one of ``sessions``, without ``spare`` and zombies.
+    """Returns the ids of descendants and of processes in ``sessions``, without ``spare`` and zombies.
 
     The tree finds children that left their session; the sessions find children whose parent is gone, on systems where
     orphans cannot be adopted.
@@ -52,7 +52,7 @@ def find_processes(sessions: Iterable[int], spare: Iterable[int] = ()) -> set[in
         try:
             if os.getsid(pid) in wanted:
                 found.add(pid)
-        except (ProcessLookupError, PermissionError):  # ended meanwhile, or another user's and so not ours
+        except (ProcessLookupError, PermissionError):  # ended meanwhile, or belongs to another user
             continue
     return {pid for pid in found - set(spare) - {me} if _is_running(pid)}
 
@@ -83,7 +83,7 @@ def send_groups(groups: Iterable[int], number: int) -> None:
 
 
 def end_processes(find: Callable[[], set[int]], reap: Callable[[], None], patience: float) -> set[int]:
-    """Ends everything ``find`` returns: TERM, then KILL after ``patience`` seconds, again and again until none is left.
+    """Ends all processes that ``find`` returns: TERM, then KILL after ``patience`` seconds, until none is left.
 
     Args:
         find: The processes that still run; called repeatedly, because a dying process may start another one.

@@ -1,7 +1,7 @@
 """The commands that start a run on several machines, one builder per program.
 
-Everything here is pure: a :class:`RemoteRun` goes in and the commands come out. ``--dry_run`` shows them and tests
-compare them. There are two ways:
+The functions are pure: they turn a :class:`RemoteRun` into commands, which ``--dry_run`` shows and tests compare. There
+are two ways:
 
 - pdsh and ssh start one launcher per machine (``--node_rank``), which starts the ranks there;
 - MPI and Slurm start one launcher per rank (``--placed_by``), so that a rank may use MPI itself.
@@ -25,30 +25,30 @@ from deepspeed.launcher.environment import SECRET
 from deepspeed.launcher.resources import LauncherError, check_host_name, encode_world_info
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-# Hydra's options about the whole environment exclude each other.
+# Hydra's options for the whole environment are mutually exclusive.
 _HYDRA_ENVIRONMENT = ("-genvall", "-genvnone", "-genvlist")
 
 
 @dataclass(frozen=True)
 class RemoteRun:
-    """A run on several machines, decided in all its parts.
+    """All settings of a run on several machines.
 
     Attributes:
         hosts: Slots of each machine, in the order of the ranks.
-        master_addr: Where rank 0 is reached; empty to let Slurm choose.
+        master_addr: Address of rank 0; empty to let Slurm choose.
         master_port: Its port.
-        exports: Variables that the ranks must see.
+        exports: Variables of the ranks.
         folder: The working directory.
         options: Further options of ``deepspeed.launcher.launch``.
         script: The script and its arguments.
         run_id: Name of the run.
         secret: The secret of its launchers.
-        launcher_args: Further arguments of the program that starts.
+        launcher_args: Further arguments of the program that starts the launchers.
         ssh_port: Port of the ssh servers; None for their own choice.
         venv_script: Sourced on each machine before anything else.
 
     Raises:
-        LauncherError: A host or a variable has a name that a program or a shell would take for something else.
+        LauncherError: The name of a host or variable has characters that a program or shell would interpret.
     """
 
     hosts: dict[str, list[int | str]]
@@ -81,7 +81,7 @@ class RemoteRun:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return sum(len(slots) for slots in self.hosts.values())
 
     def node_launcher(self, *place: str) -> list[str]:
@@ -108,9 +108,9 @@ class Command:
 
     Attributes:
         program: Its program and arguments.
-        variables: What is added to its environment.
+        variables: Added to its environment.
         host: The machine it is for; None for all of them.
-        script: What it reads from standard input; None for nothing.
+        script: Its standard input; None: empty.
     """
 
     program: tuple[str, ...]
@@ -135,7 +135,7 @@ def pdsh(run: RemoteRun) -> list[Command]:
     variables = {"PDSH_RCMD_TYPE": "ssh"}
     if run.ssh_port is not None:
         variables["PDSH_SSH_ARGS_APPEND"] = f"-p {run.ssh_port}"
-    # Everywhere else a percent sign means itself.
+    # Other percent signs are literal.
     line = run.shell_line("--node_rank=%n", escape=lambda text: text.replace("%", "%%"))
     fan_out = ["-f", "1024", "-w", ",".join(run.hosts)]
     return [Command(("pdsh", "-S", *fan_out, *run.launcher_args, line), variables)]
@@ -217,7 +217,7 @@ def _unless_given(run: RemoteRun, *options: tuple[str, str]) -> list[str]:
     return [word for option in options if option[0].replace("--", "-") not in given for word in option]
 
 
-# What each launcher runs on this machine.
+# The programs that each launcher needs on this machine.
 LAUNCHER_PROGRAMS = {
     "pdsh": "pdsh",
     "openmpi": "mpirun",

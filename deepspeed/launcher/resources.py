@@ -1,4 +1,4 @@
-"""Hosts and their device slots: the host file, what is included and excluded, and how a selection is passed on."""
+"""Hosts and their device slots: the host file, ``--include`` and ``--exclude``, and the encoding of a selection."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Slots = Mapping[str, int]
 Selection = dict[str, list[int]]
 
 DLTS_HOSTFILE = "/job/hostfile"
-"""Where the host file is looked for without ``--hostfile``; upstream's name."""
+"""The host file used without ``--hostfile``; upstream's name."""
 
-# No option of ssh or pdsh, which begin with "-", and nothing that a shell or a list of hosts reads as more than a name.
+# Excludes options of ssh or pdsh ("-" first) and characters that are special in a shell or a list of hosts.
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][\w.:@-]*", re.ASCII)
 _HOST_LINE = re.compile(r"(?P<host>[^\s=]+)(\s+slots=(?P<slots>\d+))?")
 
@@ -28,14 +28,14 @@ class LauncherError(DeepSpeedConfigError):
 
 
 def check_host_name(host: str, source: str) -> None:
-    """Checks that programs such as ssh take ``host`` for the name of a machine.
+    """Raises unless ``host`` is safe as the name of a machine for programs such as ssh.
 
     Args:
         host: The name.
-        source: Where it is written, for the message.
+        source: Where the name was found, for the message.
 
     Raises:
-        LauncherError: It has other characters, or begins as an option does.
+        LauncherError: The name has other characters, or begins like an option.
     """
     if not _HOST_NAME.fullmatch(host):
         raise LauncherError(
@@ -48,7 +48,7 @@ def fetch_hostfile(hostfile_path: str | None, devices: Callable[[], int] = lambd
     """Reads ``host slots=N`` lines, or a plain list of hosts such as ``$PBS_NODEFILE``.
 
     Args:
-        hostfile_path: The file; lines that are blank or start with ``#`` count for nothing.
+        hostfile_path: The file; blank lines and those that start with ``#`` are ignored.
         devices: Queries the slots of hosts that are named without slots, once each. Where a plain list names hosts
             repeatedly, as schedulers do, a host has as many slots as lines.
 
@@ -103,7 +103,7 @@ def parse_resource_filter(
         The selected slots per host, in the order of ``host_info``; hosts without a slot are left out.
 
     Raises:
-        LauncherError: Both strings are given, or one names a host or slot that is not there.
+        LauncherError: Both strings are given, or one names an unknown host or slot.
     """
     if include_str and exclude_str:
         raise LauncherError("--include and --exclude exclude each other; use one of them")

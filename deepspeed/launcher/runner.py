@@ -1,4 +1,4 @@
-"""The ``deepspeed`` command: which devices of which machines, then their ranks.
+"""The ``deepspeed`` command: selects devices and machines, and starts their ranks.
 
 ``deepspeed [options] script.py [arguments]``. On one machine it becomes :mod:`.launch`; for several it builds the
 commands of pdsh, ssh, MPI or Slurm (:mod:`.remote`) and runs them (:mod:`.front`); with ``--no_ssh`` it is called on
@@ -63,7 +63,7 @@ __all__ = [
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
 DEEPSPEED_ENVIRONMENT_NAME = environment_file_name()
 
-# Our own variables, besides those of EXPORT_ENVS and of the accelerator.
+# This package's variables, besides those of EXPORT_ENVS and of the accelerator.
 _OWN_VARIABLES = ("DS_", "DEEPSPEED_")
 _NOT_FOR_OTHERS = ("DS_ENV_FILE", "DS_RUN_ID", SECRET)
 _SOUNDS_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_?KEY|ACCESS_KEY", re.IGNORECASE)
@@ -105,7 +105,7 @@ def _node_range(text: str) -> tuple[int, int]:
 
 
 def _set_node_numbers(args: argparse.Namespace) -> None:
-    """Puts the two numbers of ``--num_nodes MIN:MAX`` where the elastic options have theirs.
+    """Sets the elastic options from ``--num_nodes MIN:MAX``.
 
     Raises:
         LauncherError: Both spellings are used.
@@ -210,7 +210,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _tune(args: argparse.Namespace, selected: RankSelection) -> int:
-    """Looks for the fastest configuration of the script; with ``run``, trains with it."""
+    """Searches for the fastest configuration of the script; with ``run``, then trains with it."""
     from deepspeed.autotuning import Autotuner
 
     args.fork_command = _fork_command if _imports_once(args, selected) else None
@@ -226,7 +226,7 @@ def _imports_once(args: argparse.Namespace, selected: RankSelection) -> bool:
     binds = args.bind_cores_to_rank or args.bind_core_list
     if binds or args.module or args.no_python or selected.needs_launcher or args.force_multi:
         return False
-    if os.environ.get(SWITCH) == "0" or "torch" in sys.modules:  # imported to look for devices
+    if os.environ.get(SWITCH) == "0" or "torch" in sys.modules:  # torch was imported to find devices
         return False
     environment = {**read_environment_files(environment_file_name()), **os.environ}
     ranks = len(next(iter(selected.hosts.values())))
@@ -246,7 +246,7 @@ def _fork_command(program: Sequence[str], environment: Mapping[str, str], output
 def _take_place_in_cluster(args: argparse.Namespace) -> None:
     """Starts only this machine's ranks where a cluster has started the command on each of several machines.
 
-    A host file, or an option that selects machines, counts more than the cluster's variables.
+    A host file or an option that selects machines takes precedence over the cluster's variables.
     """
     chooses_hosts = args.no_ssh or args.force_multi or args.include or args.exclude or args.num_nodes != -1
     if chooses_hosts or args.launcher != "pdsh" or os.path.isfile(args.hostfile):
@@ -315,7 +315,7 @@ def _launch_arguments(args: argparse.Namespace, selected: RankSelection) -> list
 
 
 def rank_options(args: argparse.Namespace) -> list[str]:
-    """Returns the options that concern how a rank is started, spelt out for :mod:`deepspeed.launcher.launch`.
+    """Returns the options for starting a rank, as arguments of :mod:`deepspeed.launcher.launch`.
 
     Raises:
         LauncherError: Numbers of elastic nodes are given without ``--elastic_training``.
@@ -385,11 +385,14 @@ def _run_on_machines(args: argparse.Namespace, selected: RankSelection) -> int:
 
 
 def _launchers(args: argparse.Namespace, run: RemoteRun) -> tuple[LauncherInfo, str] | None:
-    """Returns who this process is to the launchers, and the hub's address; None if it must not send them signals."""
+    """Returns this process's identity towards the launchers, and the hub's address.
+
+    None if it must not send signals.
+    """
     from deepspeed.launcher.handshake import FRONT, LauncherInfo
 
     if args.launcher not in ("pdsh", "ssh") or len(run.hosts) == 1 or args.elastic_training:
-        return None  # the program hands signals on, or the launchers are not connected
+        return None  # the program forwards signals, or the launchers are not connected
     sizes = tuple(len(slots) for slots in run.hosts.values())
     host = socket.gethostname()
     return LauncherInfo(FRONT, host, sizes, run.master_port, VERSION, run.run_id, run.secret), run.master_addr
@@ -437,7 +440,7 @@ def rank_map(hosts: Mapping[str, Sequence[int | str]]) -> list[str]:
 
 
 def _exports() -> dict[str, str]:
-    """Returns the variables that ranks on other machines must find as they are here."""
+    """Returns the variables that ranks on other machines must have with the same values as here."""
     prefixes = (*EXPORT_ENVS, *_accelerator_exports(), *_OWN_VARIABLES)
     found = {
         name: value
@@ -446,7 +449,7 @@ def _exports() -> dict[str, str]:
     }
     for name, value in read_environment_files(environment_file_name()).items():
         if is_variable(name):
-            found[name] = os.environ.get(name, value)  # what was typed for this run beats what lies in a file
+            found[name] = os.environ.get(name, value)  # variables set for this run take precedence over a file
     return found
 
 

@@ -1,8 +1,8 @@
-r"""What many ranks write, as whole labelled lines on one screen.
+r"""Shows the output of many ranks as complete labelled lines on one screen.
 
 A line appears when it is complete. Rank 0 is also shown while a line is still being written: a progress bar that
-returns to the start of its line (``\r``) or, on a terminal, a prompt. Another rank's line that arrives meanwhile is
-never mixed into it. Everything is bytes: ranks may write any encoding.
+returns to the start of its line (``\r``) or, on a terminal, a prompt. Lines of other ranks that arrive meanwhile are
+never mixed into it. All text is bytes: ranks may write any encoding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deepspeed.logging import takes_colour, with_colour
 _CLEAR_TO_END = b"\x1b[K"
 # A write of this size to a pipe that poll calls writable never blocks (POSIX guarantees 512, Linux 4096).
 _CHUNK = 512 if select.PIPE_BUF < 4096 else 4096
-# Unwritten bytes above which the ranks are not read any more: they then block as they would on a slow terminal.
+# Above this many unwritten bytes the ranks' output is not read, so that they block, as on a slow terminal.
 _BACKLOG = 1 << 20
 # On a terminal an unfinished line without carriage return (a prompt) is shown when nothing has followed it for this
 # long; Python writes text and newline separately.
@@ -27,9 +27,9 @@ _LONGEST_LINE = 1 << 20
 
 
 class Output:
-    """Bytes in flight to stdout and stderr, in order, without ever blocking on a pipe.
+    """A queue of bytes for stdout and stderr, written in order without ever blocking on a pipe.
 
-    A blocked launcher could not stop its ranks, so a write happens only when the descriptor takes it.
+    A blocked launcher could not stop its ranks, so it writes only when the descriptor is ready.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Output:
                 self._queue[0] = (descriptor, data[written:])
 
     def finish(self, seconds: float) -> None:
-        """Writes what is left; a descriptor that takes nothing for ``seconds`` loses its rest."""
+        """Writes the queue; data for a descriptor that accepts nothing for ``seconds`` is lost."""
         while self._queue:
             blocked = self._queue[0][0]
             self.flush(seconds)
@@ -83,7 +83,7 @@ class Output:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a reader of our output has gone away."""
+        """Whether a reader of the output has closed it."""
         return bool(self._broken)
 
     @property
@@ -96,13 +96,13 @@ class Output:
 
 
 class Screen:
-    """Places lines of several sources below each other.
+    """Combines lines of several sources on one screen.
 
-    At most one line per surface is *open* (shown but not finished). A surface is what a person sees: stdout and stderr
-    are one when both lead to the same terminal or file.
+    At most one line per surface is *open* (shown but not finished). A surface is a terminal or file: stdout and stderr
+    are one surface when both lead to the same.
 
     Args:
-        output: Where the bytes go.
+        output: The queue for the bytes.
     """
 
     def __init__(self, output: Output) -> None:
@@ -125,7 +125,7 @@ class Screen:
             data = text[len(shown) :] + b"\n"
         elif owner is source:
             data = b"\r" + labelled + clear + b"\n"
-        elif clear:  # a terminal: take the open line away, put this one there, draw the open one again below
+        elif clear:  # a terminal: remove the open line, show this one, and show the open one again below
             self._open[surface] = (owner, shown)
             data = b"\r" + clear + labelled + b"\n" + owner.label + shown
         else:
@@ -133,7 +133,7 @@ class Screen:
         self._output.put(descriptor, data)
 
     def open(self, source: RankStream, descriptor: int, text: bytes) -> None:
-        """Shows the present state of a line that is not finished."""
+        """Shows the current state of an unfinished line."""
         surface = self._surface[descriptor]
         owner, shown = self._open.get(surface, (None, b""))
         if owner is source and text.startswith(shown):
@@ -147,7 +147,7 @@ class Screen:
             self._output.put(descriptor, data)
 
     def is_terminal(self, descriptor: int) -> bool:
-        """Returns whether a person looks at ``descriptor``, where an unfinished line can be taken back."""
+        """Returns whether ``descriptor`` is a terminal, where an unfinished line can be removed."""
         return bool(self._clear[descriptor])
 
     def close(self) -> None:
@@ -168,8 +168,8 @@ class RankStream:
     Args:
         rank: Global rank; rank 0 is shown live.
         descriptor: 1 or 2, where its lines go.
-        label: What stands before each of its lines.
-        screen: Where complete lines go.
+        label: Prefix of each of its lines.
+        screen: The screen for complete lines.
     """
 
     def __init__(self, rank: int, descriptor: int, label: bytes, screen: Screen) -> None:
@@ -181,13 +181,13 @@ class RankStream:
         self._partial_due: float | None = None
 
     def feed(self, data: bytes) -> None:
-        """Takes what the rank wrote."""
+        """Adds data that the rank wrote."""
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
             self.emit(_last_rewrite(line))
         self._partial_due = None
         if b"\r" in self._pending:
-            # Only the newest state of a line that is rewritten matters, also for the memory.
+            # Only the newest state of a rewritten line is kept, which also bounds memory.
             kept = _last_rewrite(self._pending)
             self._pending = kept + (b"\r" if self._pending.endswith(b"\r") else b"")
             self.emit_partial(kept)
@@ -204,7 +204,7 @@ class RankStream:
                 self.emit_partial(self._pending)
 
     def finish(self) -> None:
-        """Takes what is pending for a complete line: the stream has ended."""
+        """Treats pending data as a complete line, when the stream has ended."""
         text, self._pending, self._partial_due = _last_rewrite(self._pending), b"", None
         if text:
             self.emit(text)

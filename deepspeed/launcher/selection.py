@@ -1,4 +1,4 @@
-"""Which slots of which machines get a rank: the host file, the filters, the counts, the devices of this machine."""
+"""Selects the slots of machines that get a rank: from host file, filters, counts, and the devices of this machine."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class RankSelection:
 
 
 def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]) -> RankSelection:
-    """Applies the options to what there is.
+    """Applies the options to the available machines and devices.
 
     Args:
         args: Options of the ``deepspeed`` command.
         environment: ``os.environ``: torch reads the visible-device variable there.
 
     Raises:
-        LauncherError: What was requested is not there or contradicts itself.
+        LauncherError: The requested slots do not exist, or the options contradict each other.
     """
     _check_counts(args)
     pool: Slots | None = fetch_hostfile(args.hostfile, lambda: _slots_of_a_name(args, environment))
@@ -71,7 +71,7 @@ def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]
 
 
 def _slots_of_a_name(args: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    """Returns the slots of a machine without slots in the host file: as many as this one has."""
+    """Returns the number of slots of a machine without slots in the host file: that of this machine."""
     if args.num_gpus > 0:
         return int(args.num_gpus)
     count = max(len(find_devices(environment).ids), 1)
@@ -91,7 +91,7 @@ def _check_counts(args: argparse.Namespace) -> None:
 
 
 def _choose(args: argparse.Namespace, pool: Slots, source: str) -> dict[str, list[int]]:
-    """Returns the slots of a host file that the options leave."""
+    """Returns the slots of a host file that remain after the options."""
     chosen = parse_inclusion_exclusion(pool, args.include, args.exclude)
     if not chosen:
         raise LauncherError(f"--exclude {args.exclude}: no slot of {source} is left; leave one of them in")
@@ -132,7 +132,7 @@ def _local_devices(source: str, slots: Sequence[int], devices: LocalDevices) -> 
 
 
 def _alike_nodes(args: argparse.Namespace, environment: MutableMapping[str, str]) -> RankSelection:
-    """Returns the machines of a run without host file, each started by hand: they must be alike, and need no names."""
+    """Returns the machines of a run without host file, each started by hand: they must be alike, and are unnamed."""
     if not args.no_ssh:
         raise LauncherError(
             f"--num_nodes {args.num_nodes}: only this machine is known; {args.hostfile} does not exist. Name the "
@@ -164,7 +164,7 @@ def _local_slots(args: argparse.Namespace, environment: MutableMapping[str, str]
 def _cpu_slots(args: argparse.Namespace) -> list[int | str]:
     """Returns as many slots as were requested: a CPU host takes any number of ranks."""
     if args.include or args.exclude:
-        # Slots of a processor are only numbers: there are as many as one cares to name.
+        # Slots of a CPU are only numbers, without a limit.
         named = [int(item) for item in args.include.partition(":")[2].split(",") if item.strip().isdecimal()]
         pool = {_THIS_MACHINE: max(usable_cores(), *(number + 1 for number in named), 1)}
         chosen = parse_inclusion_exclusion(pool, args.include, args.exclude)
@@ -176,7 +176,7 @@ def _cpu_slots(args: argparse.Namespace) -> list[int | str]:
 
 
 def _nonempty(args: argparse.Namespace, slots: Sequence[int]) -> list[int | str]:
-    """Returns the selected slots, which must be some."""
+    """Returns the selected slots; raises if there are none."""
     if not slots:
         raise LauncherError(f"--exclude {args.exclude}: no device is left; leave one of them in")
     return list(slots)
@@ -186,7 +186,7 @@ def expand_nodelist(text: str) -> list[str]:
     """Returns the hosts of a list such as ``gpu[003-004,9]-ib,login1``.
 
     Raises:
-        LauncherError: The text is no such list.
+        LauncherError: The text is not such a list.
     """
     hosts: list[str] = []
     if not re.fullmatch(r"(?:[^\[\]]|\[[^\[\]]*\])+", text):

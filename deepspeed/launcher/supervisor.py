@@ -1,8 +1,8 @@
 """The process that owns the ranks: it starts them, reports how each ended, and stops them.
 
 It writes nothing to the terminal before all ranks have ended: a blocked terminal must not keep it from stopping them.
-It lives in a session of its own: a signal to the front's process group must not reach it. It ends when the front
-requests it, when the front is gone, or when all ranks have ended; in each case nothing below it is left.
+It runs in a separate session, so that signals to the front's process group do not reach it. It ends when the front
+requests it, when the front has ended, or when all ranks have ended; it then leaves no descendants.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ GRACE_AFTER_SIGNAL = 5.0
 GRACE_AFTER_FAILURE = 3.0
 _GRACE_FOR_LEFTOVERS = 1.0
 _POLL_SECONDS = 0.02
-# Schedulers announce with these that they will end the run: the ranks decide what they mean.
+# Schedulers announce the end of a run with these; the ranks handle them.
 _HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def handed_on_signals(stop_signal: int | None) -> set[int]:
-    """Returns the signals that are handed on to the ranks and end nothing by themselves.
+    """Returns the signals that are forwarded to the ranks and do not end the run by themselves.
 
     Args:
-        stop_signal: One that the user named; None: there is none.
+        stop_signal: A signal that the user named; None: none.
     """
     handed_on: set[int] = {*_HANDED_ON} if stop_signal is None else {*_HANDED_ON, stop_signal}
     return handed_on - {signal.SIGTERM, signal.SIGINT}  # these two end the run
@@ -54,7 +54,7 @@ class Worker:
         command: Program and arguments.
         environment: The complete environment.
         cores: The processor cores it may use; None for all that this process may.
-        name: What messages call it; empty for its rank.
+        name: Its name in messages; empty: its rank.
     """
 
     rank: int
@@ -78,10 +78,10 @@ class Supervisor:
         workers: The ranks.
         pipes: (stdout, stderr) write ends per worker; closed here once the workers have them.
         channel: The socket to the front.
-        grace: Seconds that ranks get to save after a signal to stop; None: as long as usual. With it the signal goes to
-            the ranks alone, whose children, such as loaders of data, are needed until the step is over.
-        handed_on: Signals that stop nothing by themselves. The launcher hands them on, but a scheduler such as Slurm
-            sends them to every process.
+        grace: Seconds in which ranks may save after a signal to stop; None: the default. If given, the signal is sent
+            to the ranks only, as their children, such as data loaders, are needed until the step is over.
+        handed_on: Signals that do not end the run. The launcher forwards them; a scheduler such as Slurm may also send
+            them to every process.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Supervisor:
         self._front_is_alive = True
 
     def run(self) -> None:
-        """Runs the workers to their end."""
+        """Runs the workers until they have ended."""
         front = os.getppid()
         processes.adopt_orphans()
         wake_reader, wake_writer = os.pipe()
@@ -143,7 +143,7 @@ class Supervisor:
         me = os.getpid()
 
         def prepare(cores: tuple[int, ...] | None) -> None:
-            # Started from a background job, Ctrl-C would be ignored for good.
+            # In a background job Ctrl-C would otherwise stay ignored.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if cores is not None:
                 os.sched_setaffinity(0, cores)
@@ -164,7 +164,7 @@ class Supervisor:
         # A worker that could not be started leaves the others waiting for it; the front stops the run.
 
     def _start(self, worker: Worker, out: int, err: int, prepare: Callable[[], None]) -> int:
-        """Starts a worker in a session of its own; returns its process id."""
+        """Starts a worker in a new session; returns its process id."""
         own_input = worker.local_rank == 0
         if IMPORTS.can_run(worker.command, worker.environment):
             null = None if own_input else os.open(os.devnull, os.O_RDONLY)
@@ -181,13 +181,13 @@ class Supervisor:
             start_new_session=True,
             preexec_fn=prepare,
         )
-        process.returncode = 0  # we reap it ourselves, with its orphans; the object must not try to
+        process.returncode = 0  # reaped by _reap, with its orphans; the object must not try to
         return process.pid
 
     # --- watch ------------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Collects every ended child, adopted ones included, and reports the workers among them."""
+        """Reaps every ended child, including adopted ones, and reports the workers among them."""
         while True:
             try:
                 pid, wait_status = os.waitpid(-1, os.WNOHANG)
@@ -249,14 +249,14 @@ class Supervisor:
             self._reap()
 
     def _finish(self) -> None:
-        """Ends whatever is left below this process and reports it."""
+        """Ends all remaining descendants and reports them."""
         leftovers = processes.find_processes(self._sessions) - self._running.keys()
         patience = 0.0 if self._running else _GRACE_FOR_LEFTOVERS
         stuck = processes.end_processes(lambda: processes.find_processes(self._sessions), self._reap, patience)
         self._report(event="done", leftovers=len(leftovers), stuck=sorted(stuck))
 
     def _print_loss(self, front: int) -> None:
-        """Prints that the launcher is gone: no other process can. Prints nothing if that would wait for a reader."""
+        """Prints that the launcher has ended, as no other process can. Prints nothing if that would block."""
         message = (
             f"deepspeed: the launcher (pid {front}) was lost, perhaps killed, so its {len(self._workers)} rank(s) on "
             f"{socket.gethostname()} were ended. Start the run again from its last checkpoint\n"
@@ -267,4 +267,4 @@ class Supervisor:
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Lets the signal wake the loop and does nothing else."""
+    """Does nothing; the signal only wakes the loop."""

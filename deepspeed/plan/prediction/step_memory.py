@@ -20,8 +20,7 @@ STATES = ("parameters", "gradients", "optimizer states")
 _GAPS = 0.11
 """What torch's caching allocator reserves beyond tensors that come and go, as a share of these: sizes rounded up, and
 gaps that no tensor fits into. One constant, from the fitting half of the published runs that state what was reserved;
-0.10 to 0.15
-do about as well there."""
+0.10 to 0.15 do about as well there."""
 _REUSED = 0.5e9  # elements before the loss that are still gathered after it: half of stage3_max_reuse_distance
 _CONTEXT = 512 * 2**20  # bytes of a CUDA context with torch's kernels and a workspace of cuBLAS: a rough value
 _CHANNELS = 16  # of a communicator of NCCL between the devices of a node with NVSwitch
