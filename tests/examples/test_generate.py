@@ -1,17 +1,20 @@
-"""The quickstart for inference: four widths from one file, and text that is the model's own."""
+"""The quickstart for inference: four widths from one file, and text that is the model's own.
 
+tests/project/test_smoke.py starts the program as a user does.
+"""
+
+import contextlib
+import io
 import runpy
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
+from tests.examples.support import EXAMPLES, run_script
+from tests.harness import run_ranks
+
+FOLDER = EXAMPLES / "quickstart"
 CHECK = """
-import sys
-sys.path.insert(0, {folder!r})
 import torch
 import generate, train
 torch.manual_seed(0)
@@ -25,8 +28,21 @@ assert len(generate.write(model, b"def", 2 * train.CONTEXT)) == 3 + 2 * train.CO
 """
 
 
-def test_the_text_is_that_of_the_model_without_a_cache():
-    subprocess.run([sys.executable, "-c", CHECK.format(folder=str(FOLDER))], check=True, timeout=120)
+def _check(folder):
+    script = folder / "check.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\n{CHECK}")
+    run_script(script)
+
+
+def test_the_text_is_that_of_the_model_without_a_cache(tmp_path):
+    run_ranks(_check, 1, tmp_path)
+
+
+def _printed(*arguments):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        run_script(FOLDER / "generate.py", *arguments)
+    return output.getvalue()
 
 
 def test_one_checkpoint_in_four_widths(tmp_path):
@@ -34,12 +50,9 @@ def test_one_checkpoint_in_four_widths(tmp_path):
     torch.manual_seed(0)
     save_file(model().state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "text.py").write_text("print('a line of text')\n" * 50_000)
-    command = [sys.executable, str(FOLDER / "generate.py"), "--weights", str(tmp_path / "model.safetensors")]
-    done = subprocess.run(
-        [*command, "--text", str(tmp_path), "--sample", "4"], capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] and line.split()[0] in sizes(13.2)]
+    weights = ["--weights", str(tmp_path / "model.safetensors")]
+    (printed,) = run_ranks(_printed, 1, *weights, "--text", str(tmp_path), "--sample", "4")
+    rows = [line.split() for line in printed.splitlines() if line.split()[:1] and line.split()[0] in sizes(13.2)]
     assert [row[0] for row in rows] == list(sizes(13.2))
     for row in rows:
         assert abs(float(row[1]) - sizes(13.2)[row[0]]) < 0.2, row
