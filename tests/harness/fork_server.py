@@ -6,19 +6,25 @@ finds what a fresh interpreter finds after the same imports: no threads, no grou
 
 Hashes of strings, and with them the order of sets, are equal in all workers of one server. The pool therefore has two
 servers and takes its ranks from both in turn: ranks that depend on such an order still disagree.
+
+Where several processes of pytest share the tests, they share the servers too: each connects to the two that the process
+above them has started (:func:`start_shared`), and gets a fork of each for itself.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +33,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT = 180.0  # seconds until the server has imported torch, on a busy machine
 START = "from tests.harness import fork_server; fork_server.main()"
+START_SHARED = "from tests.harness import fork_server; fork_server.main_shared()"
+SHARED = "TESTS_FORK_SERVERS"  # environment: addresses of the shared servers
 LENGTH = 4  # bytes that say how long a message is
 
 
@@ -35,26 +43,31 @@ class ForkServer:
 
     Args:
         modules: Names of modules that the server imports beside torch and the package, so that no worker has to.
+        shared: Address of a server that is shared; None starts one.
 
     Attributes:
         is_closed: Whether the server has been ended. What it has forked has ended with it.
+        shared: See above.
     """
 
     is_closed = False
 
-    def __init__(self, modules: Sequence[str] = ()) -> None:
-        ours, theirs = socket.socketpair()
-        environ = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONUNBUFFERED="1")
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", START, str(theirs.fileno()), *modules],
-                cwd=ROOT,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-            )
+    def __init__(self, modules: Sequence[str] = (), shared: str | None = None) -> None:
+        self.shared = shared
+        self._process: subprocess.Popen[bytes] | None = None
+        if shared is None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._process = _start(START, str(theirs.fileno()), pass_fds=(theirs.fileno(),))
+        else:
+            ours = socket.socket(socket.AF_UNIX)
+            ours.connect(shared)
         ours.settimeout(START_LIMIT)
         self._channel = ours
+        self._pid: int | None = None  # known as soon as the server answers
+        self._pid = self._process.pid if self._process is not None else self.ask({"modules": []})
+        if modules:
+            self.ask({"modules": list(modules)})
 
     def fork(self, environ: Mapping[str, str], output: int, connection: int, stacks: int) -> ForkedProcess:
         """Starts a worker with these file descriptors.
@@ -79,7 +92,7 @@ class ForkServer:
             answer = _receive(self._channel)[0]
             is_answered = True
         except (OSError, EOFError) as error:
-            code = self._process.poll()
+            code = self._process and self._process.poll()
             raise RuntimeError(f"the server that forks workers does not answer; its exit code: {code}") from error
         finally:
             if not is_answered:
@@ -90,8 +103,12 @@ class ForkServer:
         """Ends the server, and on Linux what it has forked."""
         self.is_closed = True
         self._channel.close()
-        self._process.kill()
-        self._process.wait()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        elif self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
 
 
 class ForkedProcess:
@@ -157,17 +174,78 @@ def _receive(channel: socket.socket) -> tuple[Any, list[int]]:
     return json.loads(data), descriptors
 
 
-def main() -> None:
-    """Answers until the asking process ends. A forked child returns from here into the worker."""
+def _start(program: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+    environ = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, pass_fds=pass_fds)
+
+
+def start_shared() -> None:
+    """Starts two servers that processes below this one find by the environment. They end with this process.
+
+    Does so on Linux only: elsewhere a server would not notice that this process has been killed.
+    """
+    if sys.platform != "linux":
+        return
+    folder = tempfile.mkdtemp(prefix="fork-servers-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    addresses = [os.path.join(folder, name) for name in ("first", "second")]
+    for address in addresses:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(address)  # here, so that processes may connect before the server has imported anything
+        listener.listen()
+        with listener:
+            process = _start(START_SHARED, str(listener.fileno()), pass_fds=(listener.fileno(),))
+        atexit.register(process.kill)
+    os.environ[SHARED] = os.pathsep.join(addresses)
+
+
+def shared_addresses() -> list[str]:
+    """Returns the addresses of the servers that a process above this one has started; empty if there is none."""
+    given = os.environ.get(SHARED)
+    return given.split(os.pathsep) if given else []
+
+
+def main_shared() -> None:
+    """Forks a server for each process that connects. A forked child returns from here into a worker."""
+    listener = socket.socket(fileno=int(sys.argv.pop(1)))
+    _prepare()
+    parent = os.getpid()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the servers
+    while True:
+        channel, _ = listener.accept()
+        if os.fork() == 0:
+            break
+        channel.close()
+    listener.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     from tests.harness import worker
 
-    # Ranks are of one run: their command lines must be alike.
-    (_, descriptor, *modules), sys.argv[1:] = sys.argv, []
-    channel = socket.socket(fileno=int(descriptor))
+    worker.die_with_parent(parent)
+    _serve(channel)
+
+
+def main() -> None:
+    """Answers until the asking process ends. A forked child returns from here into the worker."""
+    channel = socket.socket(fileno=int(sys.argv.pop(1)))  # ranks are of one run: their command lines must be alike
+    _prepare()
+    _serve(channel)
+
+
+def _prepare() -> None:
+    """Imports what workers need, none of which is ever freed."""
+    from tests.harness import worker
+
     worker.die_with_parent()
     worker.explain_assertions()
-    gc.disable()  # nothing of what is imported is ever freed
-    _import_much(modules)
+    gc.disable()
+    _import_much()
+
+
+def _serve(channel: socket.socket) -> None:
+    """Answers questions. A forked child returns from here into the worker."""
+    from tests.harness import worker
+
     server = os.getpid()
     gc.collect()
     gc.freeze()
@@ -177,6 +255,10 @@ def main() -> None:
             question, descriptors = _receive(channel)
         except (EOFError, ConnectionResetError):
             return
+        if "modules" in question:
+            _import(question["modules"])
+            _send(channel, server)
+            continue
         if "pid" in question:
             pid, status = os.waitpid(question["pid"], os.WNOHANG)
             _send(channel, os.waitstatus_to_exitcode(status) if pid else None)
@@ -198,8 +280,8 @@ def main() -> None:
     worker.serve(connection, stacks)
 
 
-def _import_much(modules: Sequence[str]) -> None:
-    """Imports what nearly every rank needs, and these modules.
+def _import_much() -> None:
+    """Imports what nearly every rank needs.
 
     Raises:
         RuntimeError: An import has started a thread, which a fork would lose.
@@ -214,9 +296,26 @@ def _import_much(modules: Sequence[str]) -> None:
     from deepspeed.config import parse
 
     parse({"train_batch_size": 1, "optimizer": {"type": "AdamW"}}, dp_world_size=1)  # pydantic makes its schemas here
+    torch.set_num_threads(1)
+    _check_threads()
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Imports these modules.
+
+    Raises:
+        RuntimeError: An import has started a thread.
+    """
+    gc.disable()
     for module in modules:
         importlib.import_module(module)
-    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    _check_threads()
+
+
+def _check_threads() -> None:
     threads = Path("/proc/self/task")
     if threads.is_dir() and len(list(threads.iterdir())) > 1:
         raise RuntimeError("importing the package has started a thread: workers cannot be forked")

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 
 from tests.harness import wire
 from tests.harness.errors import RankDied, RankReport, RanksFailed, RanksTimedOut
-from tests.harness.fork_server import ForkedProcess, ForkServer
+from tests.harness.fork_server import ForkedProcess, ForkServer, shared_addresses
 from tests.harness.worker import DUMP_STACKS, Call, Raised
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -413,7 +413,8 @@ def _fork_servers() -> list[ForkServer]:
     _servers[:] = [server for server in _servers if not server.is_closed]
     modules = [name for key, names in MODULES_OF_LIBRARIES.items() if key in sys.modules for name in names]
     while len(_servers) < 2:
-        _servers.append(ForkServer(modules))
+        unused = [address for address in shared_addresses() if address not in {server.shared for server in _servers}]
+        _servers.append(ForkServer(modules, unused[0] if unused else None))
     return _servers
 
 

@@ -397,6 +397,12 @@ def test_a_time_limit_within_a_question_to_a_fork_server_reaches_no_later_run(mo
             server.close()
 
 
+def test_processes_that_share_the_tests_share_two_servers():
+    run_ranks(_describe_process, 2)
+    shared = {server.shared for server in pool._fork_servers()}
+    assert shared == (set(fork_server.shared_addresses()) or {None})
+
+
 @pytest.mark.slow
 def test_workers_end_with_the_process_that_started_them():
     script = "import tests.harness.test_harness as t; t.run_ranks(t._print_pid, 2); import os; os.kill(os.getpid(), 9)"
