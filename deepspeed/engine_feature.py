@@ -267,7 +267,7 @@ class UnevenBatch(Protocol):
         ...
 
     def take(self, rows: torch.Tensor) -> None:
-        """Takes the results of :meth:`numbers` of all ranks: fp64, a row for each rank."""
+        """Takes the results of :meth:`numbers` of all ranks: fp64, ``[ranks, numbers]``."""
         ...
 
 

@@ -70,7 +70,7 @@ class MemoryFile(FileReader):
 
     Args:
         record: What the file would be, were it one.
-        data: All bytes; None: they are on another rank.
+        data: All bytes, 1-D uint8; None: they are on another rank.
     """
 
     def __init__(self, record: SavedFile, data: torch.Tensor | None) -> None:

@@ -160,6 +160,6 @@ class NarrowStates:
     def flat_update(
         self, param_group: dict[str, Any], master: Tensor, grad: Tensor, state: dict[str, Any], **options: Any
     ) -> None:
-        """Runs one step on a run, as :meth:`FlatUpdate.flat_update` of the inner update does."""
+        """Runs one step on a run, 1-D, as :meth:`FlatUpdate.flat_update` of the inner update does."""
         self.init_flat_state(param_group, master, state)
         self._inner.flat_update(param_group, master, grad, state, **options)

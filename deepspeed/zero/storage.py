@@ -317,7 +317,7 @@ class LoanedBuffer(FlatBuffer):
     """A full buffer over a bucket's only slice, in a tier that lends: the memory is neither allocated nor freed.
 
     Args:
-        tensor: The slice.
+        tensor: The slice, 1-D.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

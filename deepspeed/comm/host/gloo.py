@@ -37,7 +37,7 @@ _SMALL_TAG = 1 << 30
 
 
 class GlooGather:
-    """A gather in flight: sends and receives of slices."""
+    """A gather of a flat buffer in flight: sends and receives of its slices."""
 
     def __init__(
         self,

@@ -87,11 +87,11 @@ class UnequalParts(Protocol):
     """A division of a tensor over ranks other than into equal parts of one dimension, for example uneven parts."""
 
     def gather(self, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
-        """Returns the whole tensor. All ranks call it, each with its own part as ``values``."""
+        """Returns the whole tensor from the ranks' parts, which differ in one dimension. All ranks must call it."""
         ...
 
     def part(self, values: torch.Tensor, place: int) -> torch.Tensor:
-        """Returns the part of rank ``place`` of the whole tensor ``values``, contiguous."""
+        """Returns the part of rank ``place`` of the whole tensor ``values``, contiguous; of as many dimensions."""
         ...
 
 

@@ -16,7 +16,7 @@ from deepspeed.parallel.sequence.online import MaskRule, Rows, Slopes, Tokens, g
 
 
 class PrefetchedTensors:
-    """Tensors that are being copied to the device."""
+    """Tensors of any shape that are being copied to the device."""
 
     def __init__(self, tensors: list[torch.Tensor], copies: Sequence[CopyHandle]) -> None:
         self._tensors, self._copies = tensors, copies

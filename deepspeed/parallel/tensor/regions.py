@@ -105,11 +105,11 @@ class SplitParts:
     split: Split
 
     def gather(self, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
-        """Returns the whole, ``(..., extent)``, from every rank's part ``(..., width of the rank)``."""
+        """Returns the whole, ``[..., extent]``, from every rank's part ``[..., width of the rank]``."""
         return join(channel.gather(values.contiguous(), widths(self.split), label), self.split)
 
     def part(self, values: torch.Tensor, place: int) -> torch.Tensor:
-        """Returns a rank's part, ``(..., width of the rank)``, contiguous, of ``(..., extent)``."""
+        """Returns a rank's part, ``[..., width of the rank]``, contiguous, of ``[..., extent]``."""
         return mine_of(values, self.split, place)
 
 

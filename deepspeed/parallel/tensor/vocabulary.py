@@ -107,7 +107,7 @@ class VocabularyEmbedding(_MadeFromEmbedding):
         """Returns logits by the embedding's weight, for a head that is tied to it. All ranks must call it.
 
         Args:
-            hidden: ``(..., width)``, the same on all ranks.
+            hidden: ``[..., width]``, the same on all ranks.
 
         Returns:
             ``(..., vocabulary)``; where ``projection.is_gathered`` is False ``(..., vocabulary of this rank)``.

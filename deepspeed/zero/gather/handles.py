@@ -31,7 +31,7 @@ from deepspeed.zero.storage import storage_key
 
 
 class Handle:
-    """A saved view of a bucket. Counts itself among the bucket's live handles until it dies."""
+    """A saved view, of any shape, of a bucket. Counts itself among the bucket's live handles until it dies."""
 
     __slots__ = ("_hooks", "bucket", "offset", "size", "stride", "tile", "version")
 
