@@ -143,7 +143,7 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def current_stream(self, index: Index = None) -> Any:
-        """Returns the stream that work is queued on now."""
+        """Returns the current stream."""
 
     @abstractmethod
     def default_stream(self, index: Index = None) -> Any:
@@ -180,7 +180,7 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def reset_peak_memory_stats(self, index: Index = None) -> None:
-        """Starts the peaks afresh from the present values."""
+        """Resets the peaks to the current values."""
 
     @abstractmethod
     def total_memory(self, index: Index = None) -> int:
@@ -210,18 +210,18 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def is_fp16_supported(self) -> bool:
-        """Returns whether fp16 can be trained in on this device."""
+        """Returns whether training in fp16 works on this device."""
 
     @abstractmethod
     def is_bf16_supported(self) -> bool:
-        """Returns whether bf16 can be trained in on this device (not: whether it is fast)."""
+        """Returns whether training in bf16 works on this device, regardless of its speed."""
 
     @abstractmethod
     def is_fp64_supported(self) -> bool:
         """Returns whether the device has fp64 arithmetic."""
 
     def emulates(self, dtype: torch.dtype) -> bool:
-        """Returns whether the device computes ``dtype`` without instructions for it: right, but many times slower."""
+        """Returns whether the device emulates ``dtype`` for lack of instructions: correct, but many times slower."""
         return False
 
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -283,7 +283,7 @@ class DeepSpeedAccelerator(ABC):
         """Returns a host tensor whose transfers to this device may overlap other work.
 
         Args:
-            tensor: A host tensor; the model for dtype and size. One that is pinned already is used as it is.
+            tensor: A host tensor with the dtype and size of the result. Returned unchanged if it is already pinned.
             make_copy: False leaves the values of the result undefined.
             match_shape: False returns the result flat.
         """
@@ -337,7 +337,7 @@ class DeepSpeedAccelerator(ABC):
         return self.is_synchronized_device()
 
     def handles_memory_backpressure(self) -> bool:
-        """Returns whether queueing faster than the device works cannot pile up memory."""
+        """Returns whether memory stays bounded if work is queued faster than the device runs it."""
         return self.is_synchronized_device()
 
     def range_push(self, msg: str, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - no profiler ranges is fine

@@ -2,10 +2,10 @@
 
 Keeps freed host memory in the process where the CPU is the training device.
 
-glibc gives large blocks back to the system when they are freed, and every later use pays a page fault per 4 KiB: about
+glibc returns large blocks to the system when they are freed, and every later use causes a page fault per 4 KiB: about
 0.6 ms per MiB were measured, against 0.03 for memory that the process kept. A training step frees and allocates
 gradients, gathered parameters and activations by the hundred MiB. Accelerators have caching allocators for this; on the
-CPU two ``mallopt`` settings make malloc one.
+CPU two ``mallopt`` settings make malloc cache freed memory.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class CPUAccelerator(DeepSpeedAccelerator):
         }
 
     def reset_peak_memory_stats(self, index: Index = None) -> None:
-        """Starts the peak afresh."""
+        """Resets the peak to the current value."""
         self._peak.reset()
 
     def total_memory(self, index: Index = None) -> int:
@@ -211,7 +211,7 @@ _KERNEL_FP16 = frozenset(("avx512_fp16", "amx_fp16", "asimdhp"))
 def cpu_has_bf16() -> bool:
     """Returns whether this processor has native bf16 instructions.
 
-    Without them bf16 still computes the right thing on the CPU, but many times slower than fp32.
+    Without them bf16 is still correct on the CPU, but many times slower than fp32.
     """
     return _has(_TORCH_BF16, _KERNEL_BF16)
 
@@ -220,7 +220,7 @@ def cpu_has_bf16() -> bool:
 def cpu_has_fp16() -> bool:
     """Returns whether this processor has native fp16 arithmetic; converting to and from fp16 does not count.
 
-    Without it fp16 still computes the right thing on the CPU, but tens of times slower than fp32.
+    Without it fp16 is still correct on the CPU, but tens of times slower than fp32.
     """
     return _has(_TORCH_FP16, _KERNEL_FP16)
 
@@ -270,10 +270,10 @@ def keep_freed_memory() -> bool:
 
 
 class MallocTrimmer:
-    """Gives what malloc keeps of freed memory back to the system, now and then.
+    """Returns freed memory that malloc keeps to the system from time to time.
 
-    For phases in which short-lived tensors are made between long-lived ones: the holes that they leave are rarely of
-    use to what comes next, and together they can be as large as what is kept. Does nothing where there is no glibc.
+    For phases in which short-lived tensors are allocated between long-lived ones: the gaps that they leave are rarely
+    reusable, and together can be as large as the long-lived tensors. Does nothing without glibc.
     """
 
     _SHARE = 8
@@ -287,7 +287,10 @@ class MallocTrimmer:
             self._trim = None
 
     def note(self, freed: int, kept: int) -> None:
-        """Counts freed bytes; gives them back once they are a fair share of ``kept``, the bytes that live long."""
+        """Counts freed bytes.
+
+        Returns them to the system once they are a sizeable share of ``kept``, the long-lived bytes.
+        """
         self._freed += freed
         if self._trim is not None and self._freed > max(1 << 20, kept // self._SHARE):
             self._freed = 0

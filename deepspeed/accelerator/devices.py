@@ -1,8 +1,8 @@
-"""The table of devices by their makers' figures, and quantities with units.
+"""The table of devices with their vendors' figures, and quantities with units.
 
 Peak arithmetic is dense bf16 (no sparsity). Bandwidths are per direction, in bytes per second. A device's memory is
 what its driver reports (``nvidia-smi``, ``rocminfo``), more than its name suggests: an H100 with 80 GB has 81,559 MiB.
-In what people write, ``GB``, ``MB`` and so on are powers of ten, ``GiB``, ``MiB`` and so on powers of two.
+In input, ``GB``, ``MB`` and so on are powers of ten, ``GiB``, ``MiB`` and so on powers of two.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _UNITS = {
 
 
 CONTENTION_OF_PROCESSORS = 1.0
-"""``contention`` of ranks on processors: a collective computes on the cores on which the model is computed."""
+"""``contention`` of ranks on CPUs: collectives run on the cores that compute the model."""
 
 
 @dataclass(frozen=True)
 class DeviceEfficiency:
-    """The constants of predicted times: which share of a device's figures programs reach.
+    """The constants of predicted times: the shares of a device's figures that programs reach.
 
     They come from published runs (``benchmarks/scale_fit.py``), one set for each kind of device.
 
@@ -43,13 +43,13 @@ class DeviceEfficiency:
         half_size: Length of a side of a matrix at which a product runs at half of its rate.
         link: Share of ``link`` that collectives reach.
         network: Share of the network's rate that collectives reach.
-        contention: Seconds by which computation takes longer for each second of a collective that runs beside it. Both
-            use the device's cores and its memory.
+        contention: Seconds added to computation per second of a concurrent collective, as both use the device's cores
+            and memory.
         launch: Seconds that the host takes to start one operation.
         start: Seconds to start a collective: its kernel and the first synchronisation of the ranks.
-        shared_link: Bytes per second that a rank reads of what others wrote into shared memory: sums and exchanges of
-            activations between processors of one host; 0: these take as long as other collectives.
-        shared_start: Seconds to start one of those.
+        shared_link: Bytes per second that a rank reads from shared memory, in sums and exchanges of activations
+            between CPU ranks of one host; 0: these take as long as other collectives.
+        shared_start: Seconds to start such a sum or exchange.
         factor: Measured over predicted time of operations on one machine; 1 where nothing is known.
     """
 
@@ -255,7 +255,7 @@ _SMALL_A100, _SMALL_V100 = 60e9, 24e9  # bytes below which these are the ones wi
 
 
 def device_of_product(product: str, memory: float | None = None) -> Device | None:
-    """Returns the device of the table that a maker's name means, such as ``NVIDIA A100-SXM4-80GB``; None: none does.
+    """Returns the device of the table with a vendor's name, such as ``NVIDIA A100-SXM4-80GB``; None if there is none.
 
     Args:
         product: The name, as drivers and publications write it.
@@ -296,10 +296,10 @@ def read_bytes(value: int | str, what: str) -> int:
 
     Args:
         value: The quantity.
-        what: The setting that it was given for; stands in the message.
+        what: The setting that it was given for, shown in messages.
 
     Raises:
-        DeepSpeedConfigError: It has no unit, or is no positive quantity.
+        DeepSpeedConfigError: It has no unit, or is not a positive quantity.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         if value <= 0:
@@ -321,7 +321,7 @@ def read_bytes(value: int | str, what: str) -> int:
 
 
 def in_words(nbytes: float) -> str:
-    """Returns bytes as people read them: in GiB from 0.1 GiB on, else in MiB or KiB."""
+    """Returns bytes as text: in GiB from 0.1 GiB, else in MiB or KiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= 0.1 * size:
             return f"{nbytes / size:,.2f} {unit}"

@@ -38,7 +38,7 @@ class PeakResidentMemory:
         return self._seen
 
     def reset(self) -> None:
-        """Starts afresh from the present value."""
+        """Resets the peak to the current value."""
         if self._kernel_counts:
             try:
                 _CLEAR_REFS.write_text("5")  # documented in proc(5): resets VmHWM to the present VmRSS

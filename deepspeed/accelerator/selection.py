@@ -1,4 +1,4 @@
-"""Which accelerator this process uses: the environment's choice, else the device torch finds, else the CPU."""
+"""Selects the accelerator of this process: that of the environment, else the device that torch finds, else the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _current: DeepSpeedAccelerator | None = None
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
-    """Returns the accelerator of this process, chosen at the first call and the same object from then on.
+    """Returns the accelerator of this process: chosen at the first call, then always the same object.
 
     ``DS_ACCELERATOR`` names it; otherwise it is the first kind of device that torch sees, otherwise the CPU. Choosing
     starts no device context.

@@ -1,13 +1,13 @@
-"""``deepspeed.checkpointing``: the checkpointed call and everything that goes with it.
+"""``deepspeed.checkpointing``: checkpointed calls, partitioned activations and random states.
 
 All ranks that hold parts of the same layers compute the same activations. So with ``partition_activations`` every rank
 keeps only its part of each input that a block saves (:class:`Partition`): the flattened tensor is cut into equal parts,
-and gathered again when backward comes to the block.
+and gathered again when backward reaches the block.
 
-Random states have names, so that model-parallel ranks can draw different dropout masks and the same everything else.
+Random states have names, so that model-parallel ranks can draw different dropout masks but otherwise equal numbers.
 The scheme is Megatron-LM's (`Shoeybi et al. <https://arxiv.org/abs/1909.08053>`_): the default generator has the same
-seed on all ranks of a model-parallel group, a second state has one of its own, and code that works on a rank's part of
-a tensor runs under :meth:`CudaRNGStatesTracker.fork`.
+seed on all ranks of a model-parallel group, a second state has a different seed on each, and code that works on a
+rank's part of a tensor runs under :meth:`CudaRNGStatesTracker.fork`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls ``function`` without keeping its activations; backward calls it again.
 
-    Torch's reentrant variant is used where it gives all gradients, which is where every tensor with a gradient is
+    Torch's reentrant variant is used if it computes all gradients, that is if every tensor with a gradient is
     itself a positional argument; otherwise the non-reentrant one. Random numbers are the same in both calls.
 
     Args:
@@ -66,7 +66,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Does what :func:`checkpoint` does, by saved-tensor hooks: arguments may be nested, and outputs may be unused."""
+    """Like :func:`checkpoint`, but with saved-tensor hooks: arguments may be nested, and outputs may be unused."""
     return _checkpoint(function, args, kwargs, reentrant=False)
 
 
@@ -78,7 +78,7 @@ def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def _keeping(options: Settings) -> Any:
-    """Keeps a block's saved inputs until its second call: in parts, in host memory, or as they are."""
+    """Returns a context that keeps the saved inputs of a block: in parts, in host memory, or unchanged."""
     group = partition_group(options)
     if group is not None:
         hooks = Partition(group, on_host=options.checkpoint_in_cpu)
@@ -106,7 +106,7 @@ def _holds_gradient(value: Any) -> bool:
 
 
 class _CheckpointedBlock:
-    """The block, made so that its second call sees the named random states of the first.
+    """A block whose recomputation uses the named random states of the first call.
 
     Torch restores the default random states itself.
     """
@@ -152,7 +152,7 @@ def is_configured() -> bool:
 
 
 def partition_activations_in_checkpoint(flag: bool) -> None:
-    """Switches ``partition_activations``, for blocks whose forward comes later."""
+    """Switches ``partition_activations``, for later forwards of blocks."""
     settings.partition_activations = flag
 
 
@@ -199,7 +199,7 @@ class Partition:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | ActivationShard:
         """Keeps this rank's part (1-D) of a floating activation of any shape; returns anything else whole.
 
-        A parameter stays whole too: it is in memory anyway.
+        Parameters stay whole, as they are in memory anyway.
         """
         is_activation = tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter)
         if not is_activation or tensor.layout is not torch.strided or tensor.numel() < self._size:
@@ -227,7 +227,7 @@ def _may_pin(tensor: torch.Tensor, target: torch.device) -> bool:
 
 
 MODEL_PARALLEL_STATE = "model-parallel-rng"
-_MODEL_PARALLEL_OFFSET = 2718  # what programs of this family add, so that a given seed gives the masks they know
+_MODEL_PARALLEL_OFFSET = 2718  # as in Megatron-LM, so that a given seed gives the same masks
 
 
 class CudaRNGStatesTracker:
@@ -251,7 +251,7 @@ class CudaRNGStatesTracker:
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Makes a state from a seed of its own.
+        """Adds a state with its own seed.
 
         Raises:
             ValueError: The name or the seed is taken.
@@ -369,8 +369,8 @@ def configure(
             one.
         partition_activations: Split saved activations over the model-parallel ranks, which must all run the same
             blocks on equal inputs.
-        contiguous_checkpointing: Accepted; saved tensors are not copied into a buffer of their own, so it changes
-            nothing.
+        contiguous_checkpointing: Accepted without effect: saved tensors are not copied into a separate
+            buffer.
         num_checkpoints: Number of checkpointed blocks.
         checkpoint_in_cpu: Keep saved activations in host memory.
         synchronize: Wait for the device before and after each block.
@@ -400,7 +400,7 @@ def configure(
 
 
 def partition_group(options: Settings) -> Any:
-    """Returns the process group over which saved activations are divided; None where they stay whole."""
+    """Returns the process group over which saved activations are divided; None if they stay whole."""
     if not options.partition_activations or options.mpu is None or options.mpu.get_model_parallel_world_size() == 1:
         return None
     return options.mpu.get_model_parallel_group()

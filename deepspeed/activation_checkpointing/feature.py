@@ -1,7 +1,7 @@
-"""What the engine does for ``activation_checkpointing.recompute_modules`` and ``activation_checkpointing.blocks``.
+"""The engine feature for ``activation_checkpointing.recompute_modules`` and ``activation_checkpointing.blocks``.
 
-The first recomputes the inner part of attention in backward and keeps everything else, the second keeps the inputs of
-the model's repeated blocks only.
+The first recomputes the inner part of attention in backward, the second whole repeated blocks, of which only the inputs
+are saved.
 
 Between the projections attention keeps scores and probabilities, whose size grows with the square of the length, and
 computes little (`Korthikanti et al. <https://arxiv.org/abs/2205.05198>`_, section 5). Fused implementations keep no
@@ -40,15 +40,15 @@ BLOCKS = "activation_checkpointing.blocks"
 
 
 def recompute_attention(model: nn.Module, whole: nn.Module | None = None) -> None:
-    """Lets attention modules run their inner part again in backward, in place.
+    """Makes attention modules recompute their inner part in backward, in place.
 
     They are those of a Transformers model, or modules with a method ``recompute_core_attention(recompute)``, which
     calls ``recompute(function, *tensors)`` from then on where it called ``function(*tensors)``.
 
     Args:
-        model: The model, what wraps it, or a stage of a pipeline with its layers.
-        whole: The model that the layers of a stage are from, with values or without; None: ``model`` is no stage, or
-            its layers are from none.
+        model: The model, a wrapper of it, or a pipeline stage with its layers.
+        whole: The model with the layers of a stage, with values or without; None: ``model`` is not a stage, or
+            there is no such model.
 
     Raises:
         DeepSpeedConfigError: There are no such modules, or the classes of a Transformers model do not take their
@@ -75,7 +75,7 @@ def recompute_attention(model: nn.Module, whole: nn.Module | None = None) -> Non
 
 
 def _recompute_own(model: nn.Module) -> bool:
-    """Switches on recomputation in the modules with ``recompute_core_attention``; returns whether any rank has one."""
+    """Enables recomputation in modules with ``recompute_core_attention``; returns whether any rank has one."""
     for module in _own(model):
         module.recompute_core_attention(non_reentrant_checkpoint)
     return offers_recomputation(model)
@@ -97,7 +97,7 @@ def offers_recomputation(model: nn.Module) -> bool:
 
 
 def _functions(name: str) -> tuple[Any, Any]:
-    """Returns the attention and the mask function in the place of those of an implementation."""
+    """Returns the attention and the mask function that replace those of an implementation."""
     return functools.partial(_attend, name), functools.partial(mask_of_implementation, name)
 
 
@@ -112,7 +112,7 @@ def _attend(
 
 
 class BlockCheckpointing:
-    """Lets every repeated block keep its inputs only, and run again during backward; and takes it back.
+    """Makes every repeated block save only its inputs and recompute the rest in backward; can be switched off again.
 
     A model of transformers does it itself; elsewhere the children of each ``ModuleList`` are the blocks.
 
@@ -167,7 +167,7 @@ class BlockCheckpointing:
             if method is None:
                 raise AttributeError(f"it has no gradient_checkpointing_{verb}")
             method()
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # the model's own code may raise anything
             raise DeepSpeedConfigError(
                 f"activation checkpointing: {type(self._model).__name__}.gradient_checkpointing_{verb}() "
                 f"failed: {error}. Correct the model's method, or switch activation checkpointing off"

@@ -1,8 +1,8 @@
-"""Lets the stateful loaders of Accelerate continue in the order of their pass, also on another number of ranks.
+"""Makes stateful loaders of Accelerate resume in the order of their epoch, also on another number of ranks.
 
-Accelerate saves how many batches a rank was given. It saves neither the number of the pass, nor the generator that has
-ordered its samples, nor how many samples a batch of all ranks has. A resumed run then has the right place in the order
-of the first pass, or another place if the number of ranks or the micro-batch has changed.
+Accelerate saves how many batches a rank was given, but neither the number of the epoch, nor the state of the generator
+that ordered its samples, nor the global batch size. A resumed run would continue in the order of the first epoch, and
+at a wrong position if the number of ranks or the micro-batch size has changed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _KEY = "deepspeed_position"
 
 
 def teach_accelerate() -> None:
-    """Lets loaders of Accelerate save and restore what makes their order; does nothing the second time.
+    """Makes loaders of Accelerate save and restore their order; repeated calls do nothing.
 
-    Called where an engine is made. Without Accelerate, or with one that has no stateful loaders, nothing is changed.
+    Called when an engine is created. Does nothing without Accelerate, or if it lacks stateful loaders.
     """
     module = sys.modules.get(_MODULE)
     shard: Any = getattr(module, "DataLoaderShard", None)

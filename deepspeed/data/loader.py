@@ -21,21 +21,21 @@ class DeepSpeedDataLoader:
     """Batches of this rank's share, reshuffled on each pass.
 
     A map-style dataset is divided by a :class:`~torch.utils.data.distributed.DistributedSampler`. An iterable dataset
-    has no indices to divide, so every rank reads the stream as its ``__iter__`` gives it; a dataset that does not look
-    at the rank then feeds all ranks the same samples, which a warning reports.
+    has no indices to divide, so every rank reads the whole stream; a dataset that ignores the rank then gives all ranks
+    the same samples, of which a warning is logged.
 
     Args:
         dataset: A map-style dataset (``__getitem__`` and ``__len__``) or an ``IterableDataset``.
         batch_size: Samples per batch and rank.
         pin_memory: Copy batches into page-locked memory.
-        local_rank: Accepted for callers of older versions; the share follows from the data-parallel rank.
+        local_rank: Accepted without effect: the share is that of the data-parallel rank.
         tput_timer: A timer whose ``start()`` is called at each batch.
         collate_fn: Makes a batch from a list of samples; None: torch's.
         num_local_io_workers: Worker processes; None: load in this process.
         data_sampler: Chooses the samples instead of the default, and then must divide samples over the ranks itself; a
             ``BatchSampler`` chooses the batches too.
         data_parallel_world_size: Number of shares; None: 1.
-        data_parallel_rank: Which share; None: 0.
+        data_parallel_rank: Number of this share; None: 0.
         dataloader_drop_last: Leave out the last, smaller batch. Otherwise the shares are made equal by repeating the
             first samples.
         deepspeed_dataloader_config: Further arguments of :class:`torch.utils.data.DataLoader`.
@@ -46,8 +46,8 @@ class DeepSpeedDataLoader:
         dataset: The dataset.
         batch_size: Samples per batch and rank.
         data_sampler: The sampler in use; None for an iterable dataset.
-        epoch: How many passes were started, which seeds the shuffling; :meth:`set_epoch` sets it.
-        post_process_func: Called with each batch and the state of a sampler that has one; what it returns is the batch.
+        epoch: Number of passes started, which seeds the shuffling; :meth:`set_epoch` sets it.
+        post_process_func: Called with each batch and the state of a sampler that has one; returns the batch to use.
 
     Raises:
         ValueError: ``data_sampler`` is given together with an iterable dataset.
@@ -76,7 +76,7 @@ class DeepSpeedDataLoader:
         self.tput_timer = tput_timer
         self.epoch = 0
         self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
-        self._given_before = 0  # micro-batches of a sampler with a state of its own, when this pass began
+        self._given_before = 0  # micro-batches of a stateful sampler before this pass
         self._iterator: Iterator[Any] | None = None
         self._given: int | None = None
         self._random: torch.Tensor | None = None
@@ -148,7 +148,7 @@ class DeepSpeedDataLoader:
             next(self._iterator, None)
 
     def _batches_after(self, passed: int) -> list[list[int]]:
-        """Returns the batches of the present pass behind its first ``passed`` samples of all ranks."""
+        """Returns the batches of the current pass after its first ``passed`` samples of all ranks."""
         sampler, size = self._shared_sampler, self.batch_size
         assert sampler is not None
         mine = indices_after(sampler, passed)
@@ -173,20 +173,20 @@ class DeepSpeedDataLoader:
         return self.data_sampler.state_dict(given)  # type: ignore[union-attr]
 
     def load_sampler_state(self, state: dict[str, Any]) -> None:
-        """Goes to where :meth:`sampler_state` was, also on another number of ranks; without such a sampler nothing."""
+        """Restores :meth:`sampler_state`, also on another number of ranks; does nothing without such a sampler."""
         if self._has_own_state:
             self.data_sampler.load_state_dict(state)  # type: ignore[union-attr]
             self._iterator = self._given = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the loader stands: the pass, and how many of its batches were given out."""
+        """Returns the position of the loader: the pass, and the number of its batches returned so far."""
         if self._has_own_state:  # which all ranks share
             return {"epoch": self.epoch, "given": None, "random": None}
         shared = {"passed": self._passed, "batch_size": self.batch_size} if self._shared_sampler is not None else {}
         return {"epoch": self.epoch, "given": self._given, "random": self._random, **shared}
 
     def position(self) -> dict[str, Any] | None:
-        """Returns where all ranks together stand: the pass, and how many of its samples were given out.
+        """Returns the position of all ranks together: the pass, and the number of its samples returned so far.
 
         Only the order of a ``DistributedSampler``, which is the default, is the same for any number of ranks and any
         batch size; with another sampler, or a stream, the result is None. ``samples`` is None between two passes;
@@ -201,7 +201,7 @@ class DeepSpeedDataLoader:
         return {"epoch": self.epoch, "samples": samples, **order_of(sampler)}
 
     def load_position(self, position: dict[str, Any]) -> None:
-        """Goes to :meth:`position` of a run with any number of ranks and any batch size.
+        """Restores :meth:`position` of a run with any number of ranks and any batch size.
 
         The remaining samples of the pass come in the order in which they would have come, divided among these ranks.
         """
@@ -213,7 +213,7 @@ class DeepSpeedDataLoader:
         self._is_resumed = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes to where :meth:`state_dict` was: the next batch is the one that would have come next.
+        """Restores the position of :meth:`state_dict`: the next batch is the one that would have come next.
 
         Batches of a map-style dataset are passed over without being loaded, those of a stream are read and dropped.
         Torch's random state is left as it was. Random numbers drawn inside worker processes are not repeated.
@@ -277,7 +277,7 @@ class _ResumedSampler(Sampler):
         yield from self._iterator
 
     def pass_over(self) -> None:
-        """Leaves the first batches behind, if that has not happened yet.
+        """Skips the first batches, if that has not happened yet.
 
         Not in ``__iter__``: a sampler may draw its seed at its first batch, and torch's loader draws its own before.
         """
@@ -302,15 +302,15 @@ def is_iterable_style_dataset(dataset: Any) -> bool:
 def move_to_device(
     item: Any, device: torch.device | str | int, criterion_func: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Moves what is movable in ``item`` to ``device``.
+    """Moves the tensors in ``item`` to ``device``.
 
     Args:
         item: A tensor (anything with ``to``), or tuples, lists and mappings of such; other things pass through.
-        device: Where to.
+        device: The target device.
         criterion_func: Moves only that for which it returns True; None: everything with ``to``.
 
     Returns:
-        The same structure with the moved parts. What is there already is not copied.
+        The same structure with the moved tensors. Those already on the device are not copied.
     """
     movable = hasattr(item, "to") if criterion_func is None else criterion_func(item)
     if movable:
@@ -325,7 +325,7 @@ def move_to_device(
 
 
 class RepeatingLoader:
-    """Yields the batches of ``loader`` for ever.
+    """Yields the batches of ``loader`` endlessly.
 
     A loader whose sampler shuffles by epoch (:class:`~torch.utils.data.distributed.DistributedSampler`) is informed of
     each new pass, so that passes differ. It has the methods of a loader that save and restore a position; a checkpoint

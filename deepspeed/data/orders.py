@@ -49,9 +49,9 @@ def _share_of(order: list[int], passed: int, ranks: int, rank: int, *, drop_last
 
 
 def order_of(sampler: DistributedSampler) -> dict[str, Any]:
-    """Returns what a saved position needs to know of the order of ``sampler``: nothing for torch's own class.
+    """Returns what a saved position stores about the order of ``sampler``: nothing for torch's own class.
 
-    A class derived from it may order samples per rank, or draw them anew in each run. :func:`why_not_shared` finds this
+    A subclass may order samples per rank, or differently in each run. :func:`why_not_shared` finds this
     out by ``epoch``, ``ranks`` and a ``checksum`` of the order (None if the sampler cannot be copied). The checksum
     needs the whole order, and is computed once per epoch.
     """

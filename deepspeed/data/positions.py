@@ -1,4 +1,4 @@
-"""Where all ranks together stand in the data, by loaders of any library, and how to go there on any number of ranks."""
+"""Positions of all ranks in the data, for loaders of any library, which can be restored on any number of ranks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _rest_of(loader: Any) -> _RestOfPass | None:
 
 
 def shared_position(loader: Any, state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns where all ranks together stand, as :meth:`DeepSpeedDataLoader.position` does.
+    """Returns the position of all ranks together, like :meth:`DeepSpeedDataLoader.position`.
 
     Args:
         loader: One for which :func:`has_shared_order` is true.
@@ -106,7 +106,7 @@ def shared_position(loader: Any, state: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def position_of(loader: Any) -> dict[str, Any] | None:
-    """Returns where all ranks together stand in a loader of any library, if that holds for any number of ranks."""
+    """Returns the position of all ranks in a loader of any library; None if it depends on the number of ranks."""
     position = getattr(loader, "position", None)
     if callable(position):  # the engine's own
         own: dict[str, Any] | None = position()
@@ -115,7 +115,7 @@ def position_of(loader: Any) -> dict[str, Any] | None:
 
 
 def why_not_at(loader: Any, position: Mapping[str, Any]) -> str | None:
-    """Returns why a loader cannot go to a :func:`position_of` of any number of ranks, or None. Changes nothing.
+    """Returns why a loader cannot restore a :func:`position_of` any number of ranks, or None. Changes nothing.
 
     Each rank checks a part of the order: :func:`go_to_position` must follow only where all ranks find None.
     """
@@ -132,7 +132,7 @@ def why_not_at(loader: Any, position: Mapping[str, Any]) -> str | None:
 
 
 def go_to_position(loader: Any, position: Mapping[str, Any]) -> None:
-    """Goes to a :func:`position_of` of any number of ranks, which this loader can by :func:`why_not_at`."""
+    """Restores a :func:`position_of` any number of ranks; :func:`why_not_at` must have returned None."""
     load_position = getattr(loader, "load_position", None)
     if callable(load_position):
         load_position(position)
@@ -147,7 +147,7 @@ def has_other_batch_size(loader: Any, position: Mapping[str, Any]) -> bool:
 
 
 def load_shared_position(loader: Any, position: Mapping[str, Any]) -> None:
-    """Goes to :func:`shared_position` of a run with any number of ranks and any batch size."""
+    """Restores :func:`shared_position` of a run with any number of ranks and any batch size."""
     inner = inner_of(loader)
     share = _share_in(inner)
     assert share is not None
@@ -159,7 +159,7 @@ def load_shared_position(loader: Any, position: Mapping[str, Any]) -> None:
 
 
 def begin_behind(loader: Any, passed: int) -> None:
-    """Lets the next pass of a loader with :func:`has_shared_order` begin behind ``passed`` samples of all ranks."""
+    """Makes the next pass of a loader with :func:`has_shared_order` start after ``passed`` samples of all ranks."""
     inner = inner_of(loader)
     share = _share_in(inner)
     assert share is not None

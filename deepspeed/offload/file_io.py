@@ -2,7 +2,7 @@
 
 ``os.preadv`` and ``os.pwritev`` release the interpreter lock, so a few threads keep the disk busy during
 training. The file is opened for direct access where the file system has it: data then moves between the disk and our
-page-aligned buffers without passing through the page cache, which would copy it and push other things out.
+page-aligned buffers without passing through the page cache, which would copy it and evict other data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class IoSettings:
         block_size: Bytes of one request, rounded up to pages.
         queue_depth: Requests in flight.
         threads: Threads that have requests in flight, each ``queue_depth`` of them.
-        direct: Pass the page cache by where the file system can do that.
+        direct: Bypass the page cache if the file system supports it.
     """
 
     block_size: int = 1 << 20
@@ -42,7 +42,7 @@ class IoSettings:
 
 
 class Transfer:
-    """A read or write in flight. Its buffer must stay as it is until :meth:`wait` has returned."""
+    """A read or write in flight. Its buffer must not be changed until :meth:`wait` has returned."""
 
     def __init__(self, requests: list[Future[None]]) -> None:
         self._requests = requests
@@ -60,7 +60,7 @@ class Transfer:
 
 
 class BlockFile:
-    """A file of our own, accessed in whole pages.
+    """A new file, accessed in whole pages.
 
     Args:
         path: Its name; it must not exist.
@@ -180,7 +180,7 @@ class BlockFile:
                 moved = call(self.handle if direct is None else direct, [view[done:]], offset + done)
             except OSError as error:
                 if direct is not None and error.errno == errno.EINVAL:
-                    self._direct = None  # it can be opened so, but not used so
+                    self._direct = None  # it can be opened for direct access, but not used
                     warn_once(f"direct:{self.path.parent}", f"{self.path}: no direct access here; using the page cache")
                     continue
                 raise _explained(error, what, self.path, len(view) - done) from error

@@ -1,17 +1,17 @@
-"""A file as a tier: tensors that are mapped from it, and transfers through page-aligned buffers.
+"""Files as a tier: tensors mapped from a file, and transfers through page-aligned buffers.
 
 Every tensor made here is a mapping of its part of the file, so that checkpoints, ``safe_get_full_fp32_param`` and users
-can read and write it at any time as any other tensor. The hot path does not go through the mapping: it reads and writes
+can read and write it like any other tensor. Training does not use the mapping: it reads and writes
 the file directly. Both views agree because they are used in turn: the kernel writes mapped changes back before a direct
 read, and drops cached pages after a direct write.
 
-Where :class:`CachePolicy` chooses the page cache and the model computes in host memory, the mapping is the only way: it
-is copied from, or used where it lies.
+If :class:`CachePolicy` chooses the page cache and the model computes in host memory, only the mapping is used: tensors
+are copied from it, or used in place.
 
-Direct access moves bytes between the disk and our buffers alone, which is right for a model larger than memory: the
-cache would hold nothing of it when it comes round again, and would push out what others need. Parameters that no
-optimizer updates and that fit into free memory are better off in the cache: after the first use they come at the speed
-of memory, and the system takes the pages back by itself when memory is needed.
+Direct access moves bytes only between the disk and the buffers, which suits a model larger than memory: the cache would
+have evicted its pages before their next use, and with them pages of other programs. Parameters that no optimizer
+updates and that fit into free memory are better cached: after the first use they are read at the speed of memory, and
+the system frees the pages when memory is needed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CachePolicy:
     Attributes:
         requested: ``offload_param.page_cache``; None: what fits is cached.
         is_trained: Something updates the values, so that cached pages would be written out at every step.
-        ranks: Ranks on this host, which have as much each.
+        ranks: Ranks on this host, each with an equal share.
     """
 
     requested: bool | None = False
@@ -99,7 +99,7 @@ class FileMemory(Memory):
         device: Where the model computes.
         settings: Folder, rank, kind of access and cache policy of the file.
         buffer_count: Staging buffers.
-        buffer_bytes: From the tensors to come to the size of a buffer.
+        buffer_bytes: Returns the size of a buffer, given the tensors to come.
         up: Stream for copies to the device.
     """
 
@@ -128,7 +128,7 @@ class FileMemory(Memory):
         self._writing: deque[tuple[int, torch.Tensor, Transfer]] = deque()
         self._ahead: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._buffer_nbytes = 0
-        self._is_mapped = False  # used through the mappings alone
+        self._is_mapped = False  # only the mappings are used
         self._memory_tracker: MemoryTracker | None = None
 
     @property
@@ -216,7 +216,7 @@ class FileMemory(Memory):
     def initialise(self, target: torch.Tensor, value: float) -> None:
         if value != 0 or self._settings.zeros_are_written:
             self.write(target, torch.full_like(target, value))
-            # Its owner may write to it through the mapping next, and must not be overtaken.
+            # The owner may write through the mapping next, which must not happen before this transfer.
             self._await_writes(self.locate(target)[0])
 
     def locate(self, tensor: torch.Tensor) -> tuple[int, int]:
@@ -288,7 +288,8 @@ class FileMemory(Memory):
         end = (target.storage_offset() + target.numel()) * target.element_size()
         ends_tensor = end == target.untyped_storage().nbytes()
         self._drop_ahead(base)
-        shares_pages = offset % PAGE or (nbytes % PAGE and not ends_tensor)  # with neighbours, who would be overwritten
+        # with neighbours, which would be overwritten
+        shares_pages = offset % PAGE or (nbytes % PAGE and not ends_tensor)
         if self._is_mapped or shares_pages:
             self._await_writes(base)
             target.copy_(source)
@@ -340,7 +341,7 @@ class FileMemory(Memory):
         return self._free.pop() if self._free else None
 
     def take_buffers(self, count: int) -> list[torch.Tensor]:
-        """Hands out staging buffers for good; they must not be needed for :meth:`read` and :meth:`write`."""
+        """Gives staging buffers away permanently; :meth:`read` and :meth:`write` must not need them."""
         self.settle()
         self.forget()
         taken, self._free = self._free[:count], self._free[count:]

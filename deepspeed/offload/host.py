@@ -1,8 +1,8 @@
-"""Host memory as a tier: shards, gradients that come down, and the update beside the copies.
+"""Host memory as a tier: shards, gradients copied from the device, and updates that overlap with copies.
 
 On an accelerator a reduced gradient is copied down while backward still runs. The update of bucket *i* works on host
-memory; its 16-bit result goes up to the device while bucket *i + 1* is updated. Where the model computes on the CPU
-host memory is the device: nothing is copied, and the bits are those of training without offload.
+memory; its 16-bit result goes up to the device while bucket *i + 1* is updated. If the model computes on the CPU,
+host memory is the device: nothing is copied, and results are bit-equal to training without offload.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class HostMemory(Memory):
 
 
 class StagingPool:
-    """Host buffers through which the gradients of further micro-batches come down, shared by all buckets.
+    """Host buffers that receive gradients of later micro-batches from the device, shared by all buckets.
 
     Args:
         pin: Lock the pages.
@@ -96,7 +96,7 @@ class StagingPool:
         self._free.append(staging)
 
     def settle(self, result: HeldBuffer, *, drop: bool = False) -> None:
-        """Adds what is in flight to ``result``, or throws it away."""
+        """Adds pending gradients to ``result``, or drops them."""
         with self._lock:
             for _ in range(len(self._waiting)):
                 if self._waiting[0][0] is result:
@@ -106,7 +106,7 @@ class StagingPool:
 
 
 class HeldBuffer(FlatBuffer):
-    """Host memory of a reduced gradient that is kept from step to step, because locking pages is slow."""
+    """Host memory of a reduced gradient, reused in every step because locking pages is slow."""
 
     def __init__(self, numel: int, dtype: torch.dtype, *, pin: bool, memory_tracker: MemoryTracker) -> None:
         self.nbytes = numel * dtype.itemsize
@@ -150,7 +150,7 @@ class HostGradientDestination(GradientDestination):
     @override
     def to_destination(self, reduced: FlatBuffer) -> FlatBuffer:
         if self._held is not None:
-            self._pool.settle(self._held, drop=True)  # of a step that was given up
+            self._pool.settle(self._held, drop=True)  # gradients of an aborted step
             self._held.arrival.wait_on_host()
         held = self._hold(reduced.tensor.numel(), reduced.tensor.dtype)
         held.arrival = self._pool.down.copy(held.tensor, reduced.tensor)
@@ -188,7 +188,7 @@ class HostGradientDestination(GradientDestination):
 
 
 class HostUpdate(UpdateStrategy):
-    """Updates masters in host memory; results for a device go up while the next chunk is updated.
+    """Updates masters in host memory; results are copied to the device while the next chunk is updated.
 
     Args:
         chunk_numel: Most elements of a chunk.
@@ -219,7 +219,7 @@ class HostUpdate(UpdateStrategy):
         return buffer[:nbytes].view(out.dtype)
 
     def _free_staging(self, nbytes: int) -> torch.Tensor:
-        """Returns a byte buffer whose last copy is over."""
+        """Returns a byte buffer whose latest copy is complete."""
         if len(self._staging) >= _STAGING:
             buffer, copied = self._staging.popleft()
             copied.wait_on_host()

@@ -1,8 +1,8 @@
-"""Host buffers of exact size on page boundaries, page-locked where an accelerator can use that.
+"""Host buffers of exact size on page boundaries, page-locked if an accelerator benefits.
 
 Torch's own allocator of page-locked memory rounds every block up to a power of two, which can double the size of a
 large shard, and does not align to pages, which direct file access needs. So buffers are mapped from the system and
-registered with the driver where it can do that.
+registered with the driver if it supports that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.logging import log_dist_once, warn_once
 
 PAGE = mmap.PAGESIZE
-_HUGE = 8 << 20  # bytes from which on huge pages are requested
+_HUGE = 8 << 20  # smallest size in bytes for which huge pages are requested
 
 
 def round_to_pages(nbytes: int) -> int:
@@ -29,7 +29,7 @@ def round_to_pages(nbytes: int) -> int:
 
 
 def may_pin(requested: bool) -> bool:
-    """Returns whether page-locking is requested and would speed anything up here; logs once where it would not."""
+    """Returns whether page-locking is requested and would speed anything up here; logs once if it would not."""
     if not requested:
         return False
     if get_accelerator().computes_in_host_memory:
@@ -41,7 +41,7 @@ def may_pin(requested: bool) -> bool:
 class _PageBuffer(mmap.mmap):
     """Pages from the system, which may be locked for as long as they are mapped.
 
-    Unlocked by ``__del__``: a callback of ``weakref`` would come when the pages are unmapped already.
+    Unlocked by ``__del__``, as a callback of ``weakref`` would run after the pages are unmapped.
     """
 
     unlock: Callable[[], Any] | None = None
@@ -81,7 +81,7 @@ _source = HostMemorySource()
 
 @contextlib.contextmanager
 def host_memory_from(source: HostMemorySource) -> Iterator[None]:
-    """Takes host memory of offloaded states from ``source`` inside the context."""
+    """Allocates host memory of offloaded states from ``source`` inside the context."""
     global _source
     before, _source = _source, source
     try:
@@ -142,14 +142,14 @@ def _register(mapped: _PageBuffer, buffer: torch.Tensor) -> None:
 
 
 def _unlock(runtime: Any, address: int, synchronize: Callable[[], Any]) -> None:
-    """Ends a lock when no copy from or to the pages is in flight; an engine that was dropped waited for none."""
+    """Unlocks pages after copies from or to them have ended, as an engine that was dropped did not wait for them."""
     if not sys.is_finalizing():  # the pages end with the process, and the driver may be gone already
         synchronize()
         runtime.cudaHostUnregister(address)
 
 
 def _keep_from_children(mapped: mmap.mmap) -> None:
-    """Leaves the pages out of forked processes, such as the workers of a ``DataLoader``.
+    """Excludes the pages from forked processes, such as workers of a ``DataLoader``.
 
     After a fork the first write to a shared page copies it. Kernels before 5.12 may give the copy to the parent, while
     the device continues reading and writing the old page.

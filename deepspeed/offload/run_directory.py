@@ -1,13 +1,13 @@
-"""A directory of one rank of one run, removed at its end.
+"""Directories of one rank of one run, removed when the run ends.
 
 The owner holds an advisory lock on a file beside the directory for as long as it lives; the kernel drops the lock when
 the process dies, however it dies. So if a later run can take the lock, the owner has certainly ended, and its files are
-removed. It touches directories of this kernel, by the boot identifier in the name, and of this host name:
-containers of one machine have names of their own but one kernel. It touches none of other machines: on a shared file
-system their locks may not reach us. What a container left before the machine was started again must be removed by hand.
+removed. Only directories of this kernel (by the boot identifier in the name) or of this host name are removed, as
+containers of one machine have different names but one kernel. Those of other machines are kept: on a shared file
+system their locks may be invisible here. Directories left by a container before a reboot must be removed by hand.
 
-The folder may be one that all users write to. So a lock is always a new file, and what another user has put there is
-neither followed nor waited for.
+All users may be able to write to the folder. So a lock is always a new file, and files of other users are neither
+followed nor waited for.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _numbers = itertools.count()
 
 
 class RunDirectory:
-    """Makes a directory that belongs to this process alone.
+    """A directory that only this process uses.
 
     Args:
         parent: Folder to put it in; made if missing; may be relative.
@@ -176,7 +176,7 @@ _disk: ContextVar[Disk] = ContextVar("disk", default=_HOST)
 
 @contextmanager
 def disk_is(disk: Disk) -> Iterator[None]:
-    """Lets this thread make folders and files on ``disk`` inside the context."""
+    """Makes this thread create folders and files on ``disk`` inside the context."""
     token = _disk.set(disk)
     try:
         yield
@@ -188,7 +188,7 @@ def open_folder(parent: str, *, rank: int, purpose: str) -> RunDirectory:
     """Makes a folder for one rank of this run.
 
     Args:
-        parent: Where.
+        parent: The folder in which to make it.
         rank: Global rank, for its name.
         purpose: What it holds, for its name.
 

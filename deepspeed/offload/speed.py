@@ -1,4 +1,4 @@
-"""How fast the file store reads and writes here, and how fast ``fio`` does the same: what ``ds_io`` shows."""
+"""Measures how fast offloaded states and ``fio`` read and write files, for ``ds_io``."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class FileSpeed:
 
     Attributes:
         nbytes: Bytes of the file; each pass moves all of them, front to back.
-        is_direct: Whether the file system lets us bypass the page cache.
-        ours: Bytes per second of the store's fastest pass, by operation.
+        is_direct: Whether the page cache is bypassed.
+        ours: Bytes per second of this package's fastest pass, by operation.
         fio: The same for fio; empty without it.
     """
 
@@ -38,7 +38,7 @@ class FileSpeed:
     fio: dict[str, float]
 
     def against_fio(self, operation: str) -> float | None:
-        """Returns our speed as a share of fio's; None without fio."""
+        """Returns this package's speed relative to fio's; None without fio."""
         return self.ours[operation] / self.fio[operation] if operation in self.fio else None
 
 
@@ -54,7 +54,7 @@ def measure_files(
     """Times sequential passes over a file of the kind that offloaded states live in; it is removed afterwards.
 
     The store and fio take turns on the same file, with requests of the same size, as many of them in flight, and direct
-    access on both sides or on none, because other users of the disk only ever make it slower.
+    access on both sides or on none, as other users of the disk only slow it down.
 
     Args:
         folder: Where the file is made.
@@ -93,7 +93,7 @@ def measure_files(
                     speed = _fio(file, operation, nbytes, settings)
                     fio[operation] = max(speed, fio.get(operation, 0.0))
                     if operation == "write":
-                        file.write(data, 0).wait()  # fio writes bytes of its own
+                        file.write(data, 0).wait()  # fio overwrites the file
         return FileSpeed(nbytes, file.is_direct, ours, fio)
     finally:
         if file is not None:

@@ -1,7 +1,7 @@
 """Copies between device and host concurrently with the computation.
 
-One stream per direction: what comes down (gradients) does not queue behind what goes up (parameters). Where the device
-is the host's own memory every copy is done when the call returns and the objects below do nothing.
+One stream per direction, so that gradients to the host do not queue behind parameters to the device. If the device
+computes in host memory, every copy is complete when the call returns, and these objects do nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class CopyHandle:
     """A copy in flight.
 
     Args:
-        event: Recorded after it; None if it is done.
+        event: Event recorded after the copy; None if it is complete.
     """
 
     def __init__(self, event: Any = None) -> None:
@@ -26,7 +26,7 @@ class CopyHandle:
 
     @property
     def is_done(self) -> bool:
-        """Returns whether it was done when it was started."""
+        """Returns whether it was complete when it was started."""
         return self._event is None
 
     def wait(self) -> None:
@@ -53,7 +53,7 @@ class CopyHandle:
 
 
 class CopyStream:
-    """Queues copies on a stream of its own.
+    """Queues copies on a separate stream.
 
     Args:
         device: Where the model computes.
@@ -90,7 +90,7 @@ class CopyStream:
         with self.context():
             target.copy_(source, non_blocking=True)
             for tensor in (target, source):
-                if tensor.device.type != "cpu":  # its block must not be handed out again before the copy is over
+                if tensor.device.type != "cpu":  # its memory must not be reused before the copy is complete
                     tensor.record_stream(self._stream)
             event = get_accelerator().Event()
             event.record(self._stream)

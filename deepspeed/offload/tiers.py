@@ -1,9 +1,9 @@
-"""From the configuration to the tiers of one engine: memories, destinations of gradients, update strategies.
+"""Builds the tiers of one engine from the configuration: memories, gradient destinations, update strategies.
 
 Masters in files are read ahead, updated, and written behind. A chunk passes through a *set* of staging buffers, one for
-the master and one for each state. With one set everything happens in turn; with more, the next chunk is read and the
-last one written while one is updated. Gradients are in host memory and the compute parameters go where they live, as in
-the host's update.
+the master and one for each state. With one set reads, updates and writes are sequential; with more, the next chunk is
+read and the previous one written while one is updated. Gradients and compute parameters are handled as in the host's
+update.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class OffloadTiers:
     _host_is_device: bool
 
     def destination(self, tier: Tier, memory_tracker: MemoryTracker) -> GradientDestination:
-        """Returns what brings the gradients of one bucket to ``tier``."""
+        """Returns the destination that moves the gradients of one bucket to ``tier``."""
         if tier is Tier.DEVICE or self._host_is_device:
             return GradientDestination(tier)
         return HostGradientDestination(self._pool, memory_tracker)
 
     def close(self) -> None:
-        """Gives everything back. May be called twice."""
+        """Releases all memory and files. May be called twice."""
         for strategy in self.strategies.values():
             strategy.close()
         for memory in (*self.param_memories.values(), *self.master_memories.values()):
@@ -74,7 +74,7 @@ def open_tiers(
     state_itemsizes: Sequence[int],
     is_trained: bool,
 ) -> OffloadTiers:
-    """Opens the tiers that ``placement`` uses. Files are made when the runtime passes what they will hold.
+    """Opens the tiers that ``placement`` uses. Files are created when the runtime announces their tensors.
 
     Args:
         root: The configuration.
@@ -184,7 +184,7 @@ def _master_files(
         pin,
         zeros_are_written=not section.fast_init,
     )
-    # One buffer more than the update needs, for values that are written at other times.
+    # One more buffer than the update needs, for writes outside of it.
     memory = FileMemory(device, settings, buffer_count=sets * tensors + 1, buffer_bytes=size, up=up)
     strategy = FileUpdate(
         memory,
@@ -264,7 +264,7 @@ class FileUpdate(HostUpdate):
             self._read_ahead()
 
     def _fit_buffers(self, chunks: Sequence[UpdateSlice]) -> None:
-        """An optimizer may come to have more states, and a bucket unfrozen late be larger, than what it began with."""
+        """Adds buffers if needed: the optimizer may have added states, or a bucket unfrozen later may be larger."""
         tensors = max(1 + len(chunk.master.states) for chunk in chunks)
         nbytes = max(self._memory.buffer_nbytes, *(round_to_pages(_widest(chunk) * chunk.numel) for chunk in chunks))
         for each in self._sets or []:

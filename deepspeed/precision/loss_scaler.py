@@ -82,7 +82,7 @@ class LossScalerBase:
         return "fp16.loss_scale sets it for the whole run; 0 lets it adapt"
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs."""
+        """Returns the state that a resumed run needs."""
         return {"cur_scale": self.cur_scale}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ class DynamicLossScaler(LossScalerBase):
         scale_window: Good steps in a row before the scale doubles.
         min_scale: The scale never falls below it.
         delayed_shift: Overflows that it takes until the scale is halved, at least 1.
-        consecutive_hysteresis: A good step restores the whole tolerance at once; otherwise only a full window does.
+        consecutive_hysteresis: A good step restores the tolerance; otherwise only a full window of good steps does.
         raise_error_at_min_scale: Raise when the minimum overflows too; False keeps skipping steps.
         dtype: Dtype of the gradients.
 
@@ -164,7 +164,7 @@ class DynamicLossScaler(LossScalerBase):
         self.raise_error_at_min_scale = raise_error_at_min_scale
 
     def update_scale(self, overflow: bool) -> None:
-        """Moves the scale after a step.
+        """Updates the scale after a step.
 
         Args:
             overflow: Whether the gradients held an infinity or NaN. Must be equal on all ranks.
@@ -217,7 +217,7 @@ class DynamicLossScaler(LossScalerBase):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores :meth:`state_dict`; a tolerance larger than the present setting is cut to it."""
+        """Restores :meth:`state_dict`; a tolerance above the current setting is reduced to it."""
         super().load_state_dict(state_dict)
         self.cur_iter = state_dict["cur_iter"]
         self.last_overflow_iter = state_dict["last_overflow_iter"]

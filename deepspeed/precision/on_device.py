@@ -9,7 +9,7 @@ import torch
 
 
 class OnDevice:
-    """Gives tensors that are made without a dtype or a device these ones, inside the context.
+    """Sets the default dtype and device of new tensors inside the context.
 
     With ``device="meta"`` a model of any size is built without memory: its parameters have shapes but no values.
 

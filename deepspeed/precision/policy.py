@@ -1,4 +1,4 @@
-"""Which dtype each tensor of a training run has, decided once from the configuration and checked against the device."""
+"""The dtype of each tensor of a training run, chosen once from the configuration and checked against the device."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class PrecisionPolicy:
         return self.skip_non_finite or self.needs_loss_scale
 
     def cast_buffers(self, model: nn.Module, device: torch.device) -> None:
-        """Moves the buffers to ``device`` and casts floating ones, but for modules with ``keeps_buffer_dtype``."""
+        """Moves the buffers to ``device`` and casts floating ones, except in modules with ``keeps_buffer_dtype``."""
         for module in model.modules():
             buffer_dtype = None if getattr(module, "keeps_buffer_dtype", False) else self.buffer_dtype
             for name, buffer in module._buffers.items():
@@ -137,7 +137,7 @@ class PrecisionPolicy:
 
 
 def has_narrow_masters(root: Root) -> bool:
-    """Returns whether master weights and gradients are to have 16 bit."""
+    """Returns whether the configuration requests 16-bit master weights and gradients."""
     return (root.bf16.enabled and root.bf16.bf16_master_weights_and_grads) or (
         root.fp16.enabled and root.fp16.fp16_master_weights_and_grads
     )
@@ -157,7 +157,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def create_loss_scaler(root: Root, policy: PrecisionPolicy) -> Any:
-    """Returns the loss scaler of the ``fp16`` section, or None where nothing is scaled."""
+    """Returns the loss scaler of the ``fp16`` section, or None if nothing is scaled."""
     if not policy.needs_loss_scale:
         return None
     fp16 = root.fp16
@@ -179,7 +179,7 @@ def check_device(precision: PrecisionPolicy) -> None:
     """Raises for dtypes that the accelerator does not have; warns of those that it emulates.
 
     Raises:
-        DeepSpeedConfigError: It does not have the dtype.
+        DeepSpeedConfigError: The accelerator does not support a configured dtype.
     """
     accelerator = get_accelerator()
     for dtype, key, supported in (

@@ -1,4 +1,4 @@
-"""Measuring every sample of a dataset: the index files of curricula and of batches by length."""
+"""Measures every sample of a dataset, and writes the index files for curricula and for batches by length."""
 
 from __future__ import annotations
 

@@ -32,27 +32,27 @@ class DataAnalyzer:
     Args:
         dataset: Samples by number.
         num_workers: Processes that share the work.
-        worker_id: Which of them this is.
-        num_threads: Shares of one process, gone through at the same time by threads.
+        worker_id: Number of this process.
+        num_threads: Threads of this process, each with a share of the samples.
         num_threads_reduce: Threads that write index files, metric by metric.
         specific_threads: Only these shares of the process, from 0; empty: all.
         batch_size: Samples given to a metric function at a time.
-        metric_names: The metric names of the metrics.
-        metric_functions: For each a function of a batch that gives integers, as tensor or array.
-        metric_types: For each ``single_value_per_sample`` or ``accumulate_value_over_samples`` (a vector).
-        metric_dtypes: Accepted for programs of old: index files have the smallest type that holds their values.
+        metric_names: The names of the metrics.
+        metric_functions: For each metric a function of a batch that returns integers, as tensor or array.
+        metric_types: For each metric ``single_value_per_sample`` or ``accumulate_value_over_samples`` (a vector).
+        metric_dtypes: Accepted without effect: index files have the smallest type that holds their values.
         save_path: Folder of the results.
-        collate_fn: Makes a batch of samples; None: torch's.
-        custom_map_init: Not supported, as the next three are not: what they would do is a metric function.
+        collate_fn: Makes a batch from samples; None: torch's.
+        custom_map_init: Not supported, like the next three; use a metric function instead.
         custom_map_update: Not supported.
         custom_map_finalize: Not supported.
         custom_reduce: Not supported.
-        sample_indices: The number of each sample in the dataset that is trained on; None: as here. Batches that are
+        sample_indices: The index of each sample in the training dataset; None: the same as here. Batches that are
             mappings with ``index`` list them themselves.
 
     Raises:
         ValueError: The lists of metrics have different lengths, or a type is unknown.
-        NotYetSupportedError: A function is given that would replace a step of the analysis.
+        NotYetSupportedError: A custom function is given.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class DataAnalyzer:
         self._folder = Path(save_path)
 
     def run_map(self) -> None:
-        """Measures this process's shares and leaves what it found in ``worker<w>_thread<t>`` of each metric."""
+        """Measures this process's shares and writes the results to ``worker<w>_thread<t>`` of each metric."""
         with ThreadPoolExecutor(len(self._threads)) as pool:
             for done in [pool.submit(self._map, thread) for thread in self._threads]:
                 done.result()
@@ -104,16 +104,16 @@ class DataAnalyzer:
             with open(unfinished, "wb") as file:
                 arrays: dict[str, Any] = dict(collected.arrays())
                 numpy.savez(file, **arrays)
-            unfinished.replace(path)  # who reduces sees whole parts only
+            unfinished.replace(path)  # run_reduce then sees complete files only
 
     def _part(self, name: str, worker: int, thread: int) -> Path:
         return self._folder / name / f"worker{worker}_thread{thread}" / _PART
 
     def run_reduce(self) -> None:
-        """Makes the index files of what all processes have left. One process calls it, when all have mapped.
+        """Writes the index files from the results of all processes. One process calls it after all have run the map.
 
         Raises:
-            FileNotFoundError: Some process has not.
+            FileNotFoundError: The results of a process are missing.
         """
         with ThreadPoolExecutor(max(self._num_threads_reduce, 1)) as pool:
             pairs = zip(self._metrics.names, self._metrics.kinds, strict=True)
@@ -152,7 +152,7 @@ class DataAnalyzer:
         if comm.get_rank(group=comm_group) == 0:
             try:
                 self.run_reduce()
-            except Exception as error:  # the others wait: all must receive it
+            except Exception as error:  # the other ranks wait for the outcome
                 failure.append(error)
         failures: list[Any] = [None] * comm.get_world_size(group=comm_group)
         comm.all_gather_object(failures, repr(failure[0]) if failure else None, group=comm_group)
@@ -164,7 +164,7 @@ class DataAnalyzer:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Holds the metrics that the analyzer computes of every batch.
+    """The metrics that the analyzer computes for every batch.
 
     Attributes:
         names: The names of the metrics.
@@ -194,8 +194,8 @@ class SampleSource:
     Attributes:
         dataset: Samples by number.
         batch_size: Samples at a time.
-        collate_fn: Makes a batch of samples; None: torch's.
-        sample_indices: The number of each sample in the dataset that is trained on; None: as here.
+        collate_fn: Makes a batch from samples; None: torch's.
+        sample_indices: The index of each sample in the training dataset; None: the same as here.
     """
 
     dataset: Any
@@ -212,8 +212,8 @@ class SampleSource:
 def walk(source: SampleSource, share: range, metrics: Metrics) -> list[MetricValues]:
     """Computes every metric of the samples of a share.
 
-    Samples count by the rows that come of them, never by the fields of a batch. A batch that is a mapping with
-    ``index`` itself lists its samples.
+    The number of samples is that of a metric's rows, not of a batch's fields. A batch that is a mapping with
+    ``index`` lists its samples itself.
     """
     found = [MetricValues(kind) for kind in metrics.kinds]
     part = Subset(source.dataset, share)
@@ -241,18 +241,18 @@ class DistributedDataAnalyzer:
 
     Args:
         dataset: Samples by number.
-        num_workers: Shares; None: as many as ranks. Each rank goes through one.
-        num_threads: Accepted for programs of old: a rank goes through its share by itself.
-        worker_id: Which share; None: that of the rank.
+        num_workers: Number of shares, one per rank; None: the number of ranks.
+        num_threads: Accepted without effect: a rank uses one thread.
+        worker_id: Number of the share; None: the rank.
         batch_size: Samples given to a metric function at a time.
-        metric_names: The metric names of the metrics.
-        metric_functions: For each a function of a batch that gives integers, as tensor or array.
-        metric_types: For each ``single_value_per_sample`` or ``accumulate_value_over_samples`` (a vector).
+        metric_names: The names of the metrics.
+        metric_functions: For each metric a function of a batch that returns integers, as tensor or array.
+        metric_types: For each metric ``single_value_per_sample`` or ``accumulate_value_over_samples`` (a vector).
         save_path: Folder of the results, which rank 0 writes.
-        collate_fn: Makes a batch of samples; None: torch's.
-        device: Accepted for programs of old: batches stay where the dataset made them.
+        collate_fn: Makes a batch from samples; None: torch's.
+        device: Accepted without effect: batches stay on the dataset's device.
         comm_group: Process group; None: all ranks.
-        sample_indices: The number of each sample in the dataset that is trained on; None: as here.
+        sample_indices: The index of each sample in the training dataset; None: the same as here.
 
     Raises:
         ValueError: ``num_workers`` is not the number of ranks, or ``worker_id`` not this rank.
@@ -294,14 +294,14 @@ class DistributedDataAnalyzer:
         """Measures, and writes the index files. Every rank of the group must call it; all return together.
 
         Raises:
-            RuntimeError: A rank could not; all raise.
+            RuntimeError: A rank failed; raised on all ranks.
         """
         failure: Exception | None = None
         found: Any = None
         try:
             share = self._source.share(self._rank, self._ranks)
             found = [each.arrays() for each in walk(self._source, share, self._metrics)]
-        except Exception as error:  # the others wait: all must receive it
+        except Exception as error:  # the other ranks wait for the outcome
             failure, found = error, repr(error)
         gathered = self._gather(found)
         self._raise_if(failure, gathered)
@@ -334,7 +334,7 @@ KINDS = (SINGLE, SUM)
 
 
 class MetricValues:
-    """The values of one metric for the samples that one part of an analysis has seen.
+    """The values of one metric for the samples of one share.
 
     Args:
         kind: ``single_value_per_sample``: a number for each sample; ``accumulate_value_over_samples``: a vector that is
@@ -348,7 +348,7 @@ class MetricValues:
         self._sum: NDArray[Any] | None = None
 
     def add(self, answer: Any, samples: NDArray[numpy.int64], name: str) -> None:
-        """Takes in what a metric function gave for a batch.
+        """Adds the result of a metric function for a batch.
 
         Args:
             answer: A tensor or array of integers.
@@ -356,7 +356,7 @@ class MetricValues:
             name: The name of the metric.
 
         Raises:
-            ValueError: It is not one integer per sample, or not of one length.
+            ValueError: The result is not one integer per sample, or the lengths of vectors differ.
         """
         values = numpy.asarray(answer.cpu() if hasattr(answer, "cpu") else answer)
         if not numpy.issubdtype(values.dtype, numpy.integer):
@@ -376,7 +376,7 @@ class MetricValues:
         self._samples.append(samples)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Returns what was collected, for another process."""
+        """Returns the collected values as arrays, to send or save."""
         if self.kind == SUM:
             return {"sum": self._sum if self._sum is not None else numpy.empty(0, numpy.int64)}
         none = numpy.empty(0, numpy.int64)
@@ -393,7 +393,7 @@ def write_metric(folder: Path, name: str, kind: str, parts: Sequence[dict[str, N
         folder: Where; made if it is not there.
         name: The name of the metric.
         kind: The kind of the metric.
-        parts: What each part of the analysis has collected.
+        parts: The values of each share.
 
     Raises:
         ValueError: A sample was seen twice.

@@ -1,4 +1,4 @@
-"""Batches of different sizes: about equally many tokens, and a rate that follows."""
+"""Batches of about equally many tokens, with learning rates scaled to their sizes."""
 
 from __future__ import annotations
 

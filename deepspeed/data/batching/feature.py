@@ -1,4 +1,4 @@
-"""What the engine does for ``data_sampling.dynamic_batching``: loads batches of about as many tokens each."""
+"""The engine feature for ``data_sampling.dynamic_batching``: loads batches of about equally many tokens."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _METRIC = "seqlen"
 
 
 class _ListedBatches(BatchSampler):
-    """Micro-batches that were chosen beforehand."""
+    """A sampler of micro-batches that were chosen in advance."""
 
     def __init__(self, micro_batches: Sequence[list[Any]]) -> None:
         self._micro_batches = micro_batches
@@ -34,7 +34,7 @@ class _ListedBatches(BatchSampler):
 
 
 class _PaddedDataset(Dataset[Any]):
-    """Samples padded to a length that is requested with them."""
+    """A dataset of samples padded to a length that is part of the index."""
 
     def __init__(self, dataset: Any, pad: Callable[[Any, int], Any]) -> None:
         self._dataset, self._pad = dataset, pad
@@ -58,8 +58,8 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
 ) -> tuple[DeepSpeedDataLoader, VariableBatchSizeLR, dict[str, Any]]:
     """Returns a loader whose micro-batches have about ``max_tokens`` tokens, and a schedule that follows their sizes.
 
-    Every rank must call it. Micro-batches of one update differ in size; their gradients count alike, and the rate is
-    scaled by the samples of the whole update against ``engine.train_batch_size()``.
+    Every rank must call it. Micro-batches of one update differ in size; their gradients have equal weight, and the rate
+    is scaled by the samples of the update relative to ``engine.train_batch_size()``.
 
     Args:
         dataset: Samples by number.
@@ -75,7 +75,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         The loader over this rank's micro-batches, the schedule, and the loader's arguments.
 
     Raises:
-        DeepSpeedConfigError: The section is not enabled, or has neither lengths nor where to find them.
+        DeepSpeedConfigError: The section is not enabled, or lengths are neither given nor in files.
         ValueError: No batch can be made.
     """
     section, seed = _settings(engine)
@@ -154,13 +154,13 @@ def _lengths(samples: list[Any]) -> Any:
 
 
 class VariableBatchSizeLR:
-    """Scales the rates of another schedule, or of an optimizer, by the size of the batch that comes next.
+    """Scales the rates of another schedule, or of an optimizer, by the size of the next batch.
 
     Args:
         lr_scheduler: The schedule, or the optimizer whose rates are constant.
         base_batch_size: Samples of a batch at which the rates are those of the schedule.
-        batch_sizes: Samples of each batch; after the last comes the first again.
-        dataloader: Accepted for programs of old.
+        batch_sizes: Samples of each batch, repeated cyclically.
+        dataloader: Accepted without effect.
         lr_scaling_method: ``linear``, ``sqrt`` or ``none``.
     """
 
@@ -177,7 +177,7 @@ class VariableBatchSizeLR:
         self.optimizer = get_torch_optimizer(lr_scheduler)
         self.base_batch_size, self.batch_sizes = base_batch_size, list(batch_sizes)
         self.lr_scaling_method = lr_scaling_method
-        self._number = 0  # of the batch that comes next
+        self._number = 0  # index of the next batch
         self._unscaled = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._write()
 
@@ -195,7 +195,7 @@ class VariableBatchSizeLR:
         return self._last
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Goes to the next batch; arguments are those of the schedule underneath."""
+        """Advances to the next batch; arguments are passed to the wrapped schedule."""
         update_lr(self.optimizer.param_groups, self._unscaled)  # some schedules continue from the rates they find
         if self.base_lr_scheduler is not None:
             self.base_lr_scheduler.step(*args, **kwargs)
@@ -204,12 +204,12 @@ class VariableBatchSizeLR:
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the number of the batch that comes next, the rates before scaling, and the schedule underneath."""
+        """Returns the index of the next batch, the rates before scaling, and the state of the wrapped schedule."""
         inner = None if self.base_lr_scheduler is None else self.base_lr_scheduler.state_dict()
         return {"batch": self._number, "unscaled": list(self._unscaled), "base": inner}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes to where :meth:`state_dict` was."""
+        """Restores the state of :meth:`state_dict`."""
         if self.base_lr_scheduler is not None:
             self.base_lr_scheduler.load_state_dict(state_dict["base"])
         self._number, self._unscaled = state_dict["batch"], list(state_dict["unscaled"])

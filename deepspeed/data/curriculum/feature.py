@@ -1,4 +1,4 @@
-"""What the engine does for ``curriculum_learning``: a difficulty by the step, which forwards may get as a length."""
+"""The engine feature for ``curriculum_learning``: a difficulty per step, which forwards may get as a length."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 
 SEQUENCE_LENGTH = "curriculum_seqlen"
-"""The keyword by which a forward gets the length to which it shall cut its inputs."""
+"""The keyword of the length to which a forward must cut its inputs."""
 
 
 def _hands_over_lengths(root: Root) -> bool:
-    """Returns whether training forwards get the length to which they shall cut their inputs."""
+    """Returns whether training forwards get the length to which they must cut their inputs."""
     section = root.curriculum_learning
     return section is not None and section.enabled and section.curriculum_type == "seqlen"
 
 
 class CurriculumHooks(EngineHooks):
-    """The difficulty of one engine's forwards.
+    """Sets the difficulty of one engine's forwards.
 
     Args:
         curriculum: Its schedule.

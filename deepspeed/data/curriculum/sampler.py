@@ -1,8 +1,8 @@
-"""Batches of samples that the curriculum allows, drawn alike on all ranks from one seed.
+"""Batches of samples that the curriculum allows, drawn identically on all ranks from one seed.
 
 Every rank draws the whole global batch and takes its share, so nothing is sent. The samples of a *cluster*, allowed
 together, come in an order that follows from the seed, the cluster and the pass through it; so the state is a few
-numbers: those of the generator, and where each cluster stands.
+numbers: the generator's state, and the position in each cluster.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class DeepSpeedDataSampler(BatchSampler):
         one_epoch_total_samples: Samples of the dataset.
         micro_batch_size: Samples of one forward on one rank.
         data_parallel_rank: This rank among those that divide the data.
-        data_parallel_size: How many they are.
-        data_parallel_group: Not needed: the ranks draw alike.
+        data_parallel_size: The number of these ranks.
+        data_parallel_group: Not used: all ranks draw the same batch.
         gradient_accumulation_steps: Micro-batches of one update.
-        global_rank: Not needed.
+        global_rank: Not used.
         drop_last: End before a batch that would go beyond ``num_epochs`` passes; otherwise it is filled up, and is the
             last.
 
@@ -91,7 +91,7 @@ class DeepSpeedDataSampler(BatchSampler):
         ]
         self._dice = numpy.random.default_rng(self._seed)
         self._forget_clusters()
-        self._waiting: list[int] = []  # samples of the global batch drawn last that were not given yet
+        self._waiting: list[int] = []  # samples of the latest global batch that were not returned yet
         self.consumed_samples = self.curriculum_step = self.micro_batches = 0
         self.current_difficulties: dict[str, int] = {}
         self._states: deque[dict[str, Any]] = deque([self._state()], maxlen=_REMEMBERED)
@@ -103,7 +103,7 @@ class DeepSpeedDataSampler(BatchSampler):
         self._passes: list[int] = []
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
-        """Gives metrics with a ``custom`` schedule their functions of the step.
+        """Sets the functions of the step for metrics with a ``custom`` schedule.
 
         Raises:
             ValueError: There is no such metric.
@@ -185,10 +185,10 @@ class DeepSpeedDataSampler(BatchSampler):
         }
 
     def state_dict(self, micro_batches: int | None = None) -> dict[str, Any]:
-        """Returns where the sampler stands, equal on all ranks: numbers, texts, lists and dicts of them.
+        """Returns the position of the sampler, equal on all ranks, as numbers, strings, lists and dicts.
 
         Args:
-            micro_batches: Where it stood after this many of them, as those that read ahead need it; None: now.
+            micro_batches: Return the position after this many micro-batches, for readers that prefetch; None: now.
 
         Raises:
             ValueError: The state after ``micro_batches`` is no longer remembered.
@@ -204,7 +204,7 @@ class DeepSpeedDataSampler(BatchSampler):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes to where :meth:`state_dict` was, also with other numbers of ranks or samples per batch.
+        """Restores the position of :meth:`state_dict`, also with another number of ranks or batch size.
 
         A state of the published package has no generator that could continue; then the curriculum continues at its step
         with new draws, and a line in the log states this.
@@ -245,7 +245,7 @@ def _read(config: Mapping[str, Any] | DataEfficiency) -> DataEfficiency:
 
 
 class MetricOrder:
-    """The samples of a dataset in the order of one measure of difficulty, easiest first.
+    """The samples of a dataset ordered by one measure of difficulty, easiest first.
 
     Args:
         name: The name of the metric, for messages.
@@ -279,7 +279,7 @@ class MetricOrder:
             name: The name of the metric.
             sample_path: ``..._index_to_sample``: for each value a row of samples.
             metric_path: ``..._index_to_metric``: the values; not needed for percentiles.
-            max_difficulty: As above.
+            max_difficulty: See the class.
 
         Raises:
             ValueError: The two do not belong together.
@@ -314,10 +314,10 @@ class MetricOrder:
 
 
 class Clusters:
-    """Samples in the groups in which they were allowed; a group has no sample of an earlier one.
+    """Samples grouped by when the curriculum first allowed them.
 
     Args:
-        metrics: Those that decide; none: all samples are one group.
+        metrics: The metrics of the curriculum; empty: all samples are one group.
         num_samples: Number of samples of the dataset.
 
     Attributes:
@@ -329,12 +329,12 @@ class Clusters:
         self._metrics = metrics
         self._num_samples = num_samples
         self._taken = numpy.zeros(num_samples if len(metrics) > 1 else 0, dtype=bool)
-        self._before = 0  # allowed by the only metric so far
+        self._before = 0  # number allowed by the only metric so far
         self.members: list[NDArray[Any]] = []
         self.bounds: list[dict[str, int]] = []
 
     def grow(self, difficulties: Mapping[str, int]) -> None:
-        """Forms a group of what the difficulties allow and no group has, if there is such a sample.
+        """Adds a group of the samples that the difficulties allow and no group has, if there are any.
 
         Raises:
             ValueError: Still no sample at all is allowed.

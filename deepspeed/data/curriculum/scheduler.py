@@ -32,7 +32,7 @@ class CurriculumScheduler:
         custom_get_difficulty: The function of a ``custom`` schedule, or None.
 
     Raises:
-        ValueError: Something is missing or contradicts itself; every such thing is named.
+        ValueError: The settings are incomplete or contradictory. The message lists every problem.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -52,15 +52,15 @@ class CurriculumScheduler:
         return self._current
 
     def set_current_difficulty(self, difficulty: int) -> None:
-        """Sets it, until the next update."""
+        """Sets the difficulty until the next update."""
         self._current = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
-        """Gives a ``custom`` schedule its function of the step."""
+        """Sets the function of a ``custom`` schedule."""
         self.custom_get_difficulty = schedule_function
 
     def get_state(self) -> dict[str, Any]:
-        """Returns bounds, shape and the present difficulty; a function is not part of it."""
+        """Returns bounds, shape and the current difficulty, without a custom function."""
         return {
             "min_difficulty": self._min,
             "max_difficulty": self._max,
@@ -70,7 +70,7 @@ class CurriculumScheduler:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to where :meth:`get_state` was."""
+        """Restores the state of :meth:`get_state`."""
         self._min, self._max = state["min_difficulty"], state["max_difficulty"]
         self._kind, self._settings = state["schedule_type"], dict(state["schedule_config"])
         self._current = state["current_difficulty"]
@@ -104,7 +104,7 @@ class CurriculumScheduler:
         )
 
     def update_difficulty(self, global_steps: int) -> int:
-        """Goes to a step and returns its difficulty; a ``custom`` one may fall again."""
+        """Sets the difficulty of a step and returns it; that of a ``custom`` schedule may decrease."""
         self._current = self.get_difficulty(global_steps)
         return self._current
 

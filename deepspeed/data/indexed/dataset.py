@@ -19,15 +19,15 @@ from deepspeed.data.indexed.format import code_of, data_file_path, index_file_pa
 class MMapIndexedDataset(Dataset[Any]):
     """Items of any length in ``NAME.bin``, found through ``NAME.idx`` (:mod:`deepspeed.data.indexed.format`).
 
-    Files of Megatron are read too. Arrays that it gives are read-only views of the file.
+    Files of Megatron are read too. The returned arrays are read-only views of the file.
 
     Args:
         path: The name of both files without ending.
-        skip_warmup: Accepted for programs of old; nothing is read ahead.
+        skip_warmup: Accepted without effect: nothing is prefetched.
 
     Raises:
         FileNotFoundError: One of the files is not there.
-        ValueError: They are not such files, or cut off.
+        ValueError: A file has another format, or is truncated.
     """
 
     def __init__(self, path: str | Path, skip_warmup: bool = False) -> None:
@@ -52,7 +52,7 @@ class MMapIndexedDataset(Dataset[Any]):
         return len(self._index.sizes)
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Returns one item; for a slice without step the list of its items, which costs one read.
+        """Returns one item; for a slice without step the list of its items, in one read.
 
         Raises:
             IndexError: There is no such item.
@@ -231,7 +231,7 @@ class MMapIndexedDatasetBuilder:
     def finalize(self, index_file: str | Path) -> None:
         """Ends the ``.bin`` file and writes the ``.idx`` file, given with its ending.
 
-        Where :meth:`end_document` was never called, every item is a document of its own.
+        If :meth:`end_document` was never called, every item is a document.
         """
         self._file.close()
         sizes = numpy.frombuffer(self._sizes, dtype=numpy.int32) if self._sizes else numpy.empty(0, numpy.int32)
