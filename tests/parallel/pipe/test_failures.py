@@ -49,7 +49,7 @@ def test_missing_data_raises_before_the_step():
         "No weight has changed; give the ranks that load data loaders of equal length, or a RepeatingLoader"
     )
     assert "the data of stage 0 (rank 0) ended after 0 of 4" in without
-    assert "rank 0 has 3 micro-batches, rank 1 4" in number
+    assert "found 3 on rank 0 and 4 on rank 1" in number
     expected, _ = run_ranks(support.reference, 1, 1, 4)[0]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2e-6, atol=1e-6)
 
