@@ -1,4 +1,4 @@
-"""Filling a model from files of weights, tensor by tensor, whether it has memory already or is on the meta device.
+"""Fills a model, allocated or on the meta device, from files of weights, tensor by tensor.
 
 Some tensors Transformers stores under other names and cut along a dimension: experts, which files have one by one.
 
@@ -40,7 +40,7 @@ def fill(
     base_dir: str = "",
     slices: SlicesFromFiles | None = None,
 ) -> None:
-    """Gives every parameter and saved buffer of ``model`` its value from files.
+    """Loads every parameter and saved buffer of ``model`` from files.
 
     Of a model that is cut over ranks each rank reads its parts, and no more.
 
@@ -135,12 +135,15 @@ class _Places:
                 self._users.setdefault(id(parameter), []).append((module, leaf))
 
     def of(self, name: str) -> str | None:
-        """Returns the files may have one prefix more or less than the model."""
+        """Returns the model's name of a tensor in files, which may have one prefix more or less.
+
+        None if there is none.
+        """
         candidates = (name, self._prefix + name, name.removeprefix(self._prefix), name.removeprefix("module."))
         return next((candidate for candidate in candidates if candidate in self._names), None)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Returns the whole shape of the tensor that files call so; None where there is none."""
+        """Returns the whole shape of the tensor with this name in files; None if there is none."""
         place = self.of(name)
         if place is None:
             return None
@@ -183,7 +186,7 @@ class _Places:
             parent._buffers[leaf] = values
 
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Replaces it in every module that has it, so that tied weights stay tied; marks are kept."""
+        """Replaces a tensor in every module that has it, so that tied weights stay tied; marks are kept."""
         new.__dict__.update({key: value for key, value in old.__dict__.items() if key not in new.__dict__})
         users = self._users.pop(id(old))
         for module, leaf in users:
@@ -192,7 +195,7 @@ class _Places:
 
 
 def _make_buffers(model: nn.Module) -> None:
-    """Values for buffers on meta that no file has (angles of rotary positions): the model computes them again."""
+    """Computes buffers on meta that no file has (angles of rotary positions), by the model's own code."""
     for name, module in model.named_modules():
         unsaved = [leaf for leaf in module._non_persistent_buffers_set if _is_meta(module._buffers.get(leaf))]
         if not unsaved:
@@ -277,7 +280,7 @@ class StoredNames:
         return None
 
     def converted(self) -> Iterator[Stored]:
-        """Returns the tensors made of those that were held back. Call it when all files are read.
+        """Yields the tensors converted from those that were held back. Call it after all files are read.
 
         Raises:
             CheckpointError: They cannot be converted.

@@ -16,7 +16,9 @@ from deepspeed.models.inputs import main_input_of
 
 
 class InferenceEngine(nn.Module):
-    """A model that only computes. Whatever it has is there under the engine too: ``engine.config``, ``engine.device``.
+    """A model without training.
+
+    The model's attributes are available on the engine: ``engine.config``, ``engine.device``.
 
     Attributes:
         module: The model.
@@ -62,7 +64,7 @@ class InferenceEngine(nn.Module):
             return outputs
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's own ``generate``, any strategy (beams too).
+        """Returns the result of the model's own ``generate``, with any strategy (beams too).
 
         Ranks that share layers must bring equal prompts.
 
@@ -93,7 +95,7 @@ class InferenceEngine(nn.Module):
             return self.module.generate(*args, **with_cache(kwargs))  # type: ignore[operator]
 
     def _check_prompt(self, prompt: Any) -> None:
-        """Raises for ids that the model would fail on inside, on a GPU beyond repair."""
+        """Raises for ids outside the vocabulary, which would make a CUDA context unusable."""
         if prompt is None or main_input_of(self.module, "input_ids") != "input_ids":
             return
         at = "generate(input_ids=...)"
@@ -138,7 +140,7 @@ class InferenceEngine(nn.Module):
         return times
 
     def destroy(self) -> None:
-        """Lets go of the model; the engine cannot be used afterwards. May be called twice."""
+        """Releases the model; the engine cannot be used afterwards. May be called twice."""
         if not self._runner:
             return
         runner = self._runner[0]

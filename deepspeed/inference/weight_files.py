@@ -49,7 +49,7 @@ class Stored:
 
     @property
     def is_whole(self) -> bool:
-        """Returns whether it is all of the named tensor."""
+        """Returns whether it is the whole named tensor."""
         return not self.is_part
 
     def offset_in_named(self) -> int:
@@ -72,7 +72,10 @@ class Stored:
         return place
 
     def read_run(self, low: int, high: int) -> torch.Tensor:
-        """Elements ``low`` to ``high`` of the tensor in the file, flattened; no more rows are read than hold them."""
+        """Returns elements ``low`` to ``high`` of the flattened tensor in the file.
+
+        Reads only the rows that hold them.
+        """
         shape, dim = self.tile.shape, self._cut_dim
         if not shape:
             return self.read(()).reshape(1)

@@ -1,4 +1,4 @@
-"""What the engine does for frozen weights: packs them by ``weight_quantization``, and shards the bases of LoRA."""
+"""Frozen weights as an engine feature: packs them by ``weight_quantization``, and shards the bases of LoRA."""
 
 from __future__ import annotations
 

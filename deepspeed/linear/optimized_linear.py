@@ -18,7 +18,7 @@ from deepspeed.linear.quantized_linear import QuantizedLinear
 
 
 class OptimizedLinear(nn.Module):
-    """Makes the linear layer that the configurations request; never an object of this class.
+    """Constructs the linear layer that the configurations request; the object is of another class.
 
     Without configurations that is a ``linear_cls``, with a quantisation alone a :class:`QuantizedLinear`, with adapters
     a :class:`LoRAOptimizedLinear`.

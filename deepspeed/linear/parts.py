@@ -65,7 +65,7 @@ def check_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> Non
     """Raises for requests that :func:`quantize_parts` cannot do.
 
     Raises:
-        DeepSpeedConfigError: It cannot.
+        DeepSpeedConfigError: A request is not possible.
     """
     for name, module in model.named_modules():
         meant = [part for part in parts if part in name]

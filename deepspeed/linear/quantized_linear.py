@@ -104,7 +104,7 @@ class QuantizedLinear(nn.Module):
         return layer
 
     def pack(self, weight: torch.Tensor) -> float:
-        """Takes over the values of a weight.
+        """Packs the values of a weight into this layer.
 
         Args:
             weight: ``[output_dim, input_dim]``, finite.

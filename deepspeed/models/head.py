@@ -1,4 +1,4 @@
-"""The head of causal language models and their loss: what follows the decoder in their forward."""
+"""The head and the loss of causal language models: the part of their forward after the decoder."""
 
 from __future__ import annotations
 

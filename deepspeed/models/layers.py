@@ -1,4 +1,4 @@
-"""What layers of the Transformers library are and what they state of themselves, without importing the library."""
+"""Recognises layers of the Transformers library and reads their properties, without importing the library."""
 
 from __future__ import annotations
 

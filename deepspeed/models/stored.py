@@ -1,4 +1,4 @@
-"""What files call the tensors of a Transformers model, and how what is in them becomes the model's tensors."""
+"""Names of a Transformers model's tensors in files, and their conversion to the model's tensors."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Event: TypeAlias = tuple[str, float, int]
 
 
 class Monitor:
-    """One place that events are written to; lives on rank 0 only.
+    """One destination of events; writes on rank 0 only.
 
     The public methods own the question whether anything is written at all and the handling of failures; a subclass
     writes its own ``_open``, ``_write``, ``_flush`` and ``_close``. The place is opened with the first event, so that
@@ -91,7 +91,7 @@ class Monitor:
         raise NotImplementedError
 
     def _flush(self) -> None:
-        """Makes what was written visible."""
+        """Makes written events visible to readers."""
 
     def _close(self) -> None:
         """Closes files or connections."""

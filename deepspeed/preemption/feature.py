@@ -26,9 +26,9 @@ _ONE_SIGNAL_SECONDS = 5.0
 
 
 class StopRequest:
-    """Remembers the first of some signals until the step is over. One that comes again does what it did before.
+    """Records the first of some signals until the step is over. A repeated signal has its original effect.
 
-    Slurm sends a signal to all processes of a step, and a launcher among them hands it on: within a few seconds both
+    Slurm sends a signal to all processes of a step, and a launcher among them forwards it: within a few seconds both
     count as one.
 
     Args:
@@ -64,7 +64,7 @@ class StopRequest:
         signal.raise_signal(number)
 
     def release(self) -> None:
-        """Gives signals that have not come back to who handled them before."""
+        """Restores the earlier handlers of signals that have not arrived."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._remember:
                 signal.signal(number, handler)

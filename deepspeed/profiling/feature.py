@@ -1,4 +1,4 @@
-"""What the engine does for the section ``trace``: each rank traces a few of its steps."""
+"""The engine feature for the section ``trace``: each rank traces a few of its steps."""
 
 from __future__ import annotations
 

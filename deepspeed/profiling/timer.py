@@ -206,7 +206,7 @@ class NoopTimer:
         """Does nothing."""
 
     def get_mean(self, names: Iterable[str], *_args: Any, **_options: Any) -> dict[str, float]:
-        """There are none."""
+        """Returns an empty dict."""
         return {}
 
 

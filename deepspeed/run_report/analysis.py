@@ -1,4 +1,4 @@
-"""What the lines of a run mean: where the time went, which rank is slow, what to change first."""
+"""Analyses the lines of a run: time by phase, slow ranks, and what to change first."""
 
 from __future__ import annotations
 

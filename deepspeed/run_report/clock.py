@@ -22,7 +22,7 @@ class HostClock:
     """For devices that have finished when a call returns."""
 
     def mark(self) -> float:
-        """Returns the present moment, in seconds."""
+        """Returns the current time, in seconds."""
         return time.perf_counter()
 
     def seconds(self, begin: float, end: float) -> float:

@@ -1,4 +1,4 @@
-"""What the engine does for the section ``run_report``: each rank writes a line about each of its steps."""
+"""The engine feature for the section ``run_report``: each rank writes a line about each of its steps."""
 
 from __future__ import annotations
 

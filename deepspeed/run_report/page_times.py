@@ -1,4 +1,4 @@
-"""When the page of a run is written: at its end, after a kill, and when the next start begins."""
+"""Writes the page of a run at its end, after a kill, or when the next start begins."""
 
 from __future__ import annotations
 

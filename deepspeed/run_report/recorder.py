@@ -51,7 +51,7 @@ class _OpenStep:
     values: dict[str, Any] = field(default_factory=dict)
 
     def settle(self, clock: PhaseClock) -> None:
-        """Reads the marks and lets go of them."""
+        """Reads the marks and releases them."""
         for phase, begin, end in self.intervals:
             self.phases[phase] += clock.seconds(begin, end)
         for phase, axis, begin, end in self.waits:
