@@ -50,6 +50,7 @@ class _FirstForward:
         self._seen: _Attention | None = None
         self._sent = _P2PCounter(self._members)
         self._before: tuple[int, int | None] = (0, None)
+        self._kept_alive: list[Any] = []
         self._handles = [
             model.register_forward_pre_hook(self._begin),
             model.register_forward_hook(self._end, always_call=True),
@@ -59,6 +60,8 @@ class _FirstForward:
     def _begin(self, model: nn.Module, _args: Any) -> None:
         if self._seen is not None:
             return
+        # The count of a transport that is collected during the forward would be missing in the second result.
+        self._kept_alive = list(Job.current().watched.watch.members)
         self._before = self._counts()
         self._seen = _Attention()
         if all(module._compiled_call_impl is None for module in model.modules()):
@@ -77,6 +80,7 @@ class _FirstForward:
             self._sent.__exit__(None, None, None)
             seen.__exit__(None, None, None)
         uses, calls = self._counts()
+        self._kept_alive.clear()
         uses_before, calls_before = self._before
         has_counted = calls is not None and calls_before is not None
         by_program = calls - calls_before if calls is not None and calls_before is not None else 0

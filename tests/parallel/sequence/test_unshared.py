@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -61,6 +62,14 @@ class ScoresOfRing(Scores):
         return super().forward(x + theirs)
 
 
+class ScoresAfterCollection(Scores):
+    """The same, while the transports of a destroyed engine are collected: their counts go with them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        return super().forward(x)
+
+
 class ScoresAndLoss(Scores):
     """Attention to its own part, and a loss over whole sequences, which is no exchange of tokens."""
 
@@ -100,6 +109,7 @@ def _first_forwards() -> None:
             (lambda: ScoresOfAll(dist.all_gather), (hidden,), None),
             (lambda: ScoresOfAll(partial(deepspeed.comm.all_gather, group=own_group)), (hidden,), None),
             (ScoresAndLoss, (hidden,), True),
+            (ScoresAfterCollection, (hidden,), True),
         ):
             engine = deepspeed.initialize(model=make(), config=config)[0]
             seen.texts.clear()
