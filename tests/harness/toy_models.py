@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -199,8 +200,7 @@ def causal_model(family: str = "Llama", *, seed: int = 0, head: str = "ForCausal
         head: What its class ends with; :func:`masked_model` has the one of BERT.
         **sizes: Arguments of the configuration.
     """
-    import transformers
-
+    transformers = pytest.importorskip("transformers")  # its releases need Python 3.11
     config = getattr(transformers, f"{family}Config")(**sizes)
     ending = "LMHeadModel" if family == "GPT2" else head
     torch.manual_seed(seed)
