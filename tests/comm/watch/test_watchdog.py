@@ -40,18 +40,24 @@ def broken():
     raise RuntimeError(BROKEN)
 
 
-def test_a_wait_for_a_rank_that_left_is_aborted():
-    aborted, (mine, other) = pair_of_watches()
-    other.issue("gathers")
-    other.post_exit_notice()
+def broken_by(aborted):
+    """Returns a wait that ends with torch's error once ``aborted`` is set."""
 
     def wait():
         assert aborted.wait(60), "nobody aborted the wait"
         broken()
 
+    return wait
+
+
+def test_a_wait_for_a_rank_that_left_is_aborted():
+    aborted, (mine, other) = pair_of_watches()
+    other.issue("gathers")
+    other.post_exit_notice()
+
     mine.wait(lambda: None, "gathers", 1, "what was sent before the end", BOTH)
     with pytest.raises(CommunicationError, match="rank 1 has ended while this rank waits for the gather of a.weight"):
-        mine.wait(wait, "gathers", 2, "the gather of a.weight", BOTH)
+        mine.wait(broken_by(aborted), "gathers", 2, "the gather of a.weight", BOTH)
 
 
 def test_a_long_wait_is_logged_with_the_ranks_that_are_missing(monkeypatch):
@@ -269,12 +275,8 @@ def test_the_end_of_the_program_waits_for_a_look_that_has_begun():
     mine.aborts[1] = lambda: time.sleep(0.5)  # what torch needs to close its connections
     other.post_exit_notice()
 
-    def wait():
-        assert aborted.wait(60), "nobody aborted the wait"
-        broken()
-
     with pytest.raises(CommunicationError, match="rank 1 has ended"):
-        mine.wait(wait, "gathers", 1, "the gather of a", BOTH)
+        mine.wait(broken_by(aborted), "gathers", 1, "the gather of a", BOTH)
     assert mine._thread is not None and mine._thread.is_alive()
     mine.post_exit_notice()
     assert not mine._thread.is_alive()
@@ -292,12 +294,8 @@ def test_groups_are_aborted_together():
     mine.aborts = {0: abort_of_an_idle_one, 1: has_ended_kernel.set}
     other.post_exit_notice()
 
-    def wait():
-        assert aborted.wait(60), "nobody aborted the wait"
-        broken()
-
     with pytest.raises(CommunicationError, match="rank 1 has ended"):
-        mine.wait(wait, "gathers", 1, "the gather of a", BOTH)
+        mine.wait(broken_by(aborted), "gathers", 1, "the gather of a", BOTH)
 
 
 def test_groups_that_cannot_be_aborted_are_left_behind_with_a_line(monkeypatch):
@@ -315,21 +313,17 @@ def test_one_number_for_two_transfers():
         assert watch.issue("gathers", 5) == 1
         assert watch.issue("gathers", key) == 2
 
-    def wait():
-        assert aborted.wait(60), "nobody aborted the wait"
-        broken()
-
     texts = []
 
     def wait_for_the_other_one():
         with pytest.raises(DivergenceError) as raised:
-            other.wait(wait, "gathers", 2, "the gather of b", BOTH)
+            other.wait(broken_by(aborted), "gathers", 2, "the gather of b", BOTH)
         texts.append(str(raised.value))
 
     thread = threading.Thread(target=wait_for_the_other_one)
     thread.start()
     with pytest.raises(DivergenceError) as raised:
-        mine.wait(wait, "gathers", 2, "the gather of a", BOTH)
+        mine.wait(broken_by(aborted), "gathers", 2, "the gather of a", BOTH)
     thread.join()
     assert "rank 0 waits for the gather of a; rank 1 waits for the gather of b" in str(raised.value)
     assert texts == [str(raised.value)]
