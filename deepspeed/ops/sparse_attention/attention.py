@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from deepspeed.ops.sparse_attention.bias import Bias, split_dead
-from deepspeed.ops.sparse_attention.fused import attend_fused, fits
+from deepspeed.ops.sparse_attention.fused import DTYPES, attend_fused, fits
 from deepspeed.ops.sparse_attention.plan import STACK_TOKENS, HeadPlan, LayoutPlan, TileStack
 
 
@@ -85,13 +85,12 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: La
 
 
 def _needs_autograd(bias: torch.Tensor | None, key_bias: torch.Tensor | None, dropout: float) -> bool:
-    """Whether something is asked for that the fused kernels lack: gradients of biases, or dropped probabilities."""
+    """Returns whether the call needs what the fused kernels lack: gradients of biases, or dropout."""
     return dropout > 0 or any(added is not None and added.requires_grad for added in (bias, key_bias))
 
 
 def _fits_host(query: torch.Tensor) -> bool:
-    is_known = query.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return query.device.type == "cpu" and is_known and _HAS_KERNEL
+    return query.device.type == "cpu" and query.dtype in DTYPES and _HAS_KERNEL
 
 
 def _heads_of(part: HeadPlan, plan: LayoutPlan, heads: int) -> Iterator[slice]:

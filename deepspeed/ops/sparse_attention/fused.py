@@ -27,12 +27,13 @@ if TYPE_CHECKING:  # its import loads the compiler
 TILE = 128
 #: The narrowest heads that the kernel multiplies.
 LEAST_WIDTH = 16
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Dtypes of torch's fused attention, on GPUs and on the CPU.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fits(query: torch.Tensor) -> bool:
     """Returns whether the kernel can be compiled for the device, the dtype and the width of ``query``, 4-D."""
-    is_known = query.device.type == "cuda" and query.dtype in _DTYPES and query.size(3) >= LEAST_WIDTH
+    is_known = query.device.type == "cuda" and query.dtype in DTYPES and query.size(3) >= LEAST_WIDTH
     return is_known and _can_compile()
 
 
