@@ -58,7 +58,7 @@ class KeyInfo:
     null_means: str | None = None
 
     def range_text(self) -> str:
-        """Returns the allowed interval in words, empty when there is none."""
+        """Returns the allowed range of values in words, empty if any value is allowed."""
         lower = f">= {self.minimum:g}" if self.minimum is not None else ""
         lower = f"> {self.above:g}" if self.above is not None else lower
         upper = f"<= {self.maximum:g}" if self.maximum is not None else ""

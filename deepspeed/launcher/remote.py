@@ -212,7 +212,7 @@ def _even_slots(run: RemoteRun, name: str) -> int:
 
 
 def _unless_given(run: RemoteRun, *options: tuple[str, str]) -> list[str]:
-    """Returns the default options that the user's arguments do not mention."""
+    """Returns the default options, without those that the user's arguments set."""
     given = {word.partition("=")[0].replace("--", "-") for word in run.launcher_args}
     return [word for option in options if option[0].replace("--", "-") not in given for word in option]
 

@@ -287,7 +287,7 @@ class ZeroRuntime:
             )
 
     def end_backward(self) -> None:
-        """Ends the backward: finishes gathers and reductions, and frees what it had gathered."""
+        """Finishes a backward: waits for its gathers and reductions, and frees gathered parameters."""
         assert self.in_backward
         self.schedule.end()
         self._confirm(False)

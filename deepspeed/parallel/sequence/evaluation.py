@@ -37,10 +37,10 @@ _NEUTRAL = ("return_dict", "use_cache", "num_items_in_batch")
 
 
 def share_evaluation(model: nn.Module, sharing: SequenceParallelContext, *, keeps_logits: bool) -> None:
-    """Makes a registered model's evaluation shared, in place. Models of unsupported classes are left unchanged.
+    """Makes the forward of a causal language model divide sequences between ranks in evaluation too, in place.
 
-    Forwards in evaluation mode without gradients and without a cache are shared: all ranks of the group must run them
-    together. Each rank generates by itself.
+    Other models are left unchanged. Forwards in evaluation mode without gradients and without a cache are shared: all
+    ranks of the group must run them together. Each rank generates by itself.
 
     Args:
         model: A causal language model, or one wrapped by PEFT.

@@ -488,7 +488,7 @@ def refuse_unknown_rates(machine: Machine) -> None:
 
 
 def _refuse_uneven(setup: StepSetup) -> None:
-    """Raises if ranks would have unequal parts of a layer or a sample."""
+    """Raises if the tensor or context degree does not divide the attention heads or the tokens."""
     shape, layout, tokens = setup.shape, setup.layout, setup.tokens
     if shape.heads % layout.tensor:
         raise DeepSpeedConfigError(

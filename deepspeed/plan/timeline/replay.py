@@ -225,7 +225,7 @@ class ReplayRunner:
         self._end_flows(self._add_span(COMPUTE, cost.name, begin, self._compute))
 
     def _idle_until(self, begin: float) -> None:
-        """Makes computation wait for the host until a time, and charges the wait to what the host did meanwhile."""
+        """Delays the compute stream until ``until``, and attributes the delay to the host's work in that time."""
         gap = begin - self._compute
         updated, self._updated = min(self._updated, gap), 0.0
         copied, self._copied = min(self._copied, gap - updated), 0.0
@@ -304,7 +304,7 @@ class ReplayRunner:
         self._let_wait(event.stream, self._recorded.get(event.record))
 
     def _hold_up(self, transfers: Mapping[int, _ReplayedTransfer], until: float) -> None:
-        """Makes computation wait until a time, and charges the exchanges that are over by then."""
+        """Delays the compute stream until ``until``, and attributes the delay to the given transfers, by axis."""
         if until > self._compute:  # nothing waits before the host has issued the wait
             self._idle_until(max(self._compute, min(self._host, until)))
         start = self._compute
