@@ -254,6 +254,12 @@ class SimulatedPart:
     stage: Stage | None = None
 
 
+@functools.cache
+def _program_freezes() -> bool:
+    """Whether the program had called ``gc.freeze`` when it first planned: Python counts frozen objects one by one."""
+    return gc.get_freeze_count() > 0
+
+
 @contextmanager
 def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount, SimulatedDisk, SimulatedJob]]:
     """Replaces device, host memory, disk and process groups by simulated ones, and restores them.
@@ -270,7 +276,7 @@ def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount,
     counts = copy.deepcopy((traffic.requested_along, traffic.ran_along))
     local_rank = os.environ.pop("LOCAL_RANK", None)
     # Objects from before need not be scanned when the engine's garbage is collected at the end.
-    freezes = gc.get_freeze_count() == 0
+    freezes = not _program_freezes()
     if freezes:
         gc.freeze()
     set_accelerator(device)
