@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
-from tests.harness import event_loops, fork_server, programs, scheduling, shut_down
+from tests.harness import event_loops, fork_server, programs, scheduling, shut_down, waiting_tests
 
 # The same examples in every run, so that a change is judged by what it changes; `make test-all` draws new ones.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True, derandomize=True)
@@ -32,6 +32,16 @@ _deselected: Counter[str] = Counter()
 def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         fork_server.start_shared()  # for the processes of pytest-xdist, which this one starts
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    return waiting_tests.workers()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return waiting_tests.WaitingTestsScheduling(config, log) if config.option.dist == "worksteal" else None
 
 
 # Modules and tests stay to the end, a million objects: looking through them takes half a second each time, first while
