@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Before torch is imported anywhere: ranks and tests share the cores.
@@ -15,7 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
-from tests.harness import event_loops, fork_server, programs, scheduling, shut_down, waiting_tests
+from tests.harness import bytecode, event_loops, fork_server, programs, scheduling, shut_down, waiting_tests
+from tests.harness.pool import MODELS
 
 # The same examples in every run, so that a change is judged by what it changes; `make test-all` draws new ones.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True, derandomize=True)
@@ -30,8 +36,19 @@ _deselected: Counter[str] = Counter()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        fork_server.start_shared()  # for the processes of pytest-xdist, which this one starts
+    if not getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput"):
+        return
+    # This process starts those of pytest-xdist, which run the tests.
+    folder = Path(tempfile.mkdtemp(prefix="tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    runs_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    uses_models = runs_all and importlib.util.find_spec("transformers") is not None
+    fork_server.start_shared(folder, MODELS if uses_models else ())
+    bytecode.share(folder)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    bytecode.wait(is_first=getattr(session.config, "workerinput", {}).get("workerid", "gw0") == "gw0")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -50,6 +67,7 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
+    bytecode.note_collected()
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 100)  # syntax trees of all modules are another million, which tests keep for each other

@@ -19,12 +19,10 @@ import gc
 import importlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -180,22 +178,24 @@ def _start(program: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> sub
     return subprocess.Popen(command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, pass_fds=pass_fds)
 
 
-def start_shared() -> None:
+def start_shared(folder: Path, modules: Sequence[str] = ()) -> None:
     """Starts two servers that processes below this one find by the environment. They end with this process.
 
     Does so on Linux only: elsewhere a server would not notice that this process has been killed.
+
+    Args:
+        folder: For their sockets.
+        modules: As in :class:`ForkServer`. Imported once here, they need not be imported for each process below.
     """
     if sys.platform != "linux":
         return
-    folder = tempfile.mkdtemp(prefix="fork-servers-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    addresses = [os.path.join(folder, name) for name in ("first", "second")]
+    addresses = [str(folder / name) for name in ("first", "second")]
     for address in addresses:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(address)  # here, so that processes may connect before the server has imported anything
         listener.listen()
         with listener:
-            process = _start(START_SHARED, str(listener.fileno()), pass_fds=(listener.fileno(),))
+            process = _start(START_SHARED, str(listener.fileno()), *modules, pass_fds=(listener.fileno(),))
         atexit.register(process.kill)
     os.environ[SHARED] = os.pathsep.join(addresses)
 
@@ -209,7 +209,9 @@ def shared_addresses() -> list[str]:
 def main_shared() -> None:
     """Forks a server for each process that connects. A forked child returns from here into a worker."""
     listener = socket.socket(fileno=int(sys.argv.pop(1)))
+    modules, sys.argv[1:] = sys.argv[1:], []
     _prepare()
+    _import(modules)
     parent = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the servers
     while True:

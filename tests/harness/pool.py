@@ -394,13 +394,9 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-MODULES_OF_LIBRARIES = {
-    "transformers.modeling_utils": [
-        f"transformers.models.{name}.modeling_{name}" for name in ("auto", "bert", "gpt2", "llama", "mixtral")
-    ],
-}
-"""What servers import beforehand if pytest's own process has loaded the key, as it has in a run of all tests. These
-modules take each worker seconds, and many tests use them."""
+MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("auto", "bert", "gpt2", "llama", "mixtral")]
+"""Modules that take each worker seconds and that many tests use. Servers import them beforehand in a run of all tests,
+or if pytest's own process has loaded the library's models."""
 
 _shared: Pool | None = None
 _servers: list[ForkServer] = []
@@ -411,7 +407,7 @@ def _fork_servers() -> list[ForkServer]:
     if not _servers:
         atexit.register(shut_down)
     _servers[:] = [server for server in _servers if not server.is_closed]
-    modules = [name for key, names in MODULES_OF_LIBRARIES.items() if key in sys.modules for name in names]
+    modules = MODELS if "transformers.modeling_utils" in sys.modules else []
     while len(_servers) < 2:
         unused = [address for address in shared_addresses() if address not in {server.shared for server in _servers}]
         _servers.append(ForkServer(modules, unused[0] if unused else None))
