@@ -16,10 +16,10 @@ OLDER_TESTS := tests/ecosystem/accelerate tests/ecosystem/peft tests/ecosystem/t
 # One thread per process: ranks and test workers share the cores. Bytecode is kept whatever the environment says, because
 # several hundred processes import the package, and without it each compiles it again.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
-# Ranks of one test wait for each other much of the time, so as many tests run at once as there are cores, but each keeps
-# up to four ranks in memory. `make test AT_ONCE=1` runs one after the other.
+# As many tests run at once as there are cores, and beside them those that mostly wait (tests/harness/waiting_tests.py).
+# Each process keeps up to four ranks in memory. `make test AT_ONCE=1` runs one test after the other.
 AT_ONCE = logical
-PYTEST = $(TEST_ENV) $(BIN)/python -m pytest $(if $(filter-out 1,$(AT_ONCE)),-n $(AT_ONCE) --maxprocesses 4 --dist worksteal)
+PYTEST = $(TEST_ENV) $(BIN)/python -m pytest $(if $(filter-out 1,$(AT_ONCE)),-n $(AT_ONCE) --maxprocesses 5 --dist worksteal)
 
 # All devices; without any, two ranks on the CPU. `make quickstart RANKS="--num_gpus 4"` chooses.
 RANKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.accelerator.is_available() else "--num_gpus 2")')

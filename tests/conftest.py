@@ -52,8 +52,8 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    return waiting_tests.workers()
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else waiting_tests.workers()
 
 
 @pytest.hookimpl(optionalhook=True)
