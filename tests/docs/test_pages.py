@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import hjson
 import pytest
@@ -12,12 +13,20 @@ from deepspeed.config import parse
 from tests.docs.messages import corpus, occurs
 from tests.docs.pages import ELSEWHERE, all_blocks, blocks_of, pages
 from tests.docs.running import difference, run_block
+from tests.ecosystem.support import needs_transformers
 from tests.project.graph import ROOT
 
 pytestmark = pytest.mark.docs
 
 RUNS = {"python": {"run", "file"}, "sh": {"shell", "file"}, "json": {"file"}}
-RUNNING = sorted({block.page for block in all_blocks() if block.ranks or block.kind == "shell"})
+RUNNING = {block.page for block in all_blocks() if block.ranks or block.kind == "shell"}
+
+
+def _cases(names: set[str]) -> list[Any]:
+    """Pages as parameters of a test, skipped where the library that their code imports is not installed."""
+    imports = re.compile(r"^\s*(?:from|import) transformers\b", re.MULTILINE)
+    uses_models = {block.page for block in all_blocks() if imports.search(block.body)}
+    return [pytest.param(name, marks=needs_transformers if name in uses_models else ()) for name in sorted(names)]
 
 
 def test_every_block_has_a_comment_on_how_it_is_run():
@@ -66,13 +75,13 @@ def _run_page(page: str, folder: Path, slow: bool) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("page", RUNNING)
+@pytest.mark.parametrize("page", _cases(RUNNING))
 def test_the_blocks_of_the_page_run(page, tmp_path):
     _run_page(page, tmp_path, slow=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", sorted({block.page for block in all_blocks() if block.is_slow}))
+@pytest.mark.parametrize("page", _cases({block.page for block in all_blocks() if block.is_slow}))
 def test_its_commands_too(page, tmp_path):
     _run_page(page, tmp_path, slow=True)
 

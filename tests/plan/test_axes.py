@@ -14,6 +14,7 @@ from deepspeed.comm.job.mesh import Mesh
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor.batches import WORDS
 from deepspeed.plan.decoder import Decoder
+from tests.ecosystem.support import needs_transformers
 from tests.harness import run_ranks
 from tests.plan.along import assert_as_counted, count_step
 from tests.plan.cells import SHAPE, TOKENS, Cell
@@ -127,6 +128,7 @@ def _measure_llama(cell: Cell, tensor: int, sequence: int) -> dict[str, Any]:
     return count_step(model, _config(cell, tensor, sequence), tokens, positions=first)
 
 
+@needs_transformers
 def test_a_model_of_transformers():
     for cell in [(Cell(3), 1, 2), (_CUT_NORMS, 2, 1)]:
         # A job each: once ranks shared a sequence in a job, no rank waits for reductions inside a backward there.

@@ -19,6 +19,7 @@ from deepspeed.plan import DecoderShape
 from deepspeed.plan.decoder import Decoder
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
+from tests.ecosystem.support import needs_transformers
 from tests.harness import run_ranks
 from tests.plan.along import assert_as_counted, count_step
 from tests.plan.cells import SAMPLES, TOKENS, Cell
@@ -98,6 +99,7 @@ def _measure_spread() -> list[dict[str, Any]]:
     return found
 
 
+@needs_transformers
 def test_a_model_whose_experts_the_configuration_spreads():
     real = run_ranks(_measure_spread, 2, timeout=200)
     for number, config in enumerate(_spread_cells()):

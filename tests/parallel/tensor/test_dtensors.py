@@ -11,6 +11,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.comm.job.job import Job
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
+from tests.ecosystem.support import needs_transformers
 from tests.harness import run_ranks
 from tests.harness.toy_models import causal_model
 from tests.parallel.tensor.support import adamw, assert_weights_equal, config, llama, loss_of, plain_run
@@ -148,6 +149,7 @@ def _planned(stages: tuple[int, ...], folder: str):
             _train(model, 2, stage, expected).destroy()
 
 
+@needs_transformers
 def test_a_plan_of_transformers(tmp_path):
     run_ranks(_planned, 2, (1, 3), str(tmp_path))
 

@@ -16,6 +16,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor import structure
 from deepspeed.parallel.tensor.cutting import cut_model
 from deepspeed.parallel.tensor.rules import CutRule, CutStyle
+from tests.ecosystem.support import needs_transformers
 from tests.harness import run_ranks
 
 LLAMA = {
@@ -113,20 +114,24 @@ def _families(sizes: dict[str, dict[str, Any]], size: int) -> None:
         assert _cut(model, size) < 0.95 * whole, kind
 
 
+@needs_transformers
 def test_by_their_plan_or_by_their_structure():
     run_ranks(_families, 2, {**BY_PLAN, **BY_STRUCTURE}, 2, timeout=180)
 
 
+@needs_transformers
 @pytest.mark.slow
 def test_more_families():
     run_ranks(_families, 2, MORE, 2, timeout=300)
 
 
+@needs_transformers
 @pytest.mark.slow
 def test_over_four_ranks():
     run_ranks(_families, 4, {**BY_PLAN, **BY_STRUCTURE}, 4, timeout=300)
 
 
+@needs_transformers
 def test_ranks_cut_bare_parameters_in_the_same_order():
     sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2}
     model = _model("mamba2", {**sizes, "expand": 2})
@@ -196,5 +201,6 @@ def _by_hand():
     _refused()
 
 
+@needs_transformers
 def test_own_rules_and_what_is_refused():
     run_ranks(_by_hand, 2)

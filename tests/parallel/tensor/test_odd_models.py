@@ -20,6 +20,7 @@ from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor.cutting import cut_model, inputs_of
 from deepspeed.zero.tiling.parts import part_owners_of
+from tests.ecosystem.support import needs_transformers
 from tests.harness import run_ranks
 from tests.parallel.tensor.test_models import BART, BERT, EXPERTS, GPT2, LATENT, LLAMA, _model
 
@@ -123,10 +124,12 @@ def _families(size: int, everything: bool) -> None:
             assert size > 2 and "autotp_size" in words and "layer_specs" in words, (label, words)
 
 
+@needs_transformers
 def test_what_is_awkward():
     run_ranks(_families, 2, 2, False, timeout=180)
 
 
+@needs_transformers
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_everything(size):
@@ -140,5 +143,6 @@ def _packed_with_one_key() -> None:
         cut_model(model, TensorParallel(autotp_size=2), Mesh((("tensor", 2),)), torch.device("cpu"))
 
 
+@needs_transformers
 def test_a_packed_weight_with_one_key_value_head_is_refused():
     run_ranks(_packed_with_one_key, 2)

@@ -15,6 +15,7 @@ from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_check
 from deepspeed.checkpoint.upstream.content import CheckpointValues, Values
 from deepspeed.checkpoint.upstream.slices import join_slices
 from deepspeed.errors import CheckpointError
+from tests.ecosystem.support import needs_transformers
 from tests.harness import run_ranks
 from tests.parallel.tensor import upstream_run
 
@@ -30,6 +31,7 @@ def _unpack(name: str, folder: Path) -> Path:
 TAGS = [(name, "tag") for name in upstream_run.FIXTURES] + [("tensor2-stage1", "tag_universal")]
 
 
+@needs_transformers
 @pytest.mark.parametrize(("name", "tag"), TAGS)
 def test_weights_are_what_the_original_package_had(name, tag, tmp_path):
     folder = _unpack(name, tmp_path)
@@ -59,6 +61,7 @@ def _go_on(folder: str, tag: str, size: int, stage: int):
     return losses
 
 
+@needs_transformers
 @pytest.mark.parametrize(
     ("name", "tag", "ranks", "size", "stage"),
     [

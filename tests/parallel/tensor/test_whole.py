@@ -19,6 +19,7 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from tests.ecosystem.support import needs_transformers
 from tests.harness import assert_states_equal, run_ranks
 from tests.parallel.tensor.support import adamw, config, llama, loss_of
 
@@ -105,6 +106,7 @@ def _load(folder: str, size: int, stage: int):
     return found
 
 
+@needs_transformers
 def test_any_cut_and_stage_loads_any_other(tmp_path):
     from transformers import LlamaForCausalLM
 
