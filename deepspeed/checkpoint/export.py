@@ -157,7 +157,7 @@ def _parameters(
         return
     frozen = {name for parameter, name in run_state.runtime.param_names.items() if not parameter.requires_grad}
     left_out = frozen if exclude_frozen else ()
-    for tile, values in walk_full(run_state.runtime, "param", gathered_bytes, left_out=left_out, borrow=True):
+    for tile, values in walk_full(run_state.runtime, gathered_bytes, left_out):
         yield tile.logical, values
         del values
 

@@ -33,14 +33,14 @@ def rank_state_file(rank: int) -> str:
     return f"rank{rank:05d}-state.pt"
 
 
-def model_states_file(stage: int, rank: int = 0) -> str:
+def model_states_file(stage: int) -> str:
     """Returns the file with counters and the caller's state, where the ecosystem looks for it."""
-    return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage >= 3 else "mp_rank_00_model_states.pt"
+    return "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage >= 3 else "mp_rank_00_model_states.pt"
 
 
-def optim_states_file(bf16: bool, rank: int = 0) -> str:
+def optim_states_file(bf16: bool) -> str:
     """Returns the file in which the ecosystem looks for the ZeRO stage."""
-    return f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    return f"{'bf16_' if bf16 else ''}zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
 # -- finding them, as deepspeed.utils.zero_to_fp32 offers it ---------------------------------------------------------

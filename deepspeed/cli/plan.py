@@ -12,8 +12,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -307,7 +307,7 @@ def _plain_config() -> dict[str, Any]:
 
 def _plan(options: argparse.Namespace) -> int:
     # The output of the model's own code is not part of the result.
-    with progress("ds_plan") as shown, redirect_stdout(sys.stderr):
+    with Progress() as shown, redirect_stdout(sys.stderr):
         shown.doing("building the model and simulating a training step, without devices")
         plan = longest_sequence(_request(options)) if options.longest else make_plan(_request(options))
         if not plan.fits and not options.no_suggestions:
@@ -346,7 +346,7 @@ def _sweep(options: argparse.Namespace) -> int:
     axes = read_axes(options.sweep)
     total = math.prod(map(len, axes.values()))
     points: list[Point] = []
-    with progress("ds_plan") as shown, redirect_stdout(sys.stderr):
+    with Progress() as shown, redirect_stdout(sys.stderr):
         shown.doing(f"simulating combination 1 of {total}")
         for point in sweep(_request(options), axes, longest=options.longest):
             points.append(point)
@@ -387,14 +387,12 @@ _LINE_SECONDS = 10.0  # between two lines if the output is not a terminal
 
 
 class Progress:
-    """Reports progress on stderr: on a terminal in one rewritten line, in a file in a new line every few seconds.
+    """Shows progress on stderr if a block takes longer than two seconds; a context manager.
 
-    Args:
-        name: The name of the command.
+    On a terminal in one rewritten line, in a file in a new line every few seconds.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._what = ""
         self._started = time.monotonic()
         self._is_over = threading.Event()
@@ -404,12 +402,11 @@ class Progress:
         """Sets the text that the progress line shows from now on."""
         self._what = what
 
-    def start(self) -> None:
-        """Starts to show progress."""
+    def __enter__(self) -> Progress:
         self._thread.start()
+        return self
 
-    def stop(self) -> None:
-        """Removes the progress line."""
+    def __exit__(self, *exc: object) -> None:
         self._is_over.set()
         self._thread.join()
 
@@ -418,7 +415,7 @@ class Progress:
         on_terminal = stream.isatty()
         pause = PATIENCE_SECONDS
         while not self._is_over.wait(pause):
-            text = f"{self._name}: {self._what} ... {time.monotonic() - self._started:.0f} s"
+            text = f"ds_plan: {self._what} ... {time.monotonic() - self._started:.0f} s"
             if on_terminal:  # a wrapped line could not be removed
                 text = text[: shutil.get_terminal_size().columns - 1]
             stream.write(f"\r{text}\x1b[K" if on_terminal else f"{text}\n")
@@ -427,17 +424,6 @@ class Progress:
         if on_terminal and pause == _REFRESH_SECONDS:
             stream.write("\r\x1b[K")
             stream.flush()
-
-
-@contextmanager
-def progress(name: str) -> Iterator[Progress]:
-    """Shows progress if the block takes longer than two seconds."""
-    shown = Progress(name)
-    shown.start()
-    try:
-        yield shown
-    finally:
-        shown.stop()
 
 
 if __name__ == "__main__":

@@ -271,18 +271,18 @@ def _compile(accelerator: DeepSpeedAccelerator) -> FeatureStatus:
     if accelerator.device_name() == "cpu":
         found = any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
         return _simple(feature, found, "on the CPU it needs a C++ compiler in PATH; nothing else here does")
-    return _simple(feature, _has_package("triton"), "it needs the package triton")
+    return _simple(feature, _has_triton(), "it needs the package triton")
 
 
 def _triton(accelerator: DeepSpeedAccelerator) -> FeatureStatus:
     feature = "Triton kernels (optional)"
     if not accelerator.is_triton_supported():
         return FeatureStatus(feature, "no", f"not for {accelerator.device_name()}; torch's own kernels are used")
-    return _simple(feature, _has_package("triton"), "the package triton is not installed; torch's own kernels are used")
+    return _simple(feature, _has_triton(), "the package triton is not installed; torch's own kernels are used")
 
 
-def _has_package(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _machine_warnings() -> Iterator[str]:

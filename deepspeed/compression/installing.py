@@ -96,7 +96,7 @@ def compress(model: nn.Module, section: CompressionTraining, teacher: Any = None
             _install(users, name, selection)
         _follow(model, selection)
     model.__dict__["compression_section"] = section
-    announce(model, selections)
+    announce(selections)
 
 
 def techniques_on(module: nn.Module) -> Techniques | None:

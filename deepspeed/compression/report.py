@@ -70,7 +70,7 @@ def _kept(module: Any, techniques: Techniques, kind: Any) -> float:
     return kept_count(total, pruning.share) / total
 
 
-def announce(model: nn.Module, selections: list[Selection]) -> None:
+def announce(selections: list[Selection]) -> None:
     """Logs one line per group: what will act on how many layers, from which update on."""
     for selection in selections:
         log_dist(

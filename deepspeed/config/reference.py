@@ -200,13 +200,9 @@ def _lines() -> Iterable[str]:
     yield ""
     yield from _table(Inference)
     for name in ("tensor_parallel", "moe", "quant", "checkpoint_config"):
-        yield from _named(Inference, "inference", name)
-
-
-def _named(model: type[Section], whole: str, name: str) -> Iterable[str]:
-    nested = nested_in(model.model_fields[name].annotation)
-    assert nested is not None
-    return _section(nested.model, (whole, name), 3)
+        nested = nested_in(Inference.model_fields[name].annotation)
+        assert nested is not None
+        yield from _section(nested.model, ("inference", name), 3)
 
 
 def reference_text() -> str:

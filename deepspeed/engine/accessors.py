@@ -135,13 +135,13 @@ class ConfigAccessors:
 
     def zero_cpu_offload(self) -> bool:
         """Returns whether optimizer states live in host memory."""
-        return self._offload_device("offload_optimizer") in ("cpu", "nvme")
+        return self._offload_optimizer_device() in ("cpu", "nvme")
 
     zero_use_cpu_optimizer = zero_cpu_offload
 
     def zero_nvme_offload_optimizer(self) -> bool:
         """Returns whether optimizer states live on NVMe."""
-        return self._offload_device("offload_optimizer") == "nvme"
+        return self._offload_optimizer_device() == "nvme"
 
     def zero_partial_offload(self) -> float:
         """Returns the share of the parameters that are updated on the host."""
@@ -162,8 +162,8 @@ class ConfigAccessors:
         """Returns the ``aio`` section."""
         return self._root.aio
 
-    def _offload_device(self, name: str) -> str:
-        section = getattr(self._root.zero_optimization, name)
+    def _offload_optimizer_device(self) -> str:
+        section = self._root.zero_optimization.offload_optimizer
         return str(getattr(section.device, "value", section.device)) if section is not None else "none"
 
     def postscale_gradients(self) -> bool:

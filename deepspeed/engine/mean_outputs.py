@@ -18,13 +18,12 @@ from deepspeed.parallel.pipe.values import map_tensors, tensors_of
 _MEANS = "the mean of the outputs (eval_batch)"
 
 
-def mean_outputs(job: Transport, mesh: Mesh, rank: int, outputs: list[Any] | None) -> Any:
+def mean_outputs(job: Transport, mesh: Mesh, outputs: list[Any] | None) -> Any:
     """Returns the mean of the outputs, tensor by tensor. Every rank of the job must call it.
 
     Args:
         job: All ranks.
         mesh: How they are laid out.
-        rank: This one.
         outputs: By micro-batch, on ranks with the last chunk; None elsewhere.
 
     Returns:

@@ -323,7 +323,7 @@ class PipelineCompute:
             outputs = self.fwd_outputs if self.is_last else None
             if reduce_output is None:
                 return outputs
-            return mean_outputs(self._job, self._mesh, self._rank, outputs)
+            return mean_outputs(self._job, self._mesh, outputs)
         each, mean = [float(loss) for loss in self._found.losses], self._found.mean
         if shares_loss or reduce_output == "avg":
             found = self._found if self.is_last else None

@@ -35,7 +35,8 @@ def model_type_of(model: Any) -> str | None:
 
 def heads_of(config: Any) -> int | None:
     """Returns the number of query heads of every layer; None where the configuration has no single number."""
-    heads = _common(text_config(config), "num_attention_heads")
+    text = text_config(config)
+    heads = None if _differs(text, "num_attention_heads") else getattr(text, "num_attention_heads", None)
     return heads if isinstance(heads, int) else None
 
 
@@ -66,11 +67,6 @@ def head_dim_of(config: Any) -> int | None:
 def _differs(config: Any, name: str) -> bool:
     """Returns whether a field has one value for each layer; the library then raises where one requests the field."""
     return name in (getattr(config, "per_layer_attributes", None) or ())
-
-
-def _common(config: Any, name: str) -> Any:
-    """Returns a field that all layers share; None where there is none, or layers differ."""
-    return None if _differs(config, name) else getattr(config, name, None)
 
 
 def vocabulary_of(config: Any) -> int | None:

@@ -35,7 +35,7 @@ def wait_for_text(stream):
 def test_what_takes_long_is_shown(monkeypatch, stream):
     monkeypatch.setattr(sys, "stderr", stream)
     shows_once(monkeypatch)
-    with plan.progress("ds_plan") as shown:
+    with plan.Progress() as shown:
         shown.doing("counting")
         wait_for_text(stream)
     if stream.isatty():
@@ -50,7 +50,7 @@ def test_a_long_line_does_not_wrap(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     shows_once(monkeypatch)
     monkeypatch.setenv("COLUMNS", "30")
-    with plan.progress("ds_plan") as shown:
+    with plan.Progress() as shown:
         shown.doing("counting " * 9)
         wait_for_text(stream)
     line, rest = stream.getvalue().removeprefix("\r").split("\x1b[K", 1)
@@ -60,6 +60,6 @@ def test_a_long_line_does_not_wrap(monkeypatch):
 def test_what_is_quick_is_not(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    with plan.progress("ds_plan"):
+    with plan.Progress():
         pass
     assert stream.getvalue() == ""

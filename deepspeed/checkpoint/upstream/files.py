@@ -42,12 +42,7 @@ class UnpickledDynamicLossScaler(UnpickledObject):
 
 
 class ZeroStage(UnpickledObject):
-    """Stands for the enumeration of ``runtime.zero.config``; restored from its number."""
-
-    @property
-    def number(self) -> int:
-        """The stage."""
-        return int(self.values[0])
+    """Stands for the enumeration of ``runtime.zero.config``."""
 
 
 class FragmentAddress(UnpickledObject):

@@ -18,7 +18,7 @@ import torch
 from deepspeed.checkpoint.format import COMPUTE, MASTER
 from deepspeed.checkpoint.source import TrainingState
 from deepspeed.checkpoint.upstream.content import CheckpointValues, Shapes, Values, stage_1_and_2, stage_3
-from deepspeed.checkpoint.upstream.files import Files, UnpickledDynamicLossScaler, ZeroStage, find_files, load
+from deepspeed.checkpoint.upstream.files import Files, UnpickledDynamicLossScaler, find_files, load
 from deepspeed.checkpoint.upstream.slices import INFO, join_slices
 from deepspeed.checkpoint.upstream.stacks import by_place, put_together
 from deepspeed.errors import CheckpointError
@@ -351,12 +351,6 @@ def _tie(content: CheckpointValues, module: Mapping[str, torch.Tensor]) -> None:
             key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
             if seen.setdefault(key, name) != name:
                 content.aliases[name] = seen[key]
-
-
-def stage_of(optim: Mapping[str, Any]) -> int:
-    """Returns the ZeRO stage that an optimizer-states file names; the form without it is stage 1."""
-    stage = optim.get("zero_stage", 1)
-    return stage.number if isinstance(stage, ZeroStage) else int(stage)
 
 
 _NUMBER = re.compile(r"(?<=deepspeed_experts\.)\d+(?=\.)")

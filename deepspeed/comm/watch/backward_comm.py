@@ -20,12 +20,11 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.watch.backward_notes import BackwardComm, BackwardNotes
 
 
-def note(layer: Any, *, uneven: bool = False) -> BackwardComm:
-    """Records that a layer will communicate in its backward.
+def note(layer: Any) -> BackwardComm:
+    """Records that a layer will communicate in its backward; its ranks may get gradients of different parameters.
 
     Args:
         layer: The module.
-        uneven: Which of its parameters get a gradient may differ between the ranks.
 
     Returns:
         A token that the graph of that backward must keep until the exchange.
@@ -33,7 +32,7 @@ def note(layer: Any, *, uneven: bool = False) -> BackwardComm:
     state, expected = Job.current().backward, BackwardComm()
     state.to_come.add(expected)
     state.communicating.add(layer)
-    state.is_uneven = state.is_uneven or uneven
+    state.is_uneven = True
     return expected
 
 

@@ -285,7 +285,7 @@ class _ToExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, plan: RoutePlan, module: nn.Module, per_expert: bool) -> Any:
         exchanges = ctx.needs_input_grad[0] and plan.transport.size > 1
-        ctx.plan, ctx.pending = plan, backward_comm.note(module, uneven=True) if exchanges else None
+        ctx.plan, ctx.pending = plan, backward_comm.note(module) if exchanges else None
 
         def fill(routes: slice, out: torch.Tensor) -> None:
             torch.index_select(x, 0, plan.tokens[routes], out=out)
@@ -317,7 +317,7 @@ class _FromExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         results, gather_first = tensors[:num_results], tensors[num_results:]
         rows = _send_back(plan, results, dtype)
-        ctx.pending = backward_comm.note(module, uneven=True) if ctx.needs_input_grad[3] else None
+        ctx.pending = backward_comm.note(module) if ctx.needs_input_grad[3] else None
         ctx.plan, ctx.dtypes, ctx.num_gathered = plan, [result.dtype for result in results], len(gather_first)
         ctx.save_for_backward(weights, rows if ctx.needs_input_grad[2] else None, *gather_first)
         return _summed(rows, weights, plan)
@@ -459,13 +459,8 @@ BLOCK = 128
 """Elements of a row that share a factor."""
 
 
-def coded_width(width: int) -> int:
-    """Returns the bytes of a coded row of ``width`` elements."""
-    return width + 4 * -(-width // BLOCK)
-
-
 def encode_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the codes of floating rows ``[n, width]``: uint8 ``[n, coded_width(width)]``.
+    """Returns the codes of floating rows ``[n, width]``: uint8 ``[n, width + 4 * ceil(width / BLOCK)]``.
 
     An element is off by half a step at most: 1/254 of the largest one of its block. A block with an element that is not
     finite is not finite when it is decoded.

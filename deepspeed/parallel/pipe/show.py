@@ -63,7 +63,7 @@ def _show(options: argparse.Namespace) -> int:
     names = [options.schedule] if options.schedule else list(TRAIN_SCHEDULES)
     shown = [_simulated(name, options, times) for name in names]
     console = Console(soft_wrap=True)
-    console.print(_table(shown, times))
+    console.print(_table(shown))
     if options.schedule:
         _, timeline = shown[0]
         console.print("digits: forwards by micro-batch, letters: backwards, capitals: their part for weights\n")
@@ -101,7 +101,7 @@ def _simulated(name: str, options: argparse.Namespace, times: Times) -> tuple[Sc
     return schedule, simulate(schedule, times)
 
 
-def _table(shown: list[tuple[Schedule, Timeline]], times: Times) -> Table:
+def _table(shown: list[tuple[Schedule, Timeline]]) -> Table:
     first = shown[0][0]
     table = Table(title=f"{first.stages} stages, {first.micro_batches} micro-batches", title_justify="left")
     table.add_column("schedule")

@@ -117,7 +117,7 @@ def cost_of(
             is_backward="backward" in name,
         )
     if flops:
-        return OperationCost(name, OperationKind.MATMUL, flops, sides=_sides(name, given, made, flops))
+        return OperationCost(name, OperationKind.MATMUL, flops, sides=_sides(name, made, flops))
     written = _shares_storage(made, given)
     if written and not name.endswith("_"):
         return FREE  # a view of an argument
@@ -136,7 +136,7 @@ def cost_of_lists(args: tuple[Any, ...]) -> OperationCost:
     return OperationCost("lists", OperationKind.TRAFFIC, nbytes=sum(lists) + written)
 
 
-def _sides(name: str, given: list[torch.Tensor], made: list[torch.Tensor], flops: int) -> tuple[int, int, int, int]:
+def _sides(name: str, made: list[torch.Tensor], flops: int) -> tuple[int, int, int, int]:
     """Returns m, n, k and batch of a product; of a convolution those of an equal product."""
     out = made[0]
     if name in ("mm", "addmm", "bmm", "baddbmm") and out.dim() >= 2:

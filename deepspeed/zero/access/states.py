@@ -453,7 +453,7 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
             return None
         states = found.states()
         value = states.get(optim_state_key)
-        kind, code, number = _describe(found, states, value)
+        kind, code, number = _describe(states, value)
         answers = _agree(found, f"safe_get_full_optimizer_state({optim_state_key!r})", (kind, code, number))
         kinds = [row[0] for row in answers]
         if _UNKNOWN in kinds:
@@ -474,7 +474,7 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
         return _whole(found, mine, f"the state {optim_state_key}")
 
 
-def _describe(found: _TrainedParam, states: dict[str, Any], value: Any) -> tuple[int, int, int]:
+def _describe(states: dict[str, Any], value: Any) -> tuple[int, int, int]:
     """Returns what this rank has of a state: kind, index of the dtype, bits of a scalar."""
     if not states:
         return _NOTHING, 0, 0

@@ -155,26 +155,21 @@ def iter_full(runtime: ZeroRuntime, kind: str, bucket_bytes: int | None = None) 
 
 
 def walk_full(
-    runtime: ZeroRuntime,
-    kind: str,
-    bucket_bytes: int | None = None,
-    *,
-    left_out: Collection[str] = (),
-    borrow: bool = False,
+    runtime: ZeroRuntime, bucket_bytes: int | None, left_out: Collection[str]
 ) -> Iterator[tuple[Tile, torch.Tensor]]:
-    """Yields every tile of a quantity in full, bucket by bucket. Every rank must go through all of it.
+    """Yields the parameters of every tile in full, bucket by bucket. Every rank must go through all of it.
+
+    The caller changes no tensor and keeps none: where this rank has the whole, it gets views.
 
     Args:
         runtime: The model's.
-        kind: ``param``, ``fp32``, ``grad``, or the name of a per-element optimizer state.
         bucket_bytes: Most bytes gathered at once; a larger bucket is read in parts. None: a bucket at a time.
         left_out: Names of parameters to pass over, the same on all ranks.
-        borrow: Yield views where this rank has the whole: the caller changes nothing and keeps no tensor.
 
     Yields:
-        ``(tile, values in the shape of the tile)`` for each tile that has the quantity on some rank.
+        ``(tile, values in the shape of the tile)``.
     """
-    yield from _walk(runtime, kind, _held(runtime, kind), bucket_bytes, left_out=left_out, borrow=borrow)
+    yield from _walk(runtime, "param", _held(runtime, "param"), bucket_bytes, left_out=left_out, borrow=True)
 
 
 class _TileInfo(NamedTuple):
