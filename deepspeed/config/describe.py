@@ -76,13 +76,11 @@ class KeyEntry:
         path: Its path; ``<name>`` stands for a name of the caller's own, ``[]`` for an entry of a list.
         field: The declaration.
         facts: Its description.
-        owner: The section it is declared in.
     """
 
     path: Path
     field: FieldInfo
     facts: KeyInfo
-    owner: type[Section]
 
     @property
     def nested(self) -> NestedSection | None:
@@ -94,7 +92,7 @@ def entries(model: type[Section], path: Path = ()) -> Iterator[KeyEntry]:
     """Yields all keys of a section and of those inside it, in order of declaration."""
     for name, field in model.model_fields.items():
         here = (*path, name)
-        yield KeyEntry(here, field, facts_of(field), model)
+        yield KeyEntry(here, field, facts_of(field))
         nested = nested_in(field.annotation)
         if nested is not None:
             step = {"section": (), "list": ("[]",), "map": ("<name>",)}[nested.kind]

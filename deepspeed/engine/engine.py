@@ -201,7 +201,6 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         return EngineInspection(
             root=self._root,
             precision=self._precision,
-            placement=self._parts.placement,
             groups=self._parts.groups,
             buckets=self._runtime.buckets,
             memory_tracker=self._runtime.memory_tracker,

@@ -11,7 +11,6 @@ from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
-from deepspeed.zero.placement import Placement
 from deepspeed.zero.storage import MemoryTracker
 from deepspeed.zero.update.driver import UpdateDriver
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
@@ -27,7 +26,6 @@ class EngineInspection:
     Attributes:
         root: The configuration.
         precision: Dtypes.
-        placement: Where each model state lives.
         groups: The ranks that share parameters, gradients and decisions.
         buckets: The buckets of parameters.
         memory_tracker: Bytes that are held, by kind and tier.
@@ -39,7 +37,6 @@ class EngineInspection:
 
     root: Root
     precision: PrecisionPolicy
-    placement: Placement
     groups: Groups
     buckets: Sequence[Bucket]
     memory_tracker: MemoryTracker

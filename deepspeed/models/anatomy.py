@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.models.configurations import head_dim_of, heads_of, kv_heads_of, text_config
+from deepspeed.models.configurations import text_config
 
 _LAST_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "ln_out")
 _AFTER_NORM = ("project_out",)  # of OPT, where vectors of tokens are narrower than those of blocks
@@ -28,15 +28,10 @@ class Anatomy:
         block_lists: Names in the decoder of the lists of blocks; one for decoder-only models.
         norms: Names in the decoder of the last norm; at most one for decoder-only models.
         after_norm: Names in the decoder of what follows the last norm.
-        embedding: The embedding of tokens; None where there is none.
-        embedding_path: Its path.
+        embedding_path: Path of the embedding of tokens; empty where there is none.
         head: The layer that makes logits; None where there is none.
         head_path: Its path.
-        heads: Query heads of every layer; None where the configuration has no single number.
-        kv_heads: Key/value heads, likewise.
-        head_dim: Width of one head, likewise.
         is_tied: Whether the head has the weight of the embedding.
-        is_causal_lm: Whether the model is a causal language model, which shifts labels and returns logits.
     """
 
     model: Any
@@ -46,25 +41,15 @@ class Anatomy:
     block_lists: tuple[str, ...]
     norms: tuple[str, ...]
     after_norm: tuple[str, ...]
-    embedding: Any
     embedding_path: str
     head: Any
     head_path: str
-    heads: int | None
-    kv_heads: int | None
-    head_dim: int | None
     is_tied: bool
-    is_causal_lm: bool
 
     @property
     def blocks(self) -> tuple[nn.Module, ...]:
         """The repeated blocks, in order; empty where the decoder has not exactly one list of them."""
         return tuple(getattr(self.decoder, self.block_lists[0])) if len(self.block_lists) == 1 else ()
-
-    @property
-    def norm(self) -> nn.Module | None:
-        """The last norm; None where there is not exactly one."""
-        return getattr(self.decoder, self.norms[0]) if len(self.norms) == 1 else None
 
 
 def anatomy(model: nn.Module) -> Anatomy:
@@ -89,15 +74,10 @@ def anatomy(model: nn.Module) -> Anatomy:
         block_lists=_lists_of(decoder),
         norms=_modules_of(decoder, _LAST_NORMS),
         after_norm=_modules_of(decoder, _AFTER_NORM),
-        embedding=embedding,
         embedding_path=paths.get(id(embedding), ""),
         head=head,
         head_path=paths.get(id(head), ""),
-        heads=heads_of(config),
-        kv_heads=kv_heads_of(config),
-        head_dim=head_dim_of(config),
         is_tied=shares_weight or bool(head is not None and getattr(text_config(config), "tie_word_embeddings", False)),
-        is_causal_lm=is_causal_lm(inner),
     )
 
 

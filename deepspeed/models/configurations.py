@@ -50,20 +50,6 @@ def kv_heads_of(config: Any) -> int | None:
     return next((found for name in _KEY_VALUE_HEADS if (found := getattr(text, name, None))), heads)
 
 
-def head_dim_of(config: Any) -> int | None:
-    """Returns the width of one head of every layer.
-
-    None where layers differ, or the configuration has neither it nor heads and hidden size.
-    """
-    heads, text = heads_of(config), text_config(config)
-    if _differs(text, "head_dim"):
-        return None
-    if isinstance(width := getattr(text, "head_dim", None), int):
-        return width
-    hidden = getattr(text, "hidden_size", None)
-    return hidden // heads if heads and isinstance(hidden, int) else None
-
-
 def _differs(config: Any, name: str) -> bool:
     """Returns whether a field has one value for each layer; the library then raises where one requests the field."""
     return name in (getattr(config, "per_layer_attributes", None) or ())

@@ -165,10 +165,10 @@ def test_sizes_that_differ_from_layer_to_layer_are_none():
     config = transformers.LlamaConfig(num_hidden_layers=2, num_attention_heads=4, head_dim=8, num_key_value_heads=2)
     if not hasattr(config, "per_layer_config"):
         pytest.skip("this release of the library has one configuration for all layers")
-    sizes = (configurations.heads_of, configurations.kv_heads_of, configurations.head_dim_of)
-    assert [size(config) for size in sizes] == [4, 2, 8]
-    config.per_layer_config = {1: {"head_dim": 16, "num_key_value_heads": 4}}
-    assert [size(config) for size in sizes] == [4, None, None]
+    sizes = (configurations.heads_of, configurations.kv_heads_of)
+    assert [size(config) for size in sizes] == [4, 2]
+    config.per_layer_config = {1: {"num_key_value_heads": 4}}
+    assert [size(config) for size in sizes] == [4, None]
 
 
 def test_small_inputs():

@@ -37,7 +37,7 @@ def _recording(found):
 
 def _by_parts(model, mask):
     found = anatomy(model)
-    calls = _recording(found).calls(inputs_embeds=found.embedding(TOKENS), attention_mask=mask)
+    calls = _recording(found).calls(inputs_embeds=model.get_input_embeddings()(TOKENS), attention_mask=mask)
     hidden, router_outputs = calls[0].hidden, None
     for block, call in zip(found.blocks, calls, strict=True):
         made = block(hidden, *call.arguments, **call.named)

@@ -68,7 +68,7 @@ class DeepSpeedDataSampler(BatchSampler):
         section = _read(data_efficiency_config)
         sampling = section.data_sampling
         self._seed = section.seed
-        self._micro, self._rank, self._ranks = micro_batch_size, data_parallel_rank, data_parallel_size
+        self._micro, self._rank = micro_batch_size, data_parallel_rank
         self._micro_of_all = micro_batch_size * data_parallel_size
         self._batch_of_all = self._micro_of_all * gradient_accumulation_steps
         self._num_samples = one_epoch_total_samples

@@ -73,7 +73,7 @@ def from_pretrained(
     spread_experts(model, section, LocalTransport(), torch.device("cpu"), data_first=data_first)
     stage_3 = functools.partial(Init, config_dict_or_path=config)
     shard = stage_3 if root.zero_optimization.stage == 3 else None
-    _ModelFiller(model, files, dtype, shard).run()
+    _ModelFiller(model, files, shard).run()
     _make_buffers(model)
     return model
 
@@ -109,14 +109,11 @@ class _ModelFiller:
     Args:
         model: The model; its experts have been cut.
         files: The files of weights.
-        dtype: The dtype of floating weights.
         shard: Called with each module that owns weights once all of these are loaded; None: not called.
     """
 
-    def __init__(
-        self, model: Any, files: list[Path], dtype: torch.dtype, shard: Callable[[nn.Module], Any] | None
-    ) -> None:
-        self._model, self._files, self._dtype, self._shard = model, files, dtype, shard
+    def __init__(self, model: Any, files: list[Path], shard: Callable[[nn.Module], Any] | None) -> None:
+        self._model, self._files, self._shard = model, files, shard
         self._opened: dict[Path, Any] = {}
         self._empty = {name: (tuple(p.shape), p.dtype) for name, p in model.state_dict(keep_vars=True).items()}
         self._unknown: list[str] = []

@@ -54,7 +54,6 @@ class LayerCut:
     Attributes:
         name: Qualified name.
         way: How it is cut.
-        source: Where the rule comes from.
         split: How the dimension is split; None where none is cut.
         parameters: The parameters that are cut.
         adapters: Adapter layers beside it, and how each is cut.
@@ -63,7 +62,6 @@ class LayerCut:
 
     name: str
     way: CutStyle
-    source: str
     split: Split | None = None
     parameters: tuple[ParameterCut, ...] = ()
     adapters: tuple[tuple[str, CutStyle], ...] = ()
@@ -124,7 +122,7 @@ class _Builder:
                 self.layout.layers.append(self._bare_parameter(name, rule))
             elif rule.way in _ROWS:
                 rows.append(len(self.layout.layers))
-                self.layout.layers.append(LayerCut(name, rule.way, rule.source))
+                self.layout.layers.append(LayerCut(name, rule.way))
             else:
                 self.layout.layers.append(self._module(name, rule))
         for number in rows:  # after the outputs of column-parallel layers are known
@@ -144,7 +142,7 @@ class _Builder:
             return self._embedding(name, rule, module)
         if rule.way is CutStyle.PER_HEAD:
             return self._per_head(name, rule)
-        return LayerCut(name, rule.way, rule.source)
+        return LayerCut(name, rule.way)
 
     def _per_head(self, name: str, rule: CutRule) -> LayerCut:
         found = self._attention_above(name)
@@ -152,7 +150,7 @@ class _Builder:
         if found is None or shape[1] != found[1].query:
             raise self._error(name, f"has {shape[1]} columns, which are not those of the heads of a module above it")
         split = self._of_heads(found, UnitAssignment.AS_QUERIES, 1)
-        return LayerCut(name, rule.way, rule.source, split, (ParameterCut(f"{name}.weight", shape, 1, split),))
+        return LayerCut(name, rule.way, split, (ParameterCut(f"{name}.weight", shape, 1, split),))
 
     def _column(self, name: str, rule: CutRule) -> LayerCut:
         weight, dim = self._weight_of(name, rule)
@@ -187,28 +185,24 @@ class _Builder:
                 adapters.append((full, way))
                 at = 0 if way is CutStyle.COLUMN else 1
                 cuts.append(ParameterCut(f"{full}.weight", full_shape(adapter.weight), at, split))
-        return LayerCut(prefix, rule.way, rule.source, split, tuple(cuts), tuple(adapters))
+        return LayerCut(prefix, rule.way, split, tuple(cuts), tuple(adapters))
 
     def _embedding(self, name: str, rule: CutRule, module: nn.Module) -> LayerCut:
         if type(module) is not nn.Embedding:
-            return LayerCut(
-                name, CutStyle.WHOLE, rule.source, note=f"a {type(module).__name__} has a forward of its own"
-            )
+            return LayerCut(name, CutStyle.WHOLE, note=f"a {type(module).__name__} has a forward of its own")
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
-            return LayerCut(
-                name, CutStyle.WHOLE, rule.source, note="max_norm, sparse and scale_grad_by_freq need all rows"
-            )
+            return LayerCut(name, CutStyle.WHOLE, note="max_norm, sparse and scale_grad_by_freq need all rows")
         dim = 0 if rule.way is CutStyle.VOCABULARY else 1
         shape = full_shape(module.weight)
         split = Split.evenly(shape[dim], self.size)
         self._check_width(name, split, "rows" if dim == 0 else "columns")
-        return LayerCut(name, rule.way, rule.source, split, (ParameterCut(f"{name}.weight", shape, dim, split),))
+        return LayerCut(name, rule.way, split, (ParameterCut(f"{name}.weight", shape, dim, split),))
 
     def _bare_parameter(self, name: str, rule: CutRule) -> LayerCut:
         """Returns the cut of a parameter outside linear layers: stacked expert weights, one number per head."""
         shape = full_shape(self.model.get_parameter(name))
         if rule.way not in (*_COLUMNS, *_ROWS):
-            return LayerCut(name, rule.way, rule.source)
+            return LayerCut(name, rule.way)
         dim = max(len(shape) - (2 if rule.way in _COLUMNS else 1), 0)
         found = self._attention_above(name)
         if found is not None and shape[dim] % found[1].query == 0 and not rule.parts:
@@ -218,7 +212,7 @@ class _Builder:
             grain = next((n for n in _EXPERTS_GRAINS if each % n == 0 and each >= self.size * n), 1)
             split = Split.evenly(shape[dim], self.size, grain, _count(rule))
         self._check_width(name, split, f"indices of dimension {dim}")
-        return LayerCut(name, rule.way, rule.source, split, (ParameterCut(name, shape, dim, split),))
+        return LayerCut(name, rule.way, split, (ParameterCut(name, shape, dim, split),))
 
     # -- splits --------------------------------------------------------------------------------------------------------
 

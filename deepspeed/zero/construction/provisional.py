@@ -40,11 +40,7 @@ _indices = itertools.count(1 << 20)  # disjoint from engines' bucket numbers, wi
 
 
 class ProvisionalBucket(BucketBase):
-    """Parameters that are sharded but belong to no engine.
-
-    Attributes:
-        shard_device: Device of the shard: that of the parameters, or the host.
-    """
+    """Parameters that are sharded but belong to no engine."""
 
     def __init__(
         self,
@@ -59,7 +55,6 @@ class ProvisionalBucket(BucketBase):
         self.layout = layout
         self.dtype = dtype
         self.device = device
-        self.shard_device = shard_device
         self.is_sharded = group.size > 1
         self.is_partitioned = True
         self.state = State.SHARDED if self.is_sharded else State.FULL
