@@ -6,7 +6,6 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from deepspeed.axes import SEQUENCE, TENSOR
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.members.member import JobPlan, RunMember
-from deepspeed.comm.members.regroup import MemberSelection, ReadyMember, Regroup
+from deepspeed.comm.members.regroup import Regroup
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.elasticity.copies import (
@@ -24,7 +23,6 @@ from deepspeed.elasticity.copies import (
     ForwardStates,
     copy_states,
     layout_of_parts,
-    newest_whole,
 )
 from deepspeed.elasticity.elastic_run import ElasticRun, Recovery, first_members, invitation
 from deepspeed.elasticity.restore import build_again, restore, take_apart
@@ -298,7 +296,7 @@ class Continuation:
                 members.links,
                 members.plan.epoch,
                 self.run.held.listed(),
-                self._choose,
+                self._shape.choose,
                 members.starter.open_store,
                 self._patience,
                 served,
@@ -322,11 +320,6 @@ class Continuation:
                 ranks=[-1],
                 level=logging.WARNING,
             )
-
-    def _choose(
-        self, living: Sequence[RunMember], ready: Mapping[int, ReadyMember], joining: Sequence[RunMember]
-    ) -> MemberSelection:
-        return self._shape.choose(living, ready, joining, newest_whole)
 
     def _fill(self) -> None:
         """Fills the engine from the copies of the plan, and makes copies of this job. Every rank must call it."""

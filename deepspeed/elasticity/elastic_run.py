@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import weakref
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.members.form import JobManager, waits_give_up
-from deepspeed.comm.members.join import JOIN, RunMembership, new_token
+from deepspeed.comm.members.join import JOIN, RunMembership
 from deepspeed.comm.members.links import MemberLinks
 from deepspeed.comm.members.member import JobPlan, RunMember
 from deepspeed.comm.transports.objects import gather_objects
@@ -141,7 +142,7 @@ def first_members(transport: Transport, parts: int) -> RunMembership:
         raise CommunicationError(
             f"elasticity.continue: there is no route to MASTER_ADDR {address}; set one that all reach"
         )
-    token = gather_objects(transport, new_token(), label="linking the ranks")[0]
+    token = gather_objects(transport, secrets.token_hex(16), label="linking the ranks")[0]
     links = MemberLinks(own, token)
     here = RunMember(
         transport.rank, transport.rank, socket.gethostname(), os.getpid(), int(os.environ.get("LOCAL_RANK", "0")),

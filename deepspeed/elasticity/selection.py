@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations, islice, product
 
 from deepspeed.comm.members.member import RunMember, numbered
 from deepspeed.comm.members.regroup import MemberSelection, ReadyMember
+from deepspeed.elasticity.copies import newest_whole
 from deepspeed.errors import CommunicationError
 
 _MOST_CHOICES = 512  # of who gets a rank, that are tried
 _MOST_OF_A_PART = 32
-
-FindSource = Callable[[Sequence[RunMember], Mapping[int, ReadyMember]], tuple[int, int] | None]
-"""Returns generation and epoch of the newest copies that members hold whole, see ``copies.newest_whole``."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,6 @@ class RunShape:
         living: Sequence[RunMember],
         ready: Mapping[int, ReadyMember],
         joining: Sequence[RunMember],
-        find_source: FindSource,
     ) -> MemberSelection:
         """Chooses who gets a rank: as many as can, and of those the ones whose copies are the newest.
 
@@ -49,7 +46,6 @@ class RunShape:
             living: Members of the run.
             ready: What they hold, by number.
             joining: Processes with a join request; as many are let in as make a larger job.
-            find_source: Returns the copies that a choice could continue from.
 
         Raises:
             CommunicationError: A part of the model has no living holder, or too few, and the living are too few for
@@ -63,10 +59,10 @@ class RunShape:
         holders = present
         while sum(max(holders + self.multiple - count, 0) for count in counts) <= len(joining):
             holders += self.multiple
-        newest = find_source(living, ready)
-        chosen, source = self._best(by_part, holders, ready, find_source, newest)
+        newest = newest_whole(living, ready)
+        chosen, source = self._best(by_part, holders, ready, newest)
         if source is None and holders > present:  # who joins can be given copies only
-            chosen, source = self._best(by_part, present, ready, find_source, newest)
+            chosen, source = self._best(by_part, present, ready, newest)
             holders = present
         rest = iter(joining)
         filled = [[*members, *islice(rest, holders - len(members))] for members in chosen]
@@ -91,14 +87,13 @@ class RunShape:
         by_part: Sequence[Sequence[RunMember]],
         holders: int,
         ready: Mapping[int, ReadyMember],
-        find_source: FindSource,
         newest: tuple[int, int] | None,
     ) -> tuple[list[list[RunMember]], tuple[int, int] | None]:
         """Returns the first choice that has the newest copies whole, or else the best one; and its copies."""
         best: list[list[RunMember]] = []
         source: tuple[int, int] | None = None
         for choice in islice(self._choices(by_part, holders), _MOST_CHOICES):
-            found = find_source([member for members in choice for member in members], ready)
+            found = newest_whole([member for members in choice for member in members], ready)
             if not best or (found or (-1, -1)) > (source or (-1, -1)):
                 best, source = choice, found
             if source == newest:
@@ -133,4 +128,4 @@ class RunShape:
 
 def spares_of(living: Sequence[RunMember], ranked: set[int]) -> tuple[RunMember, ...]:
     """Returns the members that are not among ``ranked``, without a rank."""
-    return tuple(member.without_rank() for member in living if member.number not in ranked)
+    return tuple(replace(member, rank=-1) for member in living if member.number not in ranked)

@@ -50,7 +50,7 @@ def memory_rows(
         rows.append((StorageKind.OPTIMIZER, tier, *formula.optimizer(states, tier)))
         if tier is Tier.HOST:
             rows.append((StorageKind.GRADIENT, tier, *_landed(runtime, formula, precision, accumulation_steps)))
-            rows.append((StorageKind.STAGING, tier, *_staging(runtime)))
+            rows.append((StorageKind.STAGING, tier, runtime.states.staging_bytes, "buffers x bytes of one"))
             if optimizer is not None and optimizer.speculation is not None:
                 rows.append((StorageKind.SHADOW, tier, *formula.shadow(states)))
     return [
@@ -74,11 +74,6 @@ def _landed(
         accumulate_itemsize=precision.accumulate_dtype.itemsize,
         tier=Tier.HOST,
     )
-
-
-def _staging(runtime: ZeroRuntime) -> tuple[int, str]:
-    """Returns the bytes of the staging buffers between files and memory, and their formula."""
-    return runtime.states.staging_bytes, "buffers x bytes of one"
 
 
 def _kept_buckets(runtime: ZeroRuntime, precision: PrecisionPolicy, accumulation_steps: int) -> tuple[int, str]:

@@ -477,7 +477,7 @@ class LocalRun:
                 where = "the failure above" if self._first.rank in self._states else "a failure on another machine"
                 state.errors.shorten(f"stopped after {where}", above)
             elif self._signal is not None:
-                state.errors.shorten(f"stopped by {_signal_name(self._signal)}")
+                state.errors.shorten(f"stopped by {signal.Signals(self._signal).name}")
             else:
                 state.errors.release()
         self._screen.close()
@@ -572,10 +572,6 @@ def _open_standard_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name
 
 
 def _become_supervisor(supervisor: Supervisor) -> None:

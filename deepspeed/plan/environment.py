@@ -43,7 +43,7 @@ from deepspeed.plan.simulated_hardware import (
     SimulatedHostMemory,
     SimulatedStream,
 )
-from deepspeed.plan.simulated_stage import Stage, simulated_channels
+from deepspeed.plan.simulated_stage import SimulatedChannels, Stage
 from deepspeed.plan.timeline.step_trace import (
     FINISHING_STREAM,
     HostWaitEvent,
@@ -294,7 +294,9 @@ def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount,
             ):
                 stack.enter_context(context)
             if part.stage is not None:
-                world.substitutes[StageChannels] = simulated_channels(part.stage, packs=part.kind == "cpu")
+                world.substitutes[StageChannels] = lambda _mesh, _device, stage=part.stage: SimulatedChannels(
+                    stage, packs=part.kind == "cpu"
+                )
             if part.autocast:
                 stack.enter_context(device.casting.active())
             yield count, disk, world

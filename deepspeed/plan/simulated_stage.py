@@ -14,7 +14,6 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.axes import PIPE
-from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.errors import PipelineError
@@ -219,7 +218,7 @@ class SimulatedStage:
         inspected: EngineInspection = engine.inspect()
         interpreter, precision = inspected.interpreter, inspected.precision
         assert interpreter is not None, "the engine is one of a pipeline"
-        assert isinstance(interpreter.channels, SimulatedChannels), "made by simulated_channels"
+        assert isinstance(interpreter.channels, SimulatedChannels), "made by simulated_environment"
         interpreter.wrap_handlers(self._watched)
         context = precision.forward_context(get_accelerator())
         sequences = SequenceLayout.of(engine.module, sequence_ranks)
@@ -329,8 +328,3 @@ def forms_between(
             if number + 1 in stage.bounds:
                 found[stage.bounds.index(number + 1) - 1] = taken_apart(sequences.cut(number, value))[0]
     return found
-
-
-def simulated_channels(stage: Stage, *, packs: bool) -> Callable[[Mesh, torch.device], Any]:
-    """Returns a factory of simulated channels, used instead of ``StageChannels``."""
-    return lambda _mesh, _device: SimulatedChannels(stage, packs=packs)

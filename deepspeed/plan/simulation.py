@@ -11,8 +11,6 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -43,32 +41,6 @@ from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 
 _MOST_MICRO_BATCHES = 2  # of a step: the first, which represents all but the last, and the last
-
-
-class Act(Enum):
-    """The passes of a micro-batch."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    STEP = "step"
-
-
-@dataclass(frozen=True)
-class SimulatedAction:
-    """One pass of a micro-batch in a step.
-
-    Attributes:
-        act: Forward or backward.
-        micro_batch: Number of the micro-batch, from 0.
-    """
-
-    act: Act
-    micro_batch: int
-
-
-def actions_of_step(micro_batches: int) -> list[SimulatedAction]:
-    """Returns the actions of a rank without stages: forward and backward of each micro-batch."""
-    return [SimulatedAction(act, number) for number in range(micro_batches) for act in Act]
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
@@ -319,24 +291,24 @@ class _SimulatedRun:
     def _step(self, engine: Any, inputs: Inputs, micro_batches: int) -> list[StepTotals]:
         """Runs micro-batches up to an update; returns what each moved, up to the end of its step."""
         flows = []
-        losses: dict[int, torch.Tensor] = {}
         before = self._flow()
-        for action in actions_of_step(micro_batches):
-            number = action.micro_batch
-            self._current_module.enter(action.act.value)
-            self._count.trace.add(MarkEvent(action.act.value, number))
-            if action.act is Act.FORWARD:
-                engine.set_gradient_accumulation_boundary(number == micro_batches - 1)
-                losses[number] = self._forward(engine, inputs)
-            elif action.act is Act.BACKWARD:
-                engine.backward(losses[number])
-                self._note_states(engine)
-            else:
-                engine.step()
-                del losses[number]
-                flows.append(self._flow().plus(before, -1))
-                before = self._flow()
+        for number in range(micro_batches):
+            self._begin("forward", number)
+            engine.set_gradient_accumulation_boundary(number == micro_batches - 1)
+            loss = self._forward(engine, inputs)
+            self._begin("backward", number)
+            engine.backward(loss)
+            self._note_states(engine)
+            self._begin("step", number)
+            engine.step()
+            del loss
+            flows.append(self._flow().plus(before, -1))
+            before = self._flow()
         return flows
+
+    def _begin(self, phase: str, micro_batch: int) -> None:
+        self._current_module.enter(phase)
+        self._count.trace.add(MarkEvent(phase, micro_batch))
 
     def _extended(self, flows: list[StepTotals]) -> StepTotals:
         """Returns the totals of all micro-batches; the first of ``flows`` stands for those that were not run."""

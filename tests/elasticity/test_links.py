@@ -16,8 +16,7 @@ import pytest
 
 from deepspeed.comm.members.links import LostMember, MemberLinks, is_stopped
 from deepspeed.comm.members.member import JobPlan, RunMember
-from deepspeed.comm.members.regroup import MemberSelection, Regroup
-from deepspeed.elasticity.copies import newest_whole
+from deepspeed.comm.members.regroup import Regroup
 from deepspeed.elasticity.selection import RunShape
 from deepspeed.errors import CommunicationError
 
@@ -71,9 +70,7 @@ def regroup(
     epoch: int = 0,
     served: frozenset[int] = frozenset(),
 ) -> JobPlan | None:
-    def choose(*given: Any) -> MemberSelection:
-        return (shape or RunShape()).choose(*given, newest_whole)
-
+    choose = (shape or RunShape()).choose
     return Regroup(links, epoch, held, choose, lambda host: 7, patience, served).run()
 
 

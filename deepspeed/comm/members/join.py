@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import socket
 import time
 from dataclasses import dataclass
@@ -100,8 +99,3 @@ def _request_join(
     if message.get("kind") != "plan":
         raise CommunicationError(f"{JOIN}: the run came to its end before this process could join")
     return peer, message, rest
-
-
-def new_token() -> str:
-    """Returns a secret for a run."""
-    return secrets.token_hex(16)

@@ -35,10 +35,6 @@ class RunMember:
         rank = f"rank {self.rank}" if self.rank >= 0 else "a spare process"
         return f"{rank} (host {self.host}, pid {self.pid})"
 
-    def without_rank(self) -> RunMember:
-        """Returns the same process as a spare."""
-        return replace(self, rank=-1)
-
     def to_json(self) -> dict[str, Any]:
         """Returns a dict for messages."""
         return {**asdict(self), "address": list(self.address)}

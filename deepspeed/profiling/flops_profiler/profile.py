@@ -162,11 +162,6 @@ class ForwardProfile:
         node.own_macs += macs
 
 
-def first_parameter(model: nn.Module) -> torch.Tensor | None:
-    """Returns a parameter with the model's device and dtype; None if it has none."""
-    return next(model.parameters(), None)
-
-
 _aten = torch.ops.aten
 
 PER_ELEMENT: dict[Any, int] = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.profiling.flops_profiler.profile import ForwardProfile, ModuleProfile, first_parameter
+from deepspeed.profiling.flops_profiler.profile import ForwardProfile, ModuleProfile
 
 BACKWARD_FACTOR = 2
 """The backward pass computes the gradient of each product's two operands: twice the operations of forward."""
@@ -194,8 +194,8 @@ def get_model_profile(
         raise ValueError("get_model_profile: there is no input; give input_shape, args or kwargs")
     inputs = list(args)
     if input_shape is not None:
-        example = first_parameter(model)
-        inputs.insert(0, (torch.empty(0) if example is None else example).new_ones(tuple(input_shape)))
+        example = next(model.parameters(), torch.empty(0))  # has the model's device and dtype
+        inputs.insert(0, example.new_ones(tuple(input_shape)))
     model.eval()
     named = dict(kwargs or {})
     profiler = FlopsProfiler(model)
