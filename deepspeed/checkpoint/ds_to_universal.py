@@ -23,7 +23,7 @@ from deepspeed.checkpoint import disk, names, restricted
 from deepspeed.checkpoint.commit import SaveFolder
 from deepspeed.checkpoint.consolidate import open_source
 from deepspeed.checkpoint.directory import LATEST_UNIVERSAL, Format, check_tag, format_of
-from deepspeed.checkpoint.format import BUFFERS, MANIFEST, TORCH, Manifest, SavedFile
+from deepspeed.checkpoint.format import BUFFERS, MANIFEST, Manifest, SavedFile
 from deepspeed.checkpoint.source import CheckpointSource, TrainingState, Wanted
 from deepspeed.checkpoint.upstream import UpstreamSource
 from deepspeed.checkpoint.writer import FileWriter
@@ -223,7 +223,7 @@ def _write(
             tensors = [(name, source.read_buffer(name)) for name in source.buffers]
             files.append(writer.write_tensors(names.buffers_file(), BUFFERS, tensors))
         for name, value in ((names.TRAINING_STATE, _training(state)), (names.model_states_file(0), _top(state))):
-            files.append(writer.write_bytes(name, TORCH, restricted.dumps(value)))
+            files.append(writer.write_bytes(name, restricted.dumps(value)))
     return files
 
 

@@ -301,9 +301,7 @@ def _prepare(
     if difference:
         notes.append(f"the model and the checkpoint differ (load_module_strict=False):\n{difference.table()}")
     if run_state.optimizer is not None and options.optimizer_states and not options.module_only:
-        optimizer = OptimizerFiller(
-            run_state.optimizer, run_state.runtime.masters, source, state, matches, run_state.group_names()
-        )
+        optimizer = OptimizerFiller(run_state, source, state, matches)
         optimizer.check()
         wanted += optimizer.wanted()
         notes += optimizer.notes

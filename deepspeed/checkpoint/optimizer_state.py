@@ -14,43 +14,40 @@ import torch
 from deepspeed.checkpoint.collect import is_per_element
 from deepspeed.checkpoint.param_groups import NOT_HYPERPARAMETERS, choose_groups, comparable
 from deepspeed.checkpoint.plan import FillEntry, ParameterMatch, state_fills
+from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.source import CheckpointSource, TrainingState, Wanted
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.update.loop import first_state
 from deepspeed.zero.update.masters import MasterBucket, MasterRun
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 
 class OptimizerFiller:
     """Fills the optimizer of one rank.
 
     Args:
-        optimizer: The ZeRO optimizer.
-        masters: The masters of the same model.
+        run_state: The engine's state, with an optimizer.
         source: The checkpoint.
         state: Its small states.
         matches: Which of its parameters fills which of the model's.
-        group_names: The model's parameter names by param group.
     """
 
     def __init__(
         self,
-        optimizer: DeepSpeedZeroOptimizer,
-        masters: list[MasterBucket],
+        run_state: RunState,
         source: CheckpointSource,
         state: TrainingState,
         matches: Mapping[str, ParameterMatch],
-        group_names: list[list[str]],
     ) -> None:
-        self._zero = optimizer
-        self._optimizer = optimizer.optimizer
-        self._masters = masters
+        assert run_state.optimizer is not None, "there is an optimizer to fill"
+        self._zero = run_state.optimizer
+        self._optimizer = self._zero.optimizer
+        self._masters = run_state.runtime.masters
         self._source = source
         self._state = state
         self._matches = matches
-        self._group_names = group_names
-        self._choices = choose_groups(state.param_groups, matches, group_names)
+        self._group_names = run_state.group_names()
+        self._choices = choose_groups(state.param_groups, matches, self._group_names)
         self.notes: list[str] = []
 
     def wanted(self) -> list[Wanted]:

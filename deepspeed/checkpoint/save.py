@@ -30,7 +30,7 @@ from deepspeed.checkpoint.collect import RankCheckpoint, collect
 from deepspeed.checkpoint.commit import SaveFolder, point_latest, prune
 from deepspeed.checkpoint.directory import check_tag
 from deepspeed.checkpoint.exchange import Exchange
-from deepspeed.checkpoint.format import BUFFERS, FOLDERS, MANIFEST, PRIVATE, STORED_BY, TORCH, Manifest, SavedFile
+from deepspeed.checkpoint.format import BUFFERS, FOLDERS, MANIFEST, PRIVATE, STORED_BY, Manifest, SavedFile
 from deepspeed.checkpoint.param_groups import RankGroups, merge_groups
 from deepspeed.checkpoint.private import private_tensors
 from deepspeed.checkpoint.roster import Roster, roster
@@ -383,12 +383,12 @@ def _write_files(job: _Job, folder: Path, buffers_file: str) -> list[SavedFile]:
         for number, (kind, runs) in enumerate(job.collected.runs.items()):
             name = names.data_file(job.rank, kind, number)
             written.append(writer.write_runs(name, kind, runs))
-        written.append(writer.write_bytes(names.rank_state_file(job.rank), TORCH, job.rank_state))
+        written.append(writer.write_bytes(names.rank_state_file(job.rank), job.rank_state))
         if job.buffers:
             written.append(writer.write_tensors(buffers_file, BUFFERS, job.buffers))
         if job.private:
             written.append(writer.write_tensors(names.private_file(job.rank), PRIVATE, job.private))
-        written += [writer.write_bytes(name, TORCH, data) for name, data in job.shared.items()]
+        written += [writer.write_bytes(name, data) for name, data in job.shared.items()]
     return written
 
 

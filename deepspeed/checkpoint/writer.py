@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from deepspeed.checkpoint import disk
-from deepspeed.checkpoint.format import CHUNK_BYTES, NamedTensor, SavedFile, SavedRun, safetensors_header
+from deepspeed.checkpoint.format import CHUNK_BYTES, TORCH, NamedTensor, SavedFile, SavedRun, safetensors_header
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import logger
 from deepspeed.offload.pinned import may_pin, page_buffer
@@ -264,14 +264,14 @@ class FileWriter:
         records = tuple(NamedTensor(e.name, e.shape, e.dtype, o) for e, o in zip(entries, offsets, strict=True))
         return SavedFile(name, kind, size, checksums, tensors=records)
 
-    def write_bytes(self, name: str, kind: str, data: bytes) -> SavedFile:
-        """Writes a file as it is."""
+    def write_bytes(self, name: str, data: bytes) -> SavedFile:
+        """Writes a file of torch as it is."""
 
         def fill(stream: ChunkedStream) -> None:
             stream.write(memoryview(data))
 
         size, checksums = self._stream(name, fill)
-        return SavedFile(name, kind, size, checksums)
+        return SavedFile(name, TORCH, size, checksums)
 
     def _write(self, name: str, entries: Sequence[FileTensor]) -> tuple[list[int], int, tuple[int, ...]]:
         header = safetensors_header([(e.name, e.dtype, e.shape) for e in entries])

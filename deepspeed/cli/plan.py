@@ -39,7 +39,7 @@ from deepspeed.plan.degrees import DEGREES, at_degrees
 from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.machine import NETWORKS, Machine, read_machine_file, read_network
 from deepspeed.plan.models import model_source
-from deepspeed.plan.picture import step_svg, step_trace_json, sweep_svg
+from deepspeed.plan.picture import step_picture, sweep_svg
 from deepspeed.plan.pipeline import pipeline_of
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Plan, Request
@@ -335,11 +335,7 @@ def _picture(plan: Plan, target: str) -> str:
             "table, or give a --machine file"
         )
     title = f"{plan.request.source.name}, rank {plan.rank} of {plan.machine.ranks:,}"
-    if streams.drawn < streams.accumulation:
-        title += f"; {streams.drawn} of {streams.accumulation} micro-batches are drawn"
-    if target.endswith(".json"):
-        return step_trace_json(streams.ranks, streams.flows)
-    return step_svg(step, streams.ranks, title)
+    return step_picture(step, streams, title, is_trace=target.endswith(".json"))
 
 
 def _sweep(options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from deepspeed.plan.configs import check_config, without_batch
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.degrees import DEGREES
 from deepspeed.plan.machine import Machine
-from deepspeed.plan.picture import step_svg, step_trace_json
+from deepspeed.plan.picture import step_picture
 from deepspeed.plan.pipeline import Pipeline, pipeline_of
 from deepspeed.plan.prediction.layout import RECOMPUTATIONS, layout_of
 from deepspeed.plan.prediction.search import LayoutSearch, search_layouts
@@ -212,17 +212,12 @@ def prediction_picture(step: PredictedStep, *, is_trace: bool) -> str:
         step: The step.
         is_trace: As a trace for Perfetto instead of SVG.
     """
-    streams = predicted_streams(step)
-    if is_trace:
-        return step_trace_json(streams.ranks, streams.flows)
     setup = step.setup
     title = (
         f"decoder of {setup.shape.parameters:,} parameters, {setup.machine.ranks:,} x {setup.machine.device.name}, "
         f"{setup.layout.describe()}"
     )
-    if streams.drawn < streams.accumulation:
-        title += f"; {streams.drawn} of {streams.accumulation} micro-batches are drawn"
-    return step_svg(step, streams.ranks, title)
+    return step_picture(step, predicted_streams(step), title, is_trace=is_trace)
 
 
 def _ranking_dict(ranking: LayoutSearch) -> dict[str, Any]:

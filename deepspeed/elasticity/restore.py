@@ -244,10 +244,7 @@ def restore(
     if difference.missing or difference.shapes:
         raise CheckpointError(f"the copies in host memory do not fit the model:\n{difference.table()}")
     weights = WeightFiller(run_state.runtime, source, matches)
-    assert run_state.optimizer is not None
-    optimizer = OptimizerFiller(
-        run_state.optimizer, run_state.runtime.masters, source, state, matches, run_state.group_names()
-    )
+    optimizer = OptimizerFiller(run_state, source, state, matches)
     optimizer.check()
     wanted = weights.wanted() + optimizer.wanted()
     source.check(wanted)

@@ -13,6 +13,7 @@ from xml.sax.saxutils import escape
 from deepspeed.accelerator.devices import in_words
 from deepspeed.plan.prediction.step_times import StepTimes
 from deepspeed.plan.sweep import Point, frontier
+from deepspeed.plan.timeline.predicted_streams import PredictedTimeline
 from deepspeed.plan.timeline.replay import (
     COMPUTE,
     COPY_DOWN,
@@ -38,6 +39,22 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmm_"})
 _IDLE = ("host", "other stages", "another stream", "copies", "files", "update on the host")  # waits for no exchange
 _UNIT = 1e-3  # microseconds: the precision of times in a trace
 _LEAST = 0.4  # pixels: neighbours of one colour are drawn as one rectangle up to this gap
+
+
+def step_picture(step: StepTimes, streams: PredictedTimeline, title: str, *, is_trace: bool) -> str:
+    """Returns a picture of the streams of a step.
+
+    Args:
+        step: The step.
+        streams: Its streams.
+        title: The title; it also tells how many micro-batches are drawn if these are not all.
+        is_trace: As a trace for Perfetto instead of SVG.
+    """
+    if is_trace:
+        return step_trace_json(streams.ranks, streams.flows)
+    if streams.drawn < streams.accumulation:
+        title += f"; {streams.drawn} of {streams.accumulation} micro-batches are drawn"
+    return step_svg(step, streams.ranks, title)
 
 
 def step_svg(step: StepTimes, ranks: Mapping[str, Sequence[StreamSpan]], title: str) -> str:
