@@ -35,10 +35,12 @@ sys.path.insert(0, str(HERE / "contest"))
 import links  # noqa: E402 - lies beside the ranks, which import it too
 
 from deepspeed.accelerator.cpu import keep_freed_memory  # noqa: E402
+from deepspeed.accelerator.devices import Device  # noqa: E402
 from deepspeed.comm.codecs import table  # noqa: E402
 from deepspeed.comm.codecs.codec import coded_nbytes, decode_add, encode  # noqa: E402
 from deepspeed.config.codec_names import GRADIENT_CODECS  # noqa: E402
-from deepspeed.plan.codes import CodecCost, NetworkLink, bits_of, exchange_seconds, plain_bits_sent  # noqa: E402
+from deepspeed.plan.codes import CodecCost, PlannedSum, bits_of, codec_seconds, coded_costs  # noqa: E402
+from deepspeed.plan.machine import Machine  # noqa: E402
 
 RANK = HERE / "contest" / "compression_rank.py"
 CODECS = {name: table.CODECS[name].codec() for name in GRADIENT_CODECS}
@@ -170,7 +172,8 @@ def part_cells(options: argparse.Namespace, shaped: bool) -> None:
     numel = max(round(options.millions * 1e6 / 1024**2), 1) * 1024**2
     times, right, cells = codec_times(), 0, 0
     whole = options.stage == 0
-    plain = CodecCost("plain", plain_bits_sent(16, options.ranks, whole=whole), 0.0, 0.0)
+    planned_sum = PlannedSum(numel, tuple(range(options.ranks)), 0, whole, 16, 1, 0)
+    device = Device("cpu", 0, 0.0, 0.0, 0.0, 0.0, "this machine")
     # Ranks on one machine share its cores, so what they compute takes as many times longer.
     sharing = max(options.ranks / (os.cpu_count() or 1), 1.0)
     print(f"{options.ranks} ranks on {os.cpu_count()} cores, {options.millions:g}M parameters, stage {options.stage}")
@@ -178,12 +181,16 @@ def part_cells(options: argparse.Namespace, shaped: bool) -> None:
     for title, megabits in LINKS.items():
         setup = {"stage": options.stage, "millions": options.millions, "steps": options.steps}
         setup["ways"] = dict.fromkeys(("plain", *CODECS), 1)
-        link = NetworkLink((megabits if megabits is not None else options.loopback) * 1e6 / 8)
+        rate = (megabits if megabits is not None else options.loopback) * 1e6 / 8
+        machine = Machine(device, options.ranks, 1, 0, network=rate)
+        plain, *coded = coded_costs([planned_sum], machine, native=False, may_skip=False, codecs=list(CODECS.values()))
+        on_links = {row.name: row.link_seconds for row in coded}
         found = run(setup, options.ranks, megabits, shaped=shaped)
         for name, codec in CODECS.items():
             encode_time, decode_time = times[name]
-            way = CodecCost(name, bits_of(codec), sharing * encode_time, sharing * decode_time)
-            predicted = [exchange_seconds(numel, options.ranks, link, one, whole=whole) for one in (plain, way)]
+            way = CodecCost(bits_of(codec), sharing * encode_time, sharing * decode_time)
+            on_cores = codec_seconds(numel, options.ranks, way, whole=whole)
+            predicted = [plain.seconds, on_links[name] + on_cores]
             measured = [slowest(found, one, "median") for one in ("plain", name)]
             pays, paid = predicted[1] < predicted[0], measured[1] < measured[0]
             right, cells = right + (pays is paid), cells + 1

@@ -34,72 +34,20 @@ NAMES = tuple(name for name in CODECS if name in GRADIENT_CODECS)
 
 
 @dataclass(frozen=True)
-class NetworkLink:
-    """Holds rate and delay of the link between a rank and the others.
-
-    Attributes:
-        rate: Bytes per second in each direction.
-        delay: Seconds per message, independent of its size.
-    """
-
-    rate: float
-    delay: float = 0.0
-
-
-@dataclass(frozen=True)
 class CodecCost:
     """Holds the cost of sending gradients with one codec.
 
     Attributes:
-        name: The name of the codec, for tables.
         bits: Bits per element sent, scales included; in an all-reduce, the mean of both halves.
         encode: Nanoseconds of one core to encode an element.
         decode: Nanoseconds of one core to decode an element and add it to a sum.
         launches: Seconds to start the kernels that encode and decode a batch on a device; 0 on a CPU.
     """
 
-    name: str
     bits: float
     encode: float
     decode: float
     launches: float = 0.0
-
-
-def plain_bits_sent(bits: int, ranks: int, *, whole: bool, native: bool = False) -> float:
-    """Returns the bits of an element sent without a codec, as :attr:`CodecCost.bits` counts them.
-
-    Args:
-        bits: Bits of a gradient's element.
-        ranks: Number of ranks in the sum.
-        whole: All get the sum.
-        native: By the backend's own collectives instead of gloo.
-    """
-    if not whole or native:
-        return bits
-    if ranks == 2:
-        return bits  # everything once: 2 F is 1
-    return (bits + 32) / 2
-
-
-def sent_bytes(numel: int, ranks: int, way: CodecCost, *, whole: bool) -> float:
-    """Returns the bytes that a rank sends for one reduction."""
-    halves = 2 if whole else 1
-    return halves * (ranks - 1) / ranks * numel * way.bits / 8
-
-
-def exchange_seconds(numel: int, ranks: int, link: NetworkLink, way: CodecCost, *, whole: bool) -> float:
-    """Returns the seconds of one reduction, without overlap.
-
-    Args:
-        numel: Elements.
-        ranks: Number of ranks in the sum.
-        link: The link of each rank.
-        way: How they are sent.
-        whole: All get the sum; otherwise the owner of a slice does.
-    """
-    halves = 2 if whole else 1
-    processor = codec_seconds(numel, ranks, way, whole=whole)
-    return sent_bytes(numel, ranks, way, whole=whole) / link.rate + halves * (ranks - 1) * link.delay + processor
 
 
 def way_on(codec: Codec, work: CodecWork, memory_bandwidth: float | None) -> CodecCost:
@@ -112,13 +60,13 @@ def way_on(codec: Codec, work: CodecWork, memory_bandwidth: float | None) -> Cod
             an estimate: kernels begin one after the other, and each reads and writes its operands.
     """
     if memory_bandwidth is None:
-        return CodecCost(codec.name, bits_of(codec), *work.nanoseconds)
+        return CodecCost(bits_of(codec), *work.nanoseconds)
     each = [1e9 * nbytes / memory_bandwidth if memory_bandwidth else 0.0 for nbytes in work.nbytes]
-    return CodecCost(codec.name, bits_of(codec), each[0], each[1], sum(work.kernels) * LAUNCH)
+    return CodecCost(bits_of(codec), each[0], each[1], sum(work.kernels) * LAUNCH)
 
 
 def codec_seconds(numel: int, ranks: int, way: CodecCost, *, whole: bool) -> float:
-    """Returns the seconds that a rank encodes and decodes for one reduction; see :func:`exchange_seconds`."""
+    """Returns the seconds that a rank encodes and decodes for one reduction."""
     halves = 2 if whole else 1
     encoded = numel * (1 + (1 / ranks if whole else 0))
     batches = halves * math.ceil(numel / DEVICE_ELEMENTS)

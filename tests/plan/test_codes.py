@@ -5,22 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed.comm.codecs.codec import CHUNK, coded_nbytes
+from deepspeed.accelerator.devices import Device
 from deepspeed.comm.codecs.coded import coded
 from deepspeed.comm.codecs.table import BlockCodec, Int4Codec, Int8Codec, SignCodec
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.counters import counted
 from deepspeed.comm.transports.transport import Reduction
-from deepspeed.plan.codes import CodecCost, NetworkLink, exchange_seconds, plain_bits_sent, sent_bytes
+from deepspeed.plan.codes import CodedCost, PlannedSum, coded_costs
+from deepspeed.plan.machine import Machine
 from tests.harness import run_ranks
 
 CODECS: tuple[BlockCodec, ...] = (SignCodec(2048), Int8Codec(256), Int4Codec(256))
-# Nanoseconds of one core, as benchmarks/compression.py measures them.
-TIMES = {"sign": (3.2, 0.8), "int8": (1.9, 0.5), "int4": (4.2, 1.2)}
 
 
-def way_of(codec: BlockCodec) -> CodecCost:
-    return CodecCost(codec.name, 8 * coded_nbytes(codec, CHUNK) / CHUNK, *TIMES[codec.name])
+def costs(numel: int, ranks: int, whole: bool, network: float = 1e9) -> list[CodedCost]:
+    """Returns the cost of one bf16 sum between ranks on nodes of their own, without a codec and with each."""
+    machine = Machine(Device("cpu", 0, 0.0, 0.0, 0.0, 0.0, "the test"), ranks, 1, 0, network=network)
+    one = PlannedSum(numel, tuple(range(ranks)), 0, whole, 16, 1, 0)
+    return coded_costs([one], machine, native=False, may_skip=False, codecs=CODECS)
 
 
 def books() -> None:
@@ -34,9 +36,8 @@ def books() -> None:
                 flat = torch.randn(numel).bfloat16()
                 (transport.all_reduce if whole else transport.reduce_scatter)(flat, out, how).wait()
                 moved = traffic.ran["send"].nbytes
-            bits = plain_bits_sent(16, plain.size, whole=whole)
-            way = CodecCost("plain", bits, 0.0, 0.0) if codec is None else way_of(codec)
-            assert moved == pytest.approx(sent_bytes(numel, plain.size, way, whole=whole), rel=1e-3), (way, whole)
+            cost = costs(numel, plain.size, whole)[number]
+            assert moved == pytest.approx(cost.nbytes, rel=1e-3), (cost, whole)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -45,12 +46,9 @@ def test_bytes_by_formula_are_those_of_the_books(ranks: int) -> None:
 
 
 def test_when_codes_pay() -> None:
-    plain = CodecCost("plain", plain_bits_sent(16, 4, whole=True), 0.0, 0.0)
-    pays = {
-        (speed, codec.name): exchange_seconds(20_000_000, 4, NetworkLink(speed / 8), way_of(codec), whole=True)
-        < exchange_seconds(20_000_000, 4, NetworkLink(speed / 8), plain, whole=True)
-        for speed in (1e8, 1e9, 1e10, 1e12)
-        for codec in CODECS
-    }
+    pays = {}
+    for speed in (1e8, 1e9, 1e10, 1e12):
+        plain, *rows = costs(20_000_000, 4, whole=True, network=speed / 8)
+        pays |= {(speed, row.name): row.seconds < plain.seconds for row in rows}
     assert all(pays[speed, codec.name] for speed in (1e8, 1e9) for codec in CODECS)
     assert not any(pays[1e12, codec.name] for codec in CODECS)
