@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import gc
 import os
 import random
@@ -80,12 +81,27 @@ def _origin():
     return hash("what the order of a set of strings depends on"), os.getppid()
 
 
+def _facts_of_rank():
+    linux = sys.platform == "linux"
+    return {
+        "origin": _origin(),
+        "threads": _policies_of_threads() if linux else None,
+        "locks": _tries_of_held_locks() if linux and shutil.which("cc") is not None else None,
+    }
+
+
+@functools.cache
+def _facts(fresh):
+    """What several tests ask two ranks about, together: an interpreter of their own takes seconds."""
+    return run_ranks(_facts_of_rank, 2, fresh=fresh)
+
+
 def test_neighbours_are_forked_from_different_interpreters_and_a_fresh_interpreter_from_none():
     first, second, third = run_ranks(_origin, 3)
     assert (
         first == third and first[0] != second[0] and first[1] != second[1] and os.getpid() not in (first[1], second[1])
     )
-    assert run_ranks(_origin, 1, fresh="interpreter")[0][1] == os.getpid()
+    assert {parent for _, parent in (facts["origin"] for facts in _facts("interpreter"))} == {os.getpid()}
 
 
 @on_first_rank
@@ -195,7 +211,7 @@ def _policies_of_threads():
 @pytest.mark.skipif(sys.platform != "linux", reason="the policy is Linux's")
 @pytest.mark.parametrize("fresh", [False, "interpreter"])
 def test_no_thread_of_a_rank_interrupts_others_when_it_wakes_up(fresh):
-    for names, policies in run_ranks(_policies_of_threads, 2, fresh=fresh):
+    for names, policies in (facts["threads"] for facts in _facts(fresh)):
         assert "gloo_tcp_loop" in names
         assert policies == {os.SCHED_BATCH}
 
@@ -243,7 +259,7 @@ def _tries_of_held_locks():
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler")
 @pytest.mark.parametrize("fresh", [False, "interpreter"])
 def test_event_loops_wait_for_a_lock_instead_of_asking_again(fresh):
-    for found in run_ranks(_tries_of_held_locks, 2, fresh=fresh):
+    for found in (facts["locks"] for facts in _facts(fresh)):
         result, seconds, _ = found["loop"]
         assert result == errno.EBUSY and seconds >= 0.002
         assert found["loop in the end"]
