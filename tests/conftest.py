@@ -102,6 +102,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     shut_down()
     if hasattr(session.config, "workeroutput"):  # one of several processes that share the tests (pytest-xdist)
         session.config.workeroutput["deselected"] = dict(_deselected)
+    gc.collect()
+    gc.freeze()  # pytest collects five times at its end, so that destructors which fail are seen: of what is new only
 
 
 @pytest.hookimpl(optionalhook=True)
