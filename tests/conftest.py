@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
-from tests.harness import bytecode, event_loops, fork_server, programs, scheduling, shut_down, waiting_tests
+from tests.harness import bytecode, event_loops, fork_server, programs, scheduling, shut_down
 from tests.harness.pool import MODELS
 
 # The same examples in every run, so that a change is judged by what it changes; `make test-all` draws new ones.
@@ -53,11 +53,15 @@ def pytest_collection(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    from tests.harness import waiting_tests  # imports xdist
+
     return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else waiting_tests.workers()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.harness import waiting_tests
+
     return waiting_tests.WaitingTestsScheduling(config, log) if config.option.dist == "worksteal" else None
 
 
