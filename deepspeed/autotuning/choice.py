@@ -29,7 +29,6 @@ class CandidatePlan:
         fits: Whether memory suffices.
         seconds: Predicted wall time of a step.
         device_bytes: Highest sum on a device.
-        host_bytes: Highest sum in a node's host memory.
         usable_bytes: What a device offers.
         flops: Operations of a step and rank.
         refusal: Why it cannot run; empty otherwise.
@@ -40,7 +39,6 @@ class CandidatePlan:
     fits: bool = False
     seconds: float = 0.0
     device_bytes: int = 0
-    host_bytes: int = 0
     usable_bytes: int = 0
     flops: int = 0
     refusal: str = ""

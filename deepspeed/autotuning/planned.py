@@ -183,7 +183,6 @@ class CandidatePlanner:
             changes,
             fits=plan.fits,
             device_bytes=plan.device_bytes,
-            host_bytes=plan.host_bytes,
             usable_bytes=plan.machine.usable,
             seconds=self._seconds(plan, self.machine) + self.outside,
             flops=plan.simulated.flow.flops,

@@ -25,13 +25,11 @@ class RankKind:
         stage: Their stage of the pipeline, from 0.
         stages: Number of stages.
         rank: The planned rank.
-        ranks: Number of ranks of this kind.
     """
 
     stage: int
     stages: int
     rank: int
-    ranks: int
 
     @property
     def title(self) -> str:
@@ -46,7 +44,7 @@ def kinds_of(mesh: Mesh) -> list[RankKind]:
     found = []
     for stage in range(stages):
         ranks = mesh.group(mesh.rank_at({PIPE: stage} if stages > 1 else {}), *alike)
-        found.append(RankKind(stage, stages, ranks[min(1, len(ranks) - 1)], mesh.world_size // stages))
+        found.append(RankKind(stage, stages, ranks[min(1, len(ranks) - 1)]))
     return found
 
 
@@ -58,8 +56,7 @@ def kind_of(mesh: Mesh, rank: int) -> RankKind:
     """
     if rank not in range(mesh.world_size):
         raise DeepSpeedConfigError(f"plan(rank={rank!r}): expected a whole number from 0 to {mesh.world_size - 1}")
-    stages = mesh.size(PIPE)
-    return RankKind(mesh.coordinate(rank).get(PIPE, 0), stages, rank, mesh.world_size // stages)
+    return RankKind(mesh.coordinate(rank).get(PIPE, 0), mesh.size(PIPE), rank)
 
 
 def needed(kinds: Sequence[RankKind], contents: Sequence[object], in_flight: Sequence[int]) -> list[RankKind]:

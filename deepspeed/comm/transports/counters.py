@@ -71,14 +71,6 @@ class TrafficCounter:
         """Records what the backend ran."""
         self.ran_along[name, axis].add(nbytes, calls)
 
-    def rows(self) -> list[tuple[str, str, int, int]]:
-        """Returns ``(column, name, calls, bytes)`` for each name, both columns."""
-        return [
-            (column, name, tally.calls, tally.nbytes)
-            for column, tallies in (("requested", self.requested), ("ran", self.ran))
-            for name, tally in sorted(tallies.items())
-        ]
-
 
 def _over_axes(along: dict[tuple[str, str], Tally]) -> dict[str, Tally]:
     total: dict[str, Tally] = defaultdict(Tally)

@@ -41,10 +41,6 @@ class ShortMessages(Connection, Protocol):
     """
 
     @property
-    def is_over(self) -> bool:
-        """Whether the job is over."""
-
-    @property
     def has_unsent(self) -> bool:
         """Whether messages posted by this rank are still unsent."""
 

@@ -160,7 +160,7 @@ def _bytes():
     with counted() as books:
         out = layer(*mine, 0)
         one_way = 4 * (16 // size * 4 * 8) * 4 * (size - 1) // size
-        assert books.requested_along["all_to_all", "sequence"].nbytes == one_way, (rank, books.rows())
+        assert books.requested_along["all_to_all", "sequence"].nbytes == one_way, (rank, books.requested_along)
         out.sum().backward()
         assert books.requested_along["all_to_all", "sequence"].nbytes == 2 * one_way
 
