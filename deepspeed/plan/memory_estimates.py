@@ -238,19 +238,10 @@ def _gib(size: int) -> str:
     return f"{size / _GIB:.2f} GiB"
 
 
-class _Layer(nn.Module):
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(numel, device=META))
-
-
-class _Layers(nn.Module):
-    """One layer of a given size and the rest in layers of at most that size."""
-
-    def __init__(self, total: int, largest: int) -> None:
-        super().__init__()
-        sizes = [largest] * (total // largest) + ([total % largest] if total % largest else [])
-        self.layers = nn.ModuleList(_Layer(size) for size in sizes)
+def _layers(total: int, largest: int) -> nn.Module:
+    """Returns a model of one layer of a given size and the rest in layers of at most that size."""
+    sizes = [largest] * (total // largest) + ([total % largest] if total % largest else [])
+    return nn.ModuleList(nn.Linear(size, 1, bias=False, device=META) for size in sizes)
 
 
 def states_of_layers(total: int, largest: int) -> ModelSource:
@@ -263,7 +254,7 @@ def states_of_layers(total: int, largest: int) -> ModelSource:
         raise DeepSpeedConfigError(
             f"total_params and largest_layer_params: expected 1 or more of each, found {total} and {largest}"
         )
-    return ModelSource(f"{total:,} parameters", lambda: _workload(_Layers(total, min(largest, total))))
+    return ModelSource(f"{total:,} parameters", lambda: _workload(_layers(total, min(largest, total))))
 
 
 def states_of_model(model: nn.Module) -> ModelSource:
