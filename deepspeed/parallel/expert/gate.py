@@ -118,7 +118,7 @@ class TopKGate(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             wide = x.float()
             if self.training and self.noisy_gate_policy == "Jitter":
-                wide = wide * torch.empty_like(wide).uniform_(1.0 - _JITTER, 1.0 + _JITTER)
+                wide = jittered(wide)
             found = self._route(F.linear(wide, self.wg.weight.float()), used_token)
         if self.wall_clock_breakdown:
             self.gate_time = (time.perf_counter() - started) * 1000
@@ -170,6 +170,13 @@ def capacity_of(num_tokens: int, num_experts: int, factor: float, min_capacity: 
         min_capacity: The least.
     """
     return max(math.ceil(num_tokens / num_experts * factor), int(min_capacity))
+
+
+def jittered(x: torch.Tensor, epsilon: float = _JITTER) -> torch.Tensor:
+    """Multiplies ``x`` (any shape) by independent factors from U(1 - epsilon, 1 + epsilon)."""
+    if epsilon == 0:
+        return x
+    return x * torch.empty_like(x).uniform_(1.0 - epsilon, 1.0 + epsilon)
 
 
 def gumbel_like(logits: torch.Tensor) -> torch.Tensor:
