@@ -237,6 +237,13 @@ def test_exit_codes_and_causes(status, code, words):
     assert words in zero.cause()
 
 
+@pytest.mark.parametrize("status", [None, 0])
+def test_a_rank_that_has_not_failed_has_exit_code_0(status):
+    _, (zero, _) = make()
+    zero.status = status
+    assert not zero.has_failed and zero.exit_code == 0
+
+
 def test_a_signal_names_the_report_too():
     _, (zero, _) = make()
     feed(zero, [b"terminate called after throwing an instance of 'c10::Error'"])
