@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -296,6 +297,24 @@ def test_a_sweep_compares_tokens_per_second():
     text = sweep_text(points)
     assert f"{whole.tokens_per_second:,.0f}" in text and "host per node" not in text
     assert whole.to_dict()["tokens_per_second_at_most"] == whole.tokens_per_second
+
+
+def test_a_sweep_names_the_longest_wait():
+    def waiting(share):
+        return SimpleNamespace(
+            fits=False,
+            device_bytes=1,
+            host_bytes=0,
+            nvme_bytes=0,
+            step_seconds=None,
+            tokens_per_second=None,
+            idle=SimpleNamespace(share=share),
+            better_accumulation=(round(32 * share), None),
+        )
+
+    points = [Point({"pipe": stages}, waiting(share)) for stages, share in ((2, 0.5), (4, 1.5), (8, 1.0))]
+    text = " ".join(sweep_text(points).split())
+    assert "in 3 combination(s) the stages wait" in text and "150% at most" in text and "--accumulation 48" in text
 
 
 def test_sums_of_tensor_ranks_are_waited_for():
