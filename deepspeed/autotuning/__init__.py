@@ -1,7 +1,7 @@
-"""Autotuning: plans configurations of a script, measures the best few of them, and writes the fastest down.
+"""Autotuning: plans configurations of a script, measures the best of them, and saves the fastest one.
 
 ``deepspeed --autotuning tune|run script.py ...`` drives it (:class:`~deepspeed.autotuning.autotuner.Autotuner`).
-``docs/design/autotuning.md`` describes how the two sides, the command and the ranks of the script, work together.
+``docs/design/autotuning.md`` describes how the command and the ranks of the script work together.
 """
 
 from __future__ import annotations

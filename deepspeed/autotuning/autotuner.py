@@ -1,6 +1,7 @@
-"""The side of the command: starts the user's script, reads what its ranks have written, and decides.
+"""The part of autotuning that runs in the ``deepspeed`` command: starts the script, reads its results, chooses.
 
-The ranks of the first start (the profile) plan all candidates; each later start measures one of them. No torch here.
+The ranks of the first start (the profile) plan all candidates. Each later start measures one of them. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -42,11 +43,14 @@ from deepspeed.logging import logger
 
 PROFILE_NAME = "profile_model_info"
 ForkCommand = Callable[[Sequence[str], Mapping[str, str], tuple[int, int]], int]
-"""Starts a program with its arguments, further variables, and output and error; returns its process id."""
+"""``fork(program, environment, (stdout, stderr)) -> pid``: starts a program.
+
+``program`` contains its arguments, ``environment`` additional variables; the last two are file descriptors.
+"""
 
 
 class AutotuningError(DeepSpeedError):
-    """No configuration was found; the message gives the reason."""
+    """Raised when no configuration was found; the message gives the reason."""
 
 
 class Autotuner:
@@ -54,9 +58,9 @@ class Autotuner:
 
     Args:
         args: The parsed command line of ``deepspeed`` (:func:`deepspeed.launcher.runner.parse_args`). Its options that
-            select where ranks start, ``start_options``, go to each start of the script. Its ``fork_command`` (optional)
-            runs the ``deepspeed`` command in a fork of this process, which has imported torch for it.
-        active_resources: Slots by host, of the job.
+            select where ranks start, ``start_options``, are passed to each start of the script. Its ``fork_command``
+            (optional) runs the ``deepspeed`` command in a fork of this process, which has imported torch already.
+        active_resources: Slots of the job, by host.
 
     Raises:
         DeepSpeedConfigError: The configuration that the script's arguments name cannot be read.
@@ -83,10 +87,10 @@ class Autotuner:
     # -- what programs call --------------------------------------------------------------------------------------
 
     def tune(self) -> None:
-        """Plans all candidates, measures the best of them.
+        """Plans all candidates and measures the best of them.
 
         Raises:
-            AutotuningError: The script failed before anything could be planned, nothing fits, or all trials failed.
+            AutotuningError: The script failed before it could be profiled, no candidate fits, or all trials failed.
         """
         self._make_folders()
         queue = self._queue = self._planned()
@@ -107,7 +111,7 @@ class Autotuner:
         logger.info(f"autotuning: ended after {self.seconds:.1f} s: {queue.why_over()}")
 
     def print_tuning_results(self) -> None:
-        """Prints predicted times beside measured ones."""
+        """Prints a table of predicted and measured times. Call :meth:`tune` first."""
         queue = self._known()
         # A file or a pipe has no width; rich would take 80 columns and cut the names.
         width = None if sys.stdout.isatty() else 130
@@ -116,7 +120,7 @@ class Autotuner:
             self._print_gain(queue)
 
     def write_optimal_config(self) -> None:
-        """Writes ``ds_config_optimal.json``, ``cmd_optimal.txt`` and ``summary.txt`` into the folder of results."""
+        """Writes ``ds_config_optimal.json``, ``cmd_optimal.txt`` and ``summary.txt`` to ``autotuning.results_dir``."""
         queue = self._known()
         assert queue.best is not None, "tune raises where nothing was measured"
         changes = dict(self._row(queue.best).changes)
@@ -151,7 +155,7 @@ class Autotuner:
             folder.mkdir(parents=True, exist_ok=True)
 
     def _planned(self) -> TrialQueue:
-        """Starts the script for the first time, and reads what its ranks have planned."""
+        """Starts the script for the first time and reads the plans that its ranks have written."""
         slots = [len(slots) for slots in self._resources.values()]
         section = self.section.model_dump(mode="json")
         experiment = Experiment(
@@ -189,7 +193,7 @@ class Autotuner:
     # -- the trials ----------------------------------------------------------------------------------------------
 
     def _measure(self, queue: TrialQueue, row: CandidatePlan) -> None:
-        """Starts the script with a candidate."""
+        """Starts the script with a candidate, or reads the result of an earlier run; records it in ``queue``."""
         folder = self._folder(row.name)
         first = max(self.section.start_profile_step, 1)
         experiment = Experiment(
@@ -211,7 +215,7 @@ class Autotuner:
         if metrics.exists() and not code:
             facts = json.loads(metrics.read_text(encoding="utf-8"))
             low, high = facts["latency_quartiles"]
-            # Other work on the machine only lengthens updates, so that the short ones show which candidate is faster.
+            # Other load on the machine only makes updates slower, so the fast updates compare candidates best.
             seconds = low / 1e3
             write_json(metrics, {**facts, "FLOPS_per_gpu": metric_of("flops", row, seconds, self._samples)})
             queue.measured[row.name] = seconds
@@ -227,7 +231,7 @@ class Autotuner:
             queue.micro_batches = {self._profile["changes"][MICRO]}
 
     def _start(self, experiment: Experiment, changes: Changes) -> int:
-        """Starts the script, writes the known files, and waits for it."""
+        """Writes the files of an experiment, starts the script and waits for it; returns its exit code."""
         folder = Path(experiment.folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = applied(self._base(), changes)
@@ -246,7 +250,7 @@ class Autotuner:
         return _run_to_end(_launcher(command), environment, folder, self._fork)
 
     def _command(self, experiment: Experiment, path: Path, changes: Changes) -> tuple[dict[str, str], list[str]]:
-        """Returns the variables and arguments of the ``deepspeed`` command that starts the script."""
+        """Returns the environment variables and arguments of the ``deepspeed`` command that starts the script."""
         arguments = with_config(self.args.user_args, path.resolve())
         arguments = with_mapped(arguments, self.section.arg_mappings, changes)
         return {TUNING_VARIABLE: str(experiment.path.resolve())}, [*self._options, self.args.user_script, *arguments]
@@ -259,12 +263,12 @@ class Autotuner:
     # -- what is known -------------------------------------------------------------------------------------------
 
     def _base(self) -> dict[str, Any]:
-        """Returns the script's configuration: that of its arguments, else what its ``initialize`` got, once known."""
+        """Returns the script's configuration: from its arguments, else the one passed to ``initialize``, once known."""
         return self._own_config if self._config is None else self._config
 
     def _known(self) -> TrialQueue:
         if self._queue is None:
-            raise AutotuningError("Autotuner: nothing has been tuned yet; call tune() first")
+            raise AutotuningError("Autotuner: expected a call of tune() before this one, found none; call tune()")
         return self._queue
 
     def _row(self, name: str) -> CandidatePlan:
@@ -279,7 +283,7 @@ class Autotuner:
         return next((int(row.changes[TOTAL]) for row in rows), 0)
 
     def _failure(self, folder: Path, code: int) -> tuple[str, bool]:
-        """Returns why a start failed, and whether the script does not take its micro-batch from the configuration."""
+        """Returns why a start failed, and whether the script ignores the micro-batch size of the configuration."""
         path = folder / "failure.json"
         if path.exists():
             facts = json.loads(path.read_text(encoding="utf-8"))
@@ -292,7 +296,7 @@ class Autotuner:
         refused = [row for row in queue.rows if row.refusal]
         if len(refused) == len(queue.rows):
             return refused[0].refusal if refused else "the configuration leaves nothing to choose"
-        return "none of the candidates fits; see the table for what is missing, and plan with more devices (ds_plan)"
+        return "no candidate fits; the table lists the missing memory. Use more devices, which ds_plan can plan for"
 
     def _print_gain(self, queue: TrialQueue) -> None:
         assert queue.best is not None
@@ -300,7 +304,7 @@ class Autotuner:
         ran = self._profile["changes"]
         text = f"{queue.best}: {best * 1e3:.2f} ms per update, {self._samples / best:,.1f} samples/s of wall time"
         if ran[TOTAL] == self._samples:
-            text += f"; the script as it is configured took {self._profile['seconds'] * 1e3:.2f} ms in its first start"
+            text += f"; with its own configuration it took {self._profile['seconds'] * 1e3:.2f} ms in the first start"
         Console().print(text, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -310,7 +314,7 @@ def _section_of(config: Mapping[str, Any] | None) -> Autotuning:
 
 
 def _remove_results(folder: Path) -> None:
-    """Removes what an earlier search has written; other files in the folder stay."""
+    """Removes the files of an earlier search; other files in the folder stay."""
     for path in folder.iterdir():
         if path.is_dir() and (path / "exp.json").exists():
             shutil.rmtree(path)
@@ -326,16 +330,16 @@ def _launcher(command: Sequence[str]) -> list[str]:
 def _run_to_end(
     program: Sequence[str], environment: Mapping[str, str], folder: Path | None, fork: ForkCommand | None = None
 ) -> int:
-    """Runs a program and returns its exit code; a signal to this process goes to the program, and ends both.
+    """Runs a program and returns its exit code. A signal to this process is forwarded to the program and ends both.
 
     Args:
-        program: With its arguments.
-        environment: Further variables.
-        folder: Where its output goes; None: to the screen.
-        fork: Starts it in its own way; only with ``folder``.
+        program: The program and its arguments.
+        environment: Additional environment variables.
+        folder: Receives ``stdout.log`` and ``stderr.log``; None: the program inherits the streams of this process.
+        fork: Starts the program instead of ``subprocess``; used only with ``folder``.
 
     Raises:
-        SystemExit: This process got a signal. (A program that a signal has ended by itself has failed, no more.)
+        SystemExit: This process received a signal. (If a signal ended only the program, its exit code is returned.)
     """
     received: list[int] = []
     pid: int | None = None
@@ -343,7 +347,7 @@ def _run_to_end(
     def pass_on(number: int, _: Any) -> None:
         received.append(number)
         if pid is not None:
-            os.kill(pid, number)  # not waited for yet, so no other process has its number
+            os.kill(pid, number)  # not waited for yet, so its pid is not reused
 
     with ExitStack() as stack:
         out, err = (None, None)
@@ -357,7 +361,7 @@ def _run_to_end(
         else:
             process = subprocess.Popen(program, env={**os.environ, **environment}, stdout=out, stderr=err)
             pid = process.pid
-        for early in list(received):  # came while the program was started
+        for early in list(received):  # received while the program was being started
             os.kill(pid, early)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if process is not None:
@@ -374,9 +378,9 @@ _OPTIONS = ("--deepspeed_config", "--deepspeed", "--deepscale_config")
 
 
 def find_config(arguments: Sequence[str]) -> tuple[int, str, str] | None:
-    """Returns place, prefix (``--deepspeed_config=`` or nothing) and path of the configuration in a script's arguments.
+    """Returns index, prefix (``--deepspeed_config=`` or empty) and path of the configuration in a script's arguments.
 
-    None: the script has its configuration elsewhere, such as in a dict.
+    None: no argument names a configuration; the script may pass a dict to ``initialize``.
     """
     for place, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
@@ -390,13 +394,13 @@ def find_config(arguments: Sequence[str]) -> tuple[int, str, str] | None:
 
 
 def read_script_config(arguments: Sequence[str]) -> dict[str, Any] | None:
-    """Returns the configuration that a script's arguments name; None where they name none."""
+    """Returns the configuration that a script's arguments name; None if they name none."""
     found = find_config(arguments)
     return None if found is None else dict(read_source(found[2]).data)
 
 
 def with_config(arguments: Sequence[str], path: Path) -> list[str]:
-    """Returns a script's arguments with another file in the place of its configuration."""
+    """Returns a script's arguments with the path of the configuration replaced by ``path``."""
     made, found = list(arguments), find_config(arguments)
     if found is not None:
         place, prefix, _ = found
@@ -405,7 +409,7 @@ def with_config(arguments: Sequence[str], path: Path) -> list[str]:
 
 
 def with_mapped(arguments: Sequence[str], mappings: Mapping[str, Any] | None, changes: Changes) -> list[str]:
-    """Returns a script's arguments with the values that ``autotuning.arg_mappings`` carries over.
+    """Returns a script's arguments with the candidate's values for the options in ``autotuning.arg_mappings``.
 
     Args:
         arguments: The arguments of the script.
@@ -414,7 +418,7 @@ def with_mapped(arguments: Sequence[str], mappings: Mapping[str, Any] | None, ch
         changes: The changes of the candidate.
 
     Raises:
-        DeepSpeedConfigError: A mapping is no option.
+        DeepSpeedConfigError: A value of ``mappings`` does not start with ``-``.
     """
     made = list(arguments)
     for key, option in (mappings or {}).items():

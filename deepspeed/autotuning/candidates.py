@@ -1,4 +1,4 @@
-"""Which configurations are looked at: what the user's configuration leaves open, with one global batch for all."""
+"""Candidate configurations: all values for the keys that the configuration leaves open, with one global batch size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BUCKETS: dict[str, tuple[Any, ...]] = {
     "zero_optimization.reduce_bucket_size": (50_000_000, 200_000_000, 500_000_000),
     "zero_optimization.overlap_comm": (True, False),
 }
-"""What ``fast: false`` adds for the best candidates."""
+"""Values that are also tried for the best candidates if ``autotuning.fast`` is false."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class CandidateGroup:
 
     Attributes:
         stage: The ZeRO stage.
-        changes: What is different from the user's configuration, batch sizes left out.
-        words: What its name contains beside stage and batch sizes.
+        changes: Differences from the user's configuration, without batch sizes.
+        words: Parts of its name besides stage and batch sizes.
     """
 
     stage: int
@@ -35,13 +35,13 @@ class CandidateGroup:
     words: tuple[str, ...] = ()
 
     def plus(self, word: str, changes: Changes) -> CandidateGroup:
-        """Returns the setting with further changes, which ``word`` stands for."""
+        """Returns the group with further changes; ``word`` stands for them in its name."""
         return replace(self, changes={**self.changes, **changes}, words=(*self.words, word))
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """The batch that all candidates share, and the limits of a micro-batch; in samples.
+    """The global batch of all candidates and the limits of a micro-batch, in samples.
 
     Attributes:
         total: Samples of an update, over all ranks.
@@ -62,8 +62,8 @@ class CandidateSpace:
         choices: Candidates by path; an empty list leaves a key open.
         limits: Limits of the batch sizes.
         ranks: The ranks of the job.
-        micro_batches: Those that may be tried; None: all that divide the batch.
-        offloads: Whether host memory is another memory than the device's.
+        micro_batches: Allowed micro-batch sizes; None: all that divide the batch.
+        offloads: Whether the device has memory of its own, so that offloading to the host saves some.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class CandidateSpace:
         return path in self._choices or get(self._config, path) is None
 
     def settings(self) -> list[CandidateGroup]:
-        """Returns the settings that are planned first."""
+        """Returns the groups that are planned first."""
         listed = [path for path, values in self._choices.items() if values and path not in (MICRO, TOTAL, STAGE)]
         found = []
         for stage in self._stages():
@@ -106,7 +106,7 @@ class CandidateSpace:
         return [0, 1, 2, 3] if listed is not None or given is None else [int(given)]
 
     def relieved(self, setting: CandidateGroup) -> list[CandidateGroup]:
-        """Returns the settings that need less memory, for where the largest micro-batch does not fit."""
+        """Returns groups that need less memory than ``setting``, to try if its largest micro-batch does not fit."""
         found = []
         if self._is_open(BLOCKS):
             found.append(setting.plus("recompute", {BLOCKS: True}))
@@ -118,7 +118,7 @@ class CandidateSpace:
         return found
 
     def refined(self, setting: CandidateGroup) -> list[CandidateGroup]:
-        """Returns the settings with other bucket sizes, one key at a time."""
+        """Returns variants of ``setting`` in which one key of :data:`_BUCKETS` differs."""
         return [
             setting.plus(f"{path.rpartition('.')[2]}{value}", {path: value})
             for path, values in _BUCKETS.items()
@@ -127,10 +127,10 @@ class CandidateSpace:
         ]
 
     def micro_batches(self, setting: CandidateGroup) -> list[int]:
-        """Returns the micro-batches of a setting, largest first.
+        """Returns the micro-batch sizes of a group, largest first.
 
         Raises:
-            DeepSpeedConfigError: The batch cannot be shared by this many ranks.
+            DeepSpeedConfigError: The batch is not a multiple of the ranks, or no allowed size divides a rank's part.
         """
         own = self._samples_of_rank(setting)
         allowed = self._micro_batches or self._choices.get(MICRO) or range(1, own + 1)
@@ -145,16 +145,16 @@ class CandidateSpace:
         return found
 
     def changes(self, setting: CandidateGroup, micro: int) -> Changes:
-        """Returns a candidate: what is different from the user's configuration."""
+        """Returns a candidate as its differences from the user's configuration."""
         accumulation = self.accumulation(setting, micro)
         return {**setting.changes, TOTAL: self._limits.total, MICRO: micro, ACCUMULATION: accumulation}
 
     def accumulation(self, setting: CandidateGroup, micro: int) -> int:
-        """Returns the micro-batches of an update."""
+        """Returns the number of micro-batches per update and rank."""
         return self._samples_of_rank(setting) // micro
 
     def name(self, setting: CandidateGroup, micro: int) -> str:
-        """Returns the name of a candidate, also of its folder."""
+        """Returns the name of a candidate, which is also the name of its folder."""
         words = "".join(f"_{word}" for word in setting.words)
         return f"z{setting.stage}_gas{self.accumulation(setting, micro)}_tmbspg{micro}{words}"
 
@@ -167,7 +167,7 @@ class CandidateSpace:
         own, rest = divmod(self._limits.total, ranks)
         if rest or not own:
             raise DeepSpeedConfigError(
-                f"{TOTAL}={self._limits.total}: expected a multiple of the {ranks} ranks that share samples; change "
+                f"{TOTAL}={self._limits.total}: expected a multiple of the {ranks} data-parallel ranks; change "
                 "the batch or the number of ranks"
             )
         return own

@@ -1,4 +1,4 @@
-"""Which candidate is measured next, and when none can win any more."""
+"""Chooses the candidate to measure next, and stops when no other candidate can be the fastest."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FIRST_ERROR = 0.25
-"""Half width of the error bar of predicted times, as a share, before two candidates have been measured."""
+"""Relative half width of the error bar of predicted times before two candidates have been measured."""
 
 _LEAST_ERROR = 0.03
 
 START_ERROR = 0.05
-"""Standard deviation of the measured time of one candidate from start to start of the script, as a share."""
+"""Relative standard deviation of a candidate's measured time between starts of the script."""
 
 WORTH_A_TRIAL = 0.03
-"""Gain, as a share of the best time, that another candidate must be able to bring to be measured."""
+"""Gain, relative to the best time, that a candidate must be able to bring to be measured."""
 
 
 @dataclass(frozen=True)
 class CandidatePlan:
-    """A candidate and what is expected of it; ranks of the script plan it, the command chooses among them.
+    """A candidate and its predictions. The ranks of the script make it; the command chooses among all.
 
     Attributes:
-        name: The name of its folder.
-        changes: What is different from the script's configuration.
-        fits: Whether memory suffices.
-        seconds: Predicted wall time of a step.
-        device_bytes: Highest sum on a device.
-        usable_bytes: What a device offers.
-        flops: Operations of a step and rank.
-        refusal: Why it cannot run; empty otherwise.
+        name: The candidate's name, also of its folder.
+        changes: Differences from the script's configuration.
+        fits: Whether device and host memory suffice.
+        seconds: Predicted wall time of an update.
+        device_bytes: Predicted peak memory of a device.
+        usable_bytes: Usable memory of a device.
+        flops: Floating-point operations of one rank per update.
+        refusal: Why it cannot run; empty if it can.
     """
 
     name: str
@@ -45,21 +45,21 @@ class CandidatePlan:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> CandidatePlan:
-        """Takes what a rank has written about a candidate."""
+        """Returns the candidate that a rank has written as a dict; unknown keys are ignored."""
         return cls(**{name: facts[name] for name in cls.__dataclass_fields__ if name in facts})
 
 
 @dataclass
 class TrialQueue:
-    """The candidates that may run, in the order of their predicted times, and what is known of the measured ones.
+    """All candidates and the results of those that were measured.
 
     Attributes:
         rows: All candidates.
-        most: Trials that are measured at most.
-        patience: Trials without gain after which it stops.
-        measured: Seconds of a step by name.
+        most: Maximum number of measured trials.
+        patience: Number of trials without gain after which the search stops.
+        measured: Measured seconds of an update, by name.
         failed: Why a trial failed, by name.
-        micro_batches: Those that the script can do; None: not known yet.
+        micro_batches: Micro-batch sizes that the script can run; None: any, as far as is known.
     """
 
     rows: Sequence[CandidatePlan]
@@ -70,7 +70,7 @@ class TrialQueue:
     micro_batches: set[int] | None = None
 
     def runnable(self) -> list[CandidatePlan]:
-        """Returns the candidates that can still be tried, the one with the shortest predicted step first."""
+        """Returns the candidates that can still be tried, sorted by predicted time."""
         found = [row for row in self.rows if row.fits and not row.refusal]
         found = [row for row in found if row.name not in self.measured and row.name not in self.failed]
         if self.micro_batches is not None:
@@ -85,15 +85,15 @@ class TrialQueue:
 
     @property
     def scale(self) -> float:
-        """Returns measured over predicted time, the geometric mean of the trials."""
+        """Returns the geometric mean over the trials of measured over predicted time; 1 without a trial."""
         logs = [math.log(ratio) for ratio in self._ratios()]
         return math.exp(sum(logs) / len(logs)) if logs else 1.0
 
     @property
     def error(self) -> float:
-        """Returns the half width of the error bar of a predicted time, as a share of it.
+        """Returns the relative half width of the error bar of a predicted time.
 
-        After two trials it is twice the largest distance of a trial from the mean, and 3 % at least.
+        From two trials on it is twice the largest deviation of a trial from :attr:`scale`, and at least 3 %.
         """
         ratios = self._ratios()
         if len(ratios) < 2:
@@ -105,15 +105,14 @@ class TrialQueue:
         return [seconds / predicted[name] for name, seconds in self.measured.items() if predicted.get(name)]
 
     def expected(self, row: CandidatePlan) -> float:
-        """Returns the predicted seconds of a step in the light of the trials so far."""
+        """Returns the predicted seconds of an update, scaled by :attr:`scale`."""
         return row.seconds * self.scale
 
     def estimate(self, name: str) -> float:
-        """Returns the most likely seconds of a step of a measured candidate.
+        """Returns the most likely seconds of an update of a measured candidate.
 
-        Two starts of one candidate differ, so that a shorter measured time alone means little where predictions are
-        known to be close. It is the geometric mean of measured and predicted time, each weighted by the inverse of its
-        variance; half of :attr:`error` stands for the standard deviation of a prediction.
+        It is the geometric mean of measured and predicted time, each weighted by the inverse of its variance, because
+        two starts of one candidate differ. Half of :attr:`error` is taken as the standard deviation of a prediction.
         """
         measured = self.measured[name]
         expected = next((self.expected(row) for row in self.rows if row.name == name), 0.0)
@@ -124,11 +123,11 @@ class TrialQueue:
         return measured ** (1 - share) * expected**share
 
     def next(self) -> CandidatePlan | None:
-        """Returns the candidate that is measured next; None: :meth:`why_over` returns the reason."""
+        """Returns the candidate to measure next; None if the search is over, see :meth:`why_over`."""
         return None if self.why_over() else self.runnable()[0]
 
     def why_over(self) -> str:
-        """Returns why no further candidate is measured; empty while one should be."""
+        """Returns why the search is over; empty while another candidate should be measured."""
         left = self.runnable()
         if not left:
             return "every candidate that fits has been tried"
@@ -144,7 +143,7 @@ class TrialQueue:
             fastest = self.estimate(self.best)
             if quickest >= fastest * (1 - WORTH_A_TRIAL):
                 return (
-                    f"no other can win by more than {WORTH_A_TRIAL:.0%}: the next is predicted to take "
+                    f"no other candidate can be faster by more than {WORTH_A_TRIAL:.0%}: the next is predicted to take "
                     f"{self.expected(left[0]) * 1e3:.1f} ms +- {self.error:.0%}, the best {fastest * 1e3:.1f} ms"
                 )
         return ""

@@ -1,6 +1,6 @@
-"""What the command passes to the ranks of one start of the script, through a file that a variable names.
+"""The file through which the command passes an experiment to the ranks of the script; an environment variable names it.
 
-No torch here: the command reads and writes these files too.
+This module does not import torch, because the command reads and writes these files too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LISTED = (MICRO, TOTAL, "tensor_parallel.autotp_size", "sequence_parallel_size"
 _LISTS_OF_THEIR_OWN = ("ignore_unused_parameters", "leaf_module", "zenflow")
 
 Changes = dict[str, Any]
-"""Values by dotted path of a configuration; None takes a key out."""
+"""Values of a configuration by dotted path; None removes the key."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Experiment:
     """One start of the user's script.
 
     Attributes:
-        name: Also of its folder.
-        kind: ``profile`` (hands the model to the tuner), ``trial`` (is measured), or ``run`` (trains).
-        folder: For its files, as text.
-        changes: What is different from the script's configuration.
-        choices: In a profile, values that a key may have, by path; an empty list stands for ``"auto"``.
-        section: In a profile, the section ``autotuning``.
-        first_step: First update that is measured, from 1.
-        last_step: Last update; the script ends behind it.
+        name: The experiment's name, also of its folder.
+        kind: ``profile`` (the ranks plan all candidates), ``trial`` (one candidate is measured), or ``run`` (trains).
+        folder: Path of the folder with its files.
+        changes: Differences from the script's configuration.
+        choices: For a profile, the candidate values of each key, by dotted path; an empty list stands for ``"auto"``.
+        section: For a profile, the section ``autotuning``.
+        first_step: First update that is measured, counted from 1.
+        last_step: Last update that is measured; the script ends after it.
         ranks_per_node: Ranks on each node of the job; 0: all ranks are on one node.
     """
 
@@ -57,7 +57,7 @@ class Experiment:
         return Path(self.folder) / "exp.json"
 
     def write(self, **further: Any) -> None:
-        """Writes the file, with the values of ``further`` beside the attributes."""
+        """Writes the attributes and the values of ``further`` to :attr:`path`."""
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         write_json(self.path, {**asdict(self), **further})
 
@@ -69,23 +69,23 @@ class Experiment:
 
 
 def take_experiment() -> Experiment | None:
-    """Returns the experiment that this process belongs to, once; None where there is none, or it has been taken.
+    """Returns the experiment of this process at the first call; None at later calls, or without one.
 
-    The first engine of a script is the one that is tuned; those that it builds later train as they are configured.
+    So only the first engine of a script is tuned; engines that it builds later use their own configuration.
     """
     path = os.environ.pop(TUNING_VARIABLE, None)
     return None if path is None else Experiment.read(path)
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Writes a file atomically: no reader sees a half of it."""
+    """Writes a JSON file atomically: no reader sees a partial file."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     part.replace(path)
 
 
 def applied(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
-    """Returns a copy of a configuration with other values, and without the section ``autotuning``."""
+    """Returns a copy of a configuration with ``changes`` applied and the section ``autotuning`` removed."""
     made = copy.deepcopy(dict(config))
     made.pop("autotuning", None)
     for path, value in changes.items():
@@ -102,7 +102,7 @@ def applied(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
 
 
 def get(config: Mapping[str, Any], path: str) -> Any:
-    """Returns the value at a dotted path; None where there is none."""
+    """Returns the value at a dotted path; None if there is none."""
     found: Any = config
     for part in path.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -112,8 +112,8 @@ def get(config: Mapping[str, Any], path: str) -> Any:
 def split_choices(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Returns a configuration with the first value of each list of candidates, and the lists by path.
 
-    Lists count for batch sizes, degrees of axes, and keys of ``zero_optimization``. ``"auto"`` there stays, with an
-    empty list; so does the stage ``"all"``, which means 0 to 3.
+    Lists of candidates are allowed for batch sizes, degrees of axes, and keys of ``zero_optimization``. For these keys,
+    ``"auto"`` stays in the configuration and gets an empty list. The stage ``"all"`` stands for the list 0 to 3.
     """
     zero = config.get("zero_optimization")
     paths = [f"zero_optimization.{name}" for name in zero] if isinstance(zero, Mapping) else []

@@ -1,7 +1,7 @@
-"""What the ranks of a script do under ``deepspeed --autotuning``: hand the model to the tuner, or be measured, and end.
+"""The part of ``deepspeed --autotuning`` that runs in the ranks of a script: plans candidates, or measures one.
 
-The first engine that a script builds reads the experiment (:mod:`.experiment`) and takes its changes into the
-configuration. After the last measured update every rank leaves with ``SystemExit(0)``, from inside ``engine.step()``.
+The first engine that a script builds reads the experiment (:mod:`.experiment`) and applies its changes to the
+configuration. After the last measured update every rank raises ``SystemExit(0)`` from inside ``engine.step()``.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ from deepspeed.zero.group import Groups
 from deepspeed.zero.runtime import ZeroRuntime
 
 FAILURE, METRICS = "failure.json", "metrics.json"
-_SMALL_MICRO_BATCH = 4  # samples of a profile whose configuration leaves the micro-batch open
+_SMALL_MICRO_BATCH = 4  # samples; the largest micro-batch of a profile if the configuration does not set one
 _PHASES = {"forward": "fwd", "backward": "bwd", "step": "step"}
 
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """The configuration that the script's ``initialize`` got.
+    """The configuration that the script passed to ``initialize``.
 
     Attributes:
-        experiment: Why the script runs.
-        config: Its configuration, with the first value of each list.
-        choices: Candidates by path.
-        changes: What this start changes of it.
+        experiment: The experiment that this start of the script belongs to.
+        config: The script's configuration, with the first value of each list of candidates.
+        choices: Candidate values by dotted path.
+        changes: Changes that this start makes to ``config``.
     """
 
     experiment: Experiment
@@ -92,7 +92,7 @@ def _ranks_of_samples(config: dict[str, Any]) -> int:
 
 
 def _small_batch(config: dict[str, Any], choices: dict[str, list[Any]]) -> Changes:
-    """Returns the batch of a profile where the configuration leaves the micro-batch open; else nothing."""
+    """Returns the batch sizes for a profile if the configuration does not set the micro-batch; else no changes."""
     if _is_number(config.get(MICRO)):
         return {}
     own = config[TOTAL] // _ranks_of_samples(config) if _is_number(config.get(TOTAL)) else 1
@@ -110,7 +110,7 @@ class PhaseTimer(StepTracker):
         self._intervals: list[tuple[str, Any, Any]] = []
 
     def reset(self) -> None:
-        """Forgets the phases so far."""
+        """Discards the phases recorded so far."""
         self._intervals.clear()
 
     @override
@@ -135,11 +135,12 @@ class PhaseTimer(StepTracker):
 
 
 class TuningHooks(EngineHooks):
-    """Measures updates of one rank, and ends the script.
+    """Measures the updates of one rank, and ends the script after the last one.
 
     Args:
-        start: Why the script runs.
-        model: On ``meta``, as it was before ``initialize``; None in a trial.
+        start: The experiment and the script's configuration.
+        setup: The setup of the engine.
+        model: The model on ``meta``, as it was before ``initialize``; None in a trial.
     """
 
     def __init__(self, start: TuningConfig, setup: EngineSetup, model: nn.Module | None) -> None:
@@ -148,14 +149,14 @@ class TuningHooks(EngineHooks):
         self._experiment = start.experiment
         self._updates = 0
         self._clock = phase_clock()
-        self._marks: list[Any] = []  # behind the update before the first measured one, and behind each measured one
+        self._marks: list[Any] = []  # at the start of the first measured update, and at the end of each
         self._inputs: InputSpec | None = None
         self._engine: Any = None
         self._is_over = False
         self._earlier_exception = uncaught_exception()
 
     def begin(self, engine: Any) -> None:
-        """Starts to look at inputs. Called when the engine stands."""
+        """Starts to record the inputs of the model. Called once the engine is built."""
         self._engine = engine
         if self._experiment.first_step <= 1:
             self._marks.append(self._clock.mark())
@@ -176,16 +177,16 @@ class TuningHooks(EngineHooks):
             )
 
     def _fail(self, reason: str, **facts: Any) -> None:
-        """Ends the script; rank 0 writes why."""
+        """Ends the script with exit code 0; rank 0 writes the reason to ``failure.json``."""
         self._is_over = True
         if comm.get_rank() == 0:
             write_json(Path(self._experiment.folder) / FAILURE, {"reason": reason, **facts})
         sys.exit(0)
 
     def _end_early(self) -> None:
-        """Runs at exit. Writes the metrics so far, or why there are none, if the script ended before its last update.
+        """Runs at exit. If the script ended before its last update, writes the metrics so far, or why there are none.
 
-        An exception that ended the script is not written: the tuner reads it from what the rank has printed.
+        Writes nothing if an exception ended the script: the tuner reads the exception from the rank's stderr.
         """
         if self._is_over:
             return
@@ -230,19 +231,19 @@ class TuningHooks(EngineHooks):
         sys.exit(0)
 
     def _walls(self) -> list[float]:
-        """Returns the seconds of each measured update, from the end of the one before; waits for the device."""
+        """Returns the seconds of each measured update, from the end of the previous one; waits for the device."""
         return [self._clock.seconds(begin, end) for begin, end in pairwise(self._marks)]
 
     def _write_metrics(self) -> None:
-        """Writes what was measured; milliseconds per update, samples per second over all ranks, bytes.
+        """Writes the metrics: milliseconds per update, samples per second over all ranks, bytes.
 
-        ``latency`` is the median. The tuner goes by the first quartile, since other work only lengthens updates.
+        ``latency`` is the median. The tuner compares first quartiles, because other load only makes updates slower.
         """
         walls = self._walls()
         measured, wall = len(walls), median(walls)
         low, _, high = quantiles(walls, n=4) if measured > 1 else (wall,) * 3
         phases = self.tracker.seconds()
-        # Phases are sums over all updates, so their shares of that time are what the median update gets.
+        # Phase times are sums over all updates; scale them to the median update.
         named = {name: phases.get(phase, 0.0) / sum(walls) * wall * 1e3 for phase, name in _PHASES.items()}
         write_json(
             Path(self._experiment.folder) / METRICS,
@@ -259,7 +260,7 @@ class TuningHooks(EngineHooks):
     # -- the profile -------------------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        """Plans this rank's part of the candidates. Every rank must call it."""
+        """Plans this rank's part of the candidates and writes the plans. Every rank must call it."""
         self._handle.remove()
         walls = self._walls()
         wall = median(walls)
@@ -281,7 +282,7 @@ class TuningHooks(EngineHooks):
             started = time.process_time()
             write_json(folder / "model_info.json", self._model_info(planner, before))
             planners = ranks_that_plan(len(settings), time.process_time() - started, own_ranks, refine=refine)
-        # All ranks that plan a part go by what the first has measured.
+        # All planning ranks use the measurements of rank 0.
         label = "the measured step of the first rank"
         ranks = Job.current().axis_of().objects(patience=comm.default_timeout(), why=label)
         measured = gather_objects(ranks, (wall, inside, planner.machine, ratio, planners), label=label)[0]
@@ -307,7 +308,7 @@ class TuningHooks(EngineHooks):
         write_json(folder / f"planned-{comm.get_rank()}.json", facts)
 
     def _space(self, micro: int) -> tuple[CandidateSpace, bool]:
-        """Returns the candidates, and whether the script's own batch leaves one micro-batch only."""
+        """Returns the space of candidates, and whether the script ignores the configured micro-batch size."""
         config, section = self._start.config, self._section
         choices = self._start.choices
         assert self._inputs is not None
@@ -328,8 +329,8 @@ class TuningHooks(EngineHooks):
             total = section["max_train_batch_size"]
         else:
             raise DeepSpeedConfigError(
-                f"deepspeed --autotuning: neither {TOTAL} nor {MICRO} is a number, so the batch that all candidates "
-                f"share is not known; give {TOTAL}, or autotuning.max_train_batch_size"
+                f"deepspeed --autotuning: neither {TOTAL} nor {MICRO} is a number, so the global batch of all "
+                f"candidates is not known; set {TOTAL}, or autotuning.max_train_batch_size"
             )
         limits = BatchLimits(
             total,
@@ -342,7 +343,7 @@ class TuningHooks(EngineHooks):
 
     @property
     def _section(self) -> dict[str, Any]:
-        """The section ``autotuning``: of a dict of the script, where the command could not read it."""
+        """The section ``autotuning``; from the dict that the script passed, if the command could not read it."""
         return {**self._experiment.section, **(self._start.config.get("autotuning") or {})}
 
     @property
@@ -350,7 +351,7 @@ class TuningHooks(EngineHooks):
         return self._setup.device.type == "cpu"
 
     def _machine(self, own_ranks: int) -> Machine:
-        """Measures the machine. Every rank must call it."""
+        """Returns the measured machine. Every rank must call it."""
         root, device = self._setup.root, self._setup.device
         dtype = torch.bfloat16 if root.bf16.enabled else torch.float16 if root.fp16.enabled else torch.float32
         memory = get_accelerator().total_memory(device.index)
@@ -370,7 +371,7 @@ class TuningHooks(EngineHooks):
 
 
 class TuningFeature(EngineFeature):
-    """A start of the script by the tuner."""
+    """Connects the tuner to the first engine that the script builds."""
 
     title = "autotuning"
     setting = "deepspeed --autotuning"
@@ -390,13 +391,13 @@ class TuningFeature(EngineFeature):
 
     @override
     def complete(self, root: Root, model: nn.Module, mpu: Any) -> Root:
-        """Takes the model for the planner, before other features give it layers."""
+        """Copies the model to ``meta`` for the planner, before other features replace its layers."""
         if self._start is None or self._start.experiment.kind != PROFILE or self._model is not None:
             return root
         require_plannable(model)
         try:
             self._model = without_values(model)
-        except Exception as error:  # whatever the model's own code raises when it is copied
+        except Exception as error:  # the model's own __deepcopy__ may raise anything
             raise DeepSpeedConfigError(
                 f"deepspeed --autotuning: {type(model).__name__} cannot be copied without its values "
                 f"({type(error).__name__}: {error}); keep locks, files and process groups out of its attributes"

@@ -1,4 +1,4 @@
-"""Plans candidates in a rank of the script: what fits, and how long a step takes."""
+"""Plans candidates in a rank of the script: predicts whether each fits in memory, and its time per update."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from deepspeed.plan.result import Plan, Request
 from deepspeed.plan.timeline.timed_step import time_step
 
 _LONGEST_START = 2e-3  # seconds that the host may take to start one operation
-_REFINED = 3  # candidates that get other bucket sizes too
-_WORTH_A_RANK = 2.0  # seconds of a processor
+_REFINED = 3  # candidates that are also planned with other bucket sizes
+_WORTH_A_RANK = 2.0  # seconds of processor time that must be left for each further planning rank
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class InputSpec:
     """The inputs of one micro-batch of the script's model, without values.
 
     Attributes:
-        args: Positional arguments; tensors on ``meta``.
-        kwargs: Arguments by name.
+        args: Positional arguments, with tensors on ``meta``.
+        kwargs: Keyword arguments, with tensors on ``meta``.
     """
 
     args: tuple[Any, ...]
@@ -41,22 +41,25 @@ class InputSpec:
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputSpec:
-        """Takes the shapes and dtypes of arguments."""
+        """Returns the spec of the arguments of a forward, without their values."""
         return cls(tuple(_on_meta(list(args))), _on_meta(dict(kwargs)))
 
     @property
     def samples(self) -> int:
-        """Leading size of the first tensor; 0 without one."""
+        """Size of the first dimension of the first tensor; 0 without a tensor."""
         return next((tensor.shape[0] for tensor in _tensors((self.args, self.kwargs)) if tensor.dim()), 0)
 
     @property
     def sequence_length(self) -> int:
-        """Second size of the first tensor of integers; 1 without one."""
+        """Size of the second dimension of the first integer tensor; 1 without one."""
         ids = (t for t in _tensors((self.args, self.kwargs)) if t.dim() > 1 and not t.is_floating_point())
         return next((tensor.shape[1] for tensor in ids), 1)
 
     def maker(self, model: nn.Module) -> Callable[[int, int], Any]:
-        """Returns what makes the arguments of the model's forward from a micro-batch and a sequence length."""
+        """Returns a function from micro-batch and sequence length to the arguments of the model's forward, on ``meta``.
+
+        The sequence length is ignored: it stays the one of the spec.
+        """
         args, kwargs, samples = self.args, self.kwargs, self.samples
 
         def make(micro_batch: int, _sequence_length: int) -> Any:
@@ -102,9 +105,9 @@ class CandidatePlanner:
         model: The script's model, on ``meta``.
         inputs: The inputs of one micro-batch.
         config: The script's configuration.
-        machine: With measured rates.
-        kind: Kind of device.
-        outside: Seconds that a step of the script spends outside of the engine.
+        machine: The machine, with measured rates.
+        kind: Device type: ``cpu`` or ``cuda``.
+        outside: Seconds per update that the script spends outside of the engine.
     """
 
     model: nn.Module
@@ -122,7 +125,7 @@ class CandidatePlanner:
         """Plans one candidate.
 
         Raises:
-            DeepSpeedError: It cannot run.
+            DeepSpeedError: The candidate cannot run.
         """
         request = Request(
             source=self._source,
@@ -134,14 +137,14 @@ class CandidatePlanner:
         return make_plan(request, compare=False)
 
     def calibrate(self, changes: Changes, seconds: float) -> float:
-        """Adjusts the machine so that the predicted time of a step is the measured one.
+        """Adjusts the machine so that the predicted time of an update equals the measured one.
 
-        What the host needs for an operation is raised first, as it is what differs most from program to program (hooks,
-        Python). What is left goes into one factor on all operations.
+        First raises the launch time of an operation, because it differs most between programs (hooks, Python). One
+        factor on all operations then accounts for the rest.
 
         Args:
-            changes: The changes of the step that was measured.
-            seconds: Its time inside the engine.
+            changes: The changes of the configuration that was measured.
+            seconds: Measured seconds of an update inside the engine.
 
         Returns:
             Measured over predicted time, before the adjustment.
@@ -172,7 +175,7 @@ class CandidatePlanner:
     # -- many --------------------------------------------------------------------------------------------------------
 
     def candidate(self, space: CandidateSpace, setting: CandidateGroup, micro: int) -> CandidatePlan:
-        """Returns one candidate with what is expected of it."""
+        """Returns a candidate with its predictions."""
         changes, name = space.changes(setting, micro), space.name(setting, micro)
         try:
             plan = self.plan(changes)
@@ -191,12 +194,12 @@ class CandidatePlanner:
     def plan_all(
         self, space: CandidateSpace, settings: Sequence[CandidateGroup], *, refine: bool
     ) -> list[dict[str, Any]]:
-        """Plans the candidates of some settings, and of those that need less memory where one does not fit.
+        """Plans the candidates of some groups; where one does not fit, also of the groups that need less memory.
 
         Args:
             space: The space of candidates.
-            settings: Which.
-            refine: Also plan the best of them with other bucket sizes, as far as these make a difference.
+            settings: The groups to plan.
+            refine: Also plan the best candidates with other bucket sizes, if these change the prediction.
 
         Returns:
             The fields of each :class:`CandidatePlan`, and ``plan_seconds``.
@@ -220,7 +223,7 @@ class CandidatePlanner:
     def _of_setting(
         self, space: CandidateSpace, setting: CandidateGroup, *, relieve: bool = True
     ) -> list[tuple[CandidateGroup, int, CandidatePlan, float]]:
-        """Plans micro-batches from the largest on, until two in a row are slower, or one by more than the error bar."""
+        """Plans micro-batches in descending order until two in a row are slower, or one by more than the error bar."""
         found = []
         best, slower, largest_fits = float("inf"), 0, None
         for micro in space.micro_batches(setting):
@@ -229,7 +232,7 @@ class CandidatePlanner:
             candidate = entry[2]
             if candidate.refusal:
                 if len(found) > 1 or not relieve:
-                    break  # it is not the size
+                    break  # the cause is not the micro-batch size
                 continue
             largest_fits = candidate.fits if largest_fits is None else largest_fits
             if candidate.fits:
@@ -246,26 +249,29 @@ class CandidatePlanner:
 def ranks_that_plan(settings: int, seconds: float, ranks: int, *, refine: bool) -> int:
     """Returns the number of ranks over which planning the candidates is divided.
 
-    The first plan of a process imports torch's compiler, 1.4 seconds of processor time, so another rank must save
-    more than that.
+    The first plan of a process imports torch's compiler, which takes 1.4 seconds of processor time, so a further rank
+    must save more than that.
 
     Args:
-        settings: Stages and other choices to plan, each with two micro-batches or more.
-        seconds: Processor time of one plan.
-        ranks: Ranks of a node.
-        refine: Whether the best are planned with other bucket sizes too.
+        settings: Number of groups to plan, each with two micro-batches or more.
+        seconds: Processor time of one plan, in seconds.
+        ranks: Ranks per node.
+        refine: Whether the best candidates are also planned with other bucket sizes.
     """
     plans = 2 * settings + (_REFINED * 4 if refine else 0)
     return min(max(int(plans * seconds / _WORTH_A_RANK), 1), ranks, settings)
 
 
 def _differs(plan: CandidatePlan, base: CandidatePlan) -> bool:
-    """Returns whether a candidate runs otherwise than ``base``: a bucket beyond all gradients changes nothing."""
+    """Returns whether a candidate's predictions differ from those of ``base``.
+
+    A bucket larger than all gradients, for example, changes nothing.
+    """
     return (plan.refusal, plan.seconds, plan.device_bytes) != (base.refusal, base.seconds, base.device_bytes)
 
 
 def require_plannable(model: nn.Module) -> None:
-    """Refuses a pipeline.
+    """Raises for a model with pipeline stages.
 
     Raises:
         DeepSpeedConfigError: The model is a ``PipelineModule``.

@@ -1,4 +1,4 @@
-"""Short measurements of this machine, so that predicted times are those of the ranks that will train."""
+"""Short measurements of the devices on which the script trains, for the predictions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _MIB = 2**20
 
 
 def measure_device(dtype: torch.dtype, device: torch.device, memory: int) -> Device:
-    """Measures products, copies, the start of an operation, and an all-gather. Every rank must call it.
+    """Measures matrix products, copies, operation launches and an all-gather. Every rank must call it.
 
-    The rates are those that were reached, so that the shares of ``DeviceEfficiency`` are 1. Takes about half a second.
+    The rates of the returned device are the measured ones, so the fractions in its ``DeviceEfficiency`` are 1. Takes
+    about half a second.
 
     Args:
-        dtype: In which the model computes.
+        dtype: The dtype in which the model computes.
         device: The device of this rank.
-        memory: Bytes that a rank has.
+        memory: Memory of a rank, in bytes.
     """
     side = 512 if device.type == "cpu" else 4096
     left = torch.randn(side, side, device=device).to(dtype)
@@ -65,7 +66,10 @@ def measure_device(dtype: torch.dtype, device: torch.device, memory: int) -> Dev
 
 
 def _link_speed(device: torch.device) -> tuple[float, float]:
-    """Returns the rate of an all-gather in bytes per second, and the seconds to start one; zeros for one rank."""
+    """Returns the rate of an all-gather in bytes per second and its latency in seconds; zeros for one rank.
+
+    Every rank must call it.
+    """
     ranks = comm.get_world_size()
     if ranks == 1:
         return 0.0, 0.0
@@ -76,11 +80,11 @@ def _link_speed(device: torch.device) -> tuple[float, float]:
 
 
 def _gather_seconds(numel: int, device: torch.device) -> float:
-    """Returns the seconds of an all-gather of ``numel`` bytes per rank, the least of several."""
+    """Returns the seconds of an all-gather of ``numel`` bytes per rank, the minimum of six. Every rank must call it."""
     part = torch.zeros(numel, dtype=torch.uint8, device=device)
     whole = torch.empty(numel * comm.get_world_size(), dtype=torch.uint8, device=device)
     rounds = []
-    for _ in range(6):  # every rank as often: a number of repeats that each chose by itself would not match
+    for _ in range(6):  # a fixed number: all ranks must make the same number of calls
         get_accelerator().synchronize()
         start = time.perf_counter()
         comm.all_gather_into_tensor(whole, part)
@@ -90,7 +94,7 @@ def _gather_seconds(numel: int, device: torch.device) -> float:
 
 
 def _launch_seconds(one: torch.Tensor) -> float:
-    """Returns the seconds in which the host starts one operation of forward or backward."""
+    """Returns the seconds that the host needs to launch one operation of forward or backward."""
     start = time.perf_counter()
     repeats = 50
     for _ in range(repeats):
@@ -104,7 +108,7 @@ def _launch_seconds(one: torch.Tensor) -> float:
 
 
 def _seconds_of(work: Callable[[], Any]) -> float:
-    """Returns the seconds of one call, the least of several rounds."""
+    """Returns the seconds of one call, the minimum over several rounds."""
     accelerator = get_accelerator()
     work()
     accelerator.synchronize()

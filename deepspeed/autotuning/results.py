@@ -1,4 +1,4 @@
-"""What the tuner shows and writes: the table of predicted and measured times, the summary, the best configuration."""
+"""Formats the results of the tuner: the table of predicted and measured times, the summary, reasons of failures."""
 
 from __future__ import annotations
 
@@ -16,29 +16,36 @@ from deepspeed.autotuning.choice import CandidatePlan, TrialQueue
 from deepspeed.autotuning.experiment import STAGE
 
 _WIDTH = 118
-_SHOWN = 12  # candidates that were not tried
+_SHOWN = 12  # most candidates without a trial in the table
 _LONGEST = 600  # characters of a reason
 
 
 def metric_of(name: str, row: CandidatePlan, seconds: float, samples: int) -> float:
-    """Returns a metric of a step: samples per second, milliseconds, or FLOP per second and device."""
+    """Returns a metric of an update.
+
+    Args:
+        name: ``latency`` (milliseconds), ``flops`` (FLOP per second and device), else samples per second.
+        row: The candidate.
+        seconds: Measured seconds of an update.
+        samples: Samples of an update, over all ranks.
+    """
     if name == "latency":
         return seconds * 1e3
     return row.flops / seconds if name == "flops" else samples / seconds
 
 
 def as_text(part: RenderableType) -> str:
-    """Returns something of rich as plain text."""
+    """Returns a ``rich`` renderable as plain text."""
     file = io.StringIO()
     Console(file=file, width=_WIDTH, color_system=None).print(part)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
 def results_table(queue: TrialQueue, *, samples: int) -> Table:
-    """Returns the table of candidates: predicted beside measured.
+    """Returns the table of candidates with predicted and measured times.
 
     Args:
-        queue: The candidates and what was measured.
+        queue: The candidates and their measurements.
         samples: Samples of an update, over all ranks.
     """
     table = Table(title="Candidates, one update of the same global batch", title_justify="left")
@@ -85,7 +92,7 @@ def results_table(queue: TrialQueue, *, samples: int) -> Table:
 
 
 def summary_text(queue: TrialQueue, metric: str, samples: int, seconds: float) -> str:
-    """Returns the text of ``summary.txt``: by space (the ZeRO stages, and all), trials and the best of them."""
+    """Returns the text of ``summary.txt``: for each ZeRO stage and for all, the number of trials and the best one."""
     rows = {row.name: row for row in queue.rows}
     spaces: dict[str, list[str]] = defaultdict(list)
     for name in queue.measured:
@@ -109,7 +116,7 @@ def reason_of(folder: Path, code: int) -> str:
         found = [index for index, line in enumerate(lines) if _names_an_error(line)]
         if found:
             return _short(_message_at(lines, found[0]))
-        # The launcher's own sentence: a rank that was killed, a script that is not there.
+        # The launcher's own message: a rank was killed, or the script does not exist.
         sentences = [text for line in lines if (text := line.removeprefix("deepspeed: ")) != line]
         if sentences:
             return _short(sentences[0])
@@ -122,7 +129,7 @@ def _names_an_error(line: str) -> bool:
 
 
 def _message_at(lines: Sequence[str], start: int) -> str:
-    """Returns the message of an exception, which may have several lines, as one line without the label of its rank."""
+    """Returns the (possibly multi-line) message of an exception as one line, without the rank's label."""
     label = re.match(r"\[rank \d+\] ?|", lines[start])
     assert label is not None, "the pattern matches an empty text"
     words = []

@@ -62,7 +62,7 @@ def test_bucket_sizes_that_are_written_are_not_refined():
 
 def test_a_batch_that_ranks_cannot_share_is_refused():
     found = space({}, total=5)
-    with pytest.raises(DeepSpeedConfigError, match="train_batch_size=5: expected a multiple of the 2 ranks"):
+    with pytest.raises(DeepSpeedConfigError, match="expected a multiple of the 2 data-parallel ranks"):
         found.micro_batches(found.settings()[0])
     tight = space({}, total=10, limits=BatchLimits(10, least=2, most=4))
     with pytest.raises(DeepSpeedConfigError, match="none of the micro-batch sizes to try divides the 5 samples"):

@@ -27,7 +27,7 @@ def test_it_is_over_when_no_other_can_win_by_the_error_bar():
     assert found.next().name == "c1"
     found.measured["c1"] = 1.3
     assert found.error == 0.03 or found.error > 0.03
-    assert found.next() is None and "no other can win" in found.why_over()
+    assert found.next() is None and "no other candidate can be faster" in found.why_over()
     wide = queue(1.0, 1.6)
     wide.measured["c0"] = 1.0
     assert wide.next() is None  # 1.6 - 25 % is more than 1.0
