@@ -1,4 +1,4 @@
-"""Compresses models in training: weights and activations in few bits, pruning, fewer layers."""
+"""Compresses models while they train: quantized weights and activations, pruning, fewer layers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Layers that compute with a compressed weight.
 
-A layer of a model keeps its parameters, its name and its place and gets one of these classes (as layers that are cut
-over tensor-parallel ranks do), so that ties, sharding and checkpoints see the model as it was. What acts now is in
-``compression``, the masks in buffers of the layer, scores that are learned in parameters of it.
+A layer keeps its parameters and its name and only changes its class to one of these, so tied weights, sharding and
+checkpoints work as before. The attribute ``compression`` holds the techniques that are active now. Masks are buffers of
+the layer; learned scores are parameters of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _input_of(layer: nn.Module, values: torch.Tensor) -> torch.Tensor:
 
 
 class LinearLayer_Compress(nn.Linear):  # noqa: N801 - a published name
-    """A linear layer with a compressed weight, and rounded input where that is requested."""
+    """A linear layer with a compressed weight, and a quantized input if configured."""
 
     _ds_features = _FEATURES
     compression: Techniques
@@ -48,7 +48,7 @@ class LinearLayer_Compress(nn.Linear):  # noqa: N801 - a published name
 
 
 class Conv1DLayer_Compress(nn.Module):  # noqa: N801
-    """A compressed ``Conv1D`` of Transformers: a linear layer whose weight is ``[in, out]``."""
+    """A ``Conv1D`` of Transformers with a compressed weight: a linear layer whose weight is ``[in, out]``."""
 
     _ds_features = _FEATURES
     compression: Techniques
@@ -60,7 +60,7 @@ class Conv1DLayer_Compress(nn.Module):  # noqa: N801
 
 
 class Conv2dLayer_Compress(nn.Conv2d):  # noqa: N801
-    """A convolution with a compressed weight, and rounded input where that is requested."""
+    """A convolution with a compressed weight, and a quantized input if configured."""
 
     _ds_features = _FEATURES
     compression: Techniques
@@ -74,7 +74,7 @@ class Conv2dLayer_Compress(nn.Conv2d):  # noqa: N801
 class BNLayer_Compress(nn.BatchNorm2d):  # noqa: N801
     """A batch norm after a convolution whose channels are pruned: its output is zero in those channels."""
 
-    followed: Any  # a list with the convolution, so that it is no child of this layer
+    followed: Any  # a list with the convolution, so that it is not registered as a submodule
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Maps ``[N, C, H, W]`` to the same shape."""
@@ -86,7 +86,7 @@ class BNLayer_Compress(nn.BatchNorm2d):  # noqa: N801
 
 
 class Embedding_Compress(nn.Embedding):  # noqa: N801
-    """An embedding with a compressed weight: every row is a group, so that only the rows looked up are rounded."""
+    """An embedding with a compressed weight. Every row is a group, so only the rows that are looked up are rounded."""
 
     _ds_features = _FEATURES
     compression: Techniques
@@ -111,19 +111,19 @@ MOMENTUM = 0.95
 class QuantAct(nn.Module):
     """Rounds activations to few bits, with the gradient passed straight through.
 
-    ``dynamic``: every token (the last dimension), or every image, has a scale of its own. ``static``: one scale from a
-    running range, which training moves by 0.05 of the way to each batch's range, and which is part of the state dict;
-    each rank has the range of its own batches, and checkpoints rank 0's.
+    Dynamic: every token (the last dimension), or every image, has a scale of its own. Static: one scale from a running
+    range, which is part of the state dict. In training it is an exponential moving average (momentum 0.95) of the
+    ranges of the batches. Each rank has the range of its own batches; checkpoints hold rank 0's.
 
     Args:
-        bits: Width of the codes.
-        symmetric: Around zero, or from the least to the largest value.
-        static: Where the range comes from.
-        by_image: A group is all but the first dimension.
+        bits: Bits of a code.
+        symmetric: Quantize symmetrically around zero; otherwise from the least to the largest value.
+        static: Use the running range; otherwise that of each token or image.
+        by_image: A group is one image (all dimensions but the first) instead of one token.
 
     Attributes:
-        x_min_max: ``[2]``, the running range; zeros until the first batch. Only of static ones.
-        is_acting: False: values pass as they are.
+        x_min_max: ``[2]``, fp32, the running range; zeros until the first batch. Exists only if ``static``.
+        is_acting: Whether values are quantized; otherwise they pass unchanged.
     """
 
     keeps_buffer_dtype = True  # in 16 bits a running range would stop moving
@@ -138,7 +138,7 @@ class QuantAct(nn.Module):
             self.register_buffer("x_min_max", torch.zeros(2, dtype=torch.float32))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Takes any shape with at least two dimensions; the result has the same shape and dtype."""
+        """Returns the quantized values in the shape (at least 2-D) and dtype of ``values``."""
         if not self.is_acting or values.numel() == 0:
             return values
         rounded = self._static(values) if self.static else self._dynamic(values)
@@ -152,7 +152,7 @@ class QuantAct(nn.Module):
     @torch.no_grad()
     def _static(self, values: torch.Tensor) -> torch.Tensor:
         now = torch.stack((values.amin(), values.amax())).to(self.x_min_max)
-        # A forward inside a backward is recomputation: its range was taken already.
+        # A forward inside a backward recomputes activations; the range of this batch was counted already.
         if self.training and not is_inside_backward():
             first = not bool(self.x_min_max.any())
             self.x_min_max.copy_(now if first else MOMENTUM * self.x_min_max + (1 - MOMENTUM) * now)
@@ -161,13 +161,13 @@ class QuantAct(nn.Module):
         return _within(values.float(), low, high, self.bits, self.symmetric)
 
     def extra_repr(self) -> str:
-        """Returns the techniques, for ``print(model)``."""
+        """Returns bits and kind of rounding, for ``print(model)``."""
         kind = "symmetric" if self.symmetric else "asymmetric"
         return f"bits={self.bits}, {kind}, {'static' if self.static else 'dynamic'}"
 
 
 def _within(values: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool) -> torch.Tensor:
-    """Rounds by a given range; values outside are cut to it."""
+    """Quantizes values with a given range; values outside of it are clamped."""
     levels = 2**bits
     if symmetric:
         scale = 2 * torch.maximum(low.abs(), high.abs()) / levels

@@ -1,4 +1,4 @@
-""":func:`redundancy_clean`: makes what a compressed model learned permanent, and the model smaller."""
+""":func:`redundancy_clean`: makes rounding and masks of a compressed model permanent, which makes it smaller."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class CompressionReport:
 
     Attributes:
         bytes_before: Bytes of all parameters and buffers before compression.
-        bytes_after: The same now.
-        lines: A line for each compressed layer.
+        bytes_after: Bytes of all parameters and buffers now.
+        lines: A description of each compressed layer, by its name.
     """
 
     bytes_before: int
@@ -56,29 +56,29 @@ class _RemovalEntry(NamedTuple):
 
 @torch.no_grad()
 def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, packed: bool = True) -> nn.Module:
-    """Makes rounding and masks permanent, takes pruned parts out and stores rounded weights as codes.
+    """Makes rounding and masks permanent, removes pruned parts and stores rounded weights as codes.
 
-    The result computes what the compressed model computes once all its techniques act with their last widths. Parts are
-    taken out where ``related_modules`` names the layers beside them; weights of at most 8 bits become codes, which do
-    not train. The size before and after is logged.
+    The result computes what the compressed model computes once all its techniques are active with their final bits.
+    Pruned parts are removed if ``related_modules`` names the layers before or after them; weights of at most 8 bits
+    become codes, which cannot be trained. Logs the size before and after. At ZeRO stage 3 every rank must call it.
 
     Args:
-        model: After ``init_compression`` and training, changed in place; or the engine around it, which can train no
-            further.
-        deepspeed_config: That of ``init_compression``.
+        model: The model after ``init_compression`` and training, changed in place; or its engine, which cannot train
+            afterwards.
+        deepspeed_config: The configuration that was passed to ``init_compression``.
         mpu: Must be None.
-        packed: False: rounded weights stay floating-point numbers.
+        packed: Store rounded weights as codes; False keeps them as floating-point numbers.
 
     Returns:
-        The model, with a ``compression_report``.
+        The model, with an attribute ``compression_report`` (:class:`CompressionReport`).
 
     Raises:
-        CallOrderError: It is not compressed, or the model of an engine at stage 3 was given without its engine.
-        DeepSpeedConfigError: Parts cannot be taken out, or the configuration is another one.
+        CallOrderError: The model is not compressed, or it is sharded (stage 3) and the engine was not given.
+        DeepSpeedConfigError: ``mpu`` is given, or the configuration differs from the one of ``init_compression``.
     """
     if mpu is not None:
         raise DeepSpeedConfigError(
-            "redundancy_clean(mpu=...): layers that are cut over ranks are not compressed; leave mpu out"
+            "redundancy_clean(mpu=...): tensor-parallel layers cannot be compressed; leave mpu out"
         )
     engine: Any = None
     if hasattr(model, "compression_scheduler") and isinstance(getattr(model, "module", None), nn.Module):
@@ -87,7 +87,7 @@ def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, pack
     ends_training = is_sharded(model)
     own_parameters(model)
     if ends_training:
-        engine.destroy()  # its hooks would continue gathering the former parameters
+        engine.destroy()  # otherwise its hooks would gather the replaced parameters
     names = {id(module): name for name, module in model.named_modules()}
     layers = [(names[id(module)], module, techniques) for module, techniques in compressed_layers(model)]
     report = CompressionReport(_plain_bytes(model, layers))
@@ -124,8 +124,8 @@ def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, pack
 def _refuse(model: nn.Module, section: Any, *, has_engine: bool) -> None:
     if next(compressed_layers(model), None) is None:
         raise CallOrderError(
-            "redundancy_clean: no layer of the model is compressed; call init_compression, train or load what was "
-            "trained, and then this"
+            "redundancy_clean: expected a model with compressed layers, found none; before this, call init_compression "
+            "and train, or load trained weights"
         )
     if is_sharded(model) and not has_engine:
         raise CallOrderError(
@@ -140,7 +140,7 @@ def _refuse(model: nn.Module, section: Any, *, has_engine: bool) -> None:
 
 
 def _plain_bytes(model: nn.Module, layers: list[tuple[str, nn.Module, Techniques]]) -> int:
-    """Returns the bytes without what compression added."""
+    """Returns the bytes of all parameters and buffers, without those that compression added."""
     added = set()
     for _, module, techniques in layers:
         own = {name for pruning in techniques.prunings.values() for name in (pruning.buffer, pruning.scores)}
@@ -166,7 +166,7 @@ def _removals(name: str, module: nn.Module, techniques: Techniques) -> list[_Rem
 
 
 def _bake(module: Any, techniques: Techniques, baked: dict[int, nn.Parameter]) -> QuantizationLevels | None:
-    """Gives a layer its final weight and its own class back; returns what the weight's values can be."""
+    """Sets a layer's final weight and restores its class; returns the levels of the weight, None if it has none."""
     techniques.at_the_end()
     if techniques.rounding is not None:
         techniques.rounding = replace(techniques.rounding, stochastic=False)
@@ -196,10 +196,10 @@ def _bake(module: Any, techniques: Techniques, baked: dict[int, nn.Parameter]) -
 def _pack(
     model: nn.Module, kinds: dict[str, str], levels: dict[str, QuantizationLevels | None]
 ) -> dict[str, int | str]:
-    """Puts layers with codes in the places of those whose weights are rounded.
+    """Replaces layers with rounded weights by layers that store codes.
 
     Returns:
-        By name, in how many bits a weight is stored, or why it is not stored as codes.
+        By layer name: the bits in which the weight is stored, or why it is not stored as codes.
     """
     users: dict[int, list[str]] = defaultdict(list)
     for name in kinds:
@@ -223,13 +223,13 @@ def _pack(
 
 def _packed(layer: Any, kind: str, levels: QuantizationLevels | None, users: list[str]) -> tuple[Packed | None, str]:
     if levels is None:
-        return None, "its groups and its rows have no common boundaries"
+        return None, "its quantization groups do not align with its rows"
     if levels.bits > WIDEST:
         return None, f"codes have at most {WIDEST} bits"
     if getattr(layer, "max_norm", None) is not None:
         return None, "max_norm changes its rows when they are looked up"
     weight = layer.weight.t() if kind == "conv1d" else layer.weight.flatten(1)
-    return Packed(weight, levels, by_rows="embedding" in users), "its masked values are no codes"
+    return Packed(weight, levels, by_rows="embedding" in users), "its masked values are not among the codes"
 
 
 def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -238,7 +238,7 @@ def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _keep_rounding_input(module: nn.Module) -> None:
-    """Lets a layer of a plain class continue to round its input."""
+    """Registers a hook that quantizes the input of a layer whose original class was restored."""
     quantizer: Any = getattr(module, INPUT, None)
     if quantizer is not None:
         quantizer.is_acting = True
@@ -256,7 +256,7 @@ def _line(module: Any, techniques: Techniques, stored: int | str) -> str:
     if (quantizer := getattr(module, INPUT, None)) is not None:
         parts.append(f"input in {quantizer.bits} bits")
     if techniques.prunings:
-        parts.append(f"pruned ({', '.join(techniques.prunings)}), {zeros:.3f} of what is left is zero")
+        parts.append(f"pruned ({', '.join(techniques.prunings)}), {zeros:.3f} of the remaining weights are zero")
     return ", ".join(parts)
 
 
@@ -269,12 +269,12 @@ _WIDTHS = ("all_head_size", "split_size")
 
 
 class LayerPruner:
-    """Cuts layers, and keeps the levels of their rounded weights in step.
+    """Removes outputs and inputs of layers, and updates the levels of their rounded weights accordingly.
 
     Args:
-        model: With plain layers, whose weights are final.
+        model: The model, whose layers have their original classes and final weights again.
         kinds: The kind of each compressed layer, by name.
-        levels: Levels of the rounded weights, by the layer's name; changed in place, None where a cut destroys them.
+        levels: Levels of the rounded weights, by the layer's name; changed in place; None if a removal breaks groups.
     """
 
     def __init__(self, model: nn.Module, kinds: dict[str, str], levels: dict[str, QuantizationLevels | None]) -> None:
@@ -283,7 +283,8 @@ class LayerPruner:
     def rows(self, name: str, keep: torch.Tensor, related: Iterable[str]) -> None:
         """Removes all outputs of ``name`` but ``keep`` (1-D indices).
 
-        Related layers lose the inputs that these outputs feed, or the same outputs.
+        A related layer loses the inputs that come from these outputs; a batch norm, or the other half of a gated layer
+        (``is_beside``), loses the same outputs.
         """
         total = self._outputs(name)
         self._cut(name, rows=keep)
@@ -295,12 +296,12 @@ class LayerPruner:
                 self._cut(other, rows=keep)
                 continue
             inputs = self._inputs(other)
-            self._cut(other, columns=_blocks(keep, inputs // total))  # flattened images have a block for each channel
+            self._cut(other, columns=_blocks(keep, inputs // total))  # a flattened channel feeds a block
 
     def heads(self, name: str, keep: torch.Tensor, heads: int, related: Iterable[str]) -> None:
         """Removes all heads but ``keep`` (1-D indices): inputs of ``name`` and outputs of each related layer.
 
-        Fused layers have the outputs of a head several times.
+        A fused layer (such as QKV) has outputs of each head several times.
         """
         width = self._inputs(name)
         inputs = _blocks(keep, width // heads)
@@ -314,7 +315,7 @@ class LayerPruner:
         self._adapt(touched, {heads: len(keep)}, {width: len(inputs)})
 
     def _adapt(self, names: set[str], heads: dict[int, int], widths: dict[int, int]) -> None:
-        """Numbers of heads that the modules around the layers remember."""
+        """Updates numbers and widths of heads that the parent modules store as attributes."""
         for parent in sorted({name.rpartition(".")[0] for name in names}):
             module = self._model.get_submodule(parent)
             for attributes, values in ((_HEADS, heads), (_WIDTHS, widths)):
@@ -373,32 +374,32 @@ class LayerPruner:
 
 
 def _blocks(index: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns the places of whole blocks of this many columns."""
+    """Returns the column indices of the blocks in ``index`` (1-D), where a block has ``length`` columns."""
     return (index[:, None] * length + torch.arange(length, device=index.device)).flatten()
 
 
-_OF_ENGINES = ("ds_", "_ds_")  # beginnings of the names of attributes that engines set on parameters
+_OF_ENGINES = ("ds_", "_ds_")  # prefixes of the attributes that engines set on parameters
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Returns whether an engine shards parameters of ``model`` (ZeRO stage 3), small ones that stay whole included."""
+    """Returns whether an engine partitions parameters of ``model`` (ZeRO stage 3), persistent ones included."""
     found = (address_of(parameter) for parameter in model.parameters())
     return any(address is not None and address.bucket.is_partitioned for address in found)
 
 
 @torch.no_grad()
 def own_parameters(model: nn.Module) -> None:
-    """Replaces every parameter that is a view of a larger storage, or sharded, by a copy with storage of its own.
+    """Replaces every parameter that is sharded, or a view of a larger storage, by a copy with storage of its own.
 
     ``torch.save`` writes whole storages, and an engine's parameters are views of buckets. Tied parameters stay tied. A
-    parameter that has its storage to itself and belongs to no engine stays the same object; copies have the attributes
-    that others have set on the former ones. Gathers one module at a
-    time; where parameters are sharded, every rank of the engine must call it.
+    parameter that belongs to no engine and fills its storage stays the same object. Copies keep the attributes of the
+    original parameters, except those that engines set. Gathers one module at a time; if parameters are sharded, every
+    rank of the engine must call it.
 
     Args:
-        model: Changed in place. Its engine keeps the former parameters, so it can train the model no further.
+        model: Changed in place. Its engine keeps the original parameters, so it cannot train the model any more.
     """
-    copies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the former one is kept, so that its id stays its own
+    copies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # holds the original too, so that its id is not reused
     for module in model.modules():
         held = {name: p for name, p in module._parameters.items() if p is not None and not _owns_its_storage(p)}
         with GatheredParameters([parameter for parameter in held.values() if id(parameter) not in copies]):

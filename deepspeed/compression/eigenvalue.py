@@ -1,7 +1,7 @@
 """The dominant eigenvalue of the loss's Hessian in each block of layers, by power iteration.
 
-A product of the Hessian with a vector is the gradient of the gradient along that vector (Pearlmutter 1994), so that no
-Hessian is ever there. Blocks with large eigenvalues suffer more from rounding (Q-BERT, arXiv 1909.05840).
+A Hessian-vector product is the gradient of the gradient along that vector (Pearlmutter 1994), so the Hessian is never
+formed. Rounding harms blocks with large eigenvalues more (Q-BERT, arXiv 1909.05840).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 
 Mean = Callable[[torch.Tensor], torch.Tensor]
-"""The mean over ranks of a 1-D fp32 tensor, the same numbers on all of them."""
+"""Returns the mean over ranks of a 1-D fp32 tensor, bitwise equal on all of them."""
 
 
 @dataclass(frozen=True)
 class PowerIteration:
-    """When to stop, and what is added to norms.
+    """The parameters of a power iteration.
 
     Attributes:
-        max_iter: Most products with the Hessian.
-        tol: Ends when the value changes by less than this share of itself.
-        stability: Added to the norm that a vector is divided by.
+        max_iter: Maximum number of Hessian-vector products.
+        tol: Relative change of the eigenvalue below which the iteration stops.
+        stability: Added to the norm by which a vector is divided.
     """
 
     max_iter: int = 100
@@ -47,14 +47,16 @@ class PowerIteration:
         """Returns the eigenvalue of largest magnitude of the Hessian with respect to ``parameters``, with its sign.
 
         Args:
-            gradients: Gradients of the loss with their graph, one for each of ``parameters``; None where there is none.
+            gradients: Gradients of the loss with their graph, one for each of ``parameters``; None for a parameter
+                without one.
             parameters: At least one parameter, of any shape.
-            scale: What the loss was multiplied by.
+            scale: The factor on the loss.
             seed: Seed of the start vector; equal seeds give equal vectors.
-            mean: Averages products over ranks, which must all call it then; None: this process's loss alone.
+            mean: Averages products over ranks, which must then all call this; None: uses this process's loss alone.
 
         Returns:
-            The value, and the products it took; 0 where the loss is linear in the parameters or a product not finite.
+            The eigenvalue and the number of products. The eigenvalue is 0 if the loss is linear in the parameters or a
+            product is not finite.
         """
         device = parameters[0].device
         generator = torch.Generator().manual_seed(seed)
@@ -76,10 +78,10 @@ class PowerIteration:
 
 
 def differentiate(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], **how: Any) -> tuple[Any, ...]:
-    """Runs ``torch.autograd.grad``: gradients in the shapes of ``inputs``, None for inputs that are not reached.
+    """Returns ``torch.autograd.grad``: gradients in the shapes of ``inputs``, None for unused inputs.
 
     Raises:
-        DeepSpeedConfigError: Something in the forward has no second derivative.
+        DeepSpeedConfigError: An operation of the forward has no second derivative.
     """
     try:
         return torch.autograd.grad(outputs, inputs, allow_unused=True, retain_graph=True, **how)
@@ -97,7 +99,7 @@ def differentiate(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor
 def _product(
     gradients: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor], vector: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the Hessian times ``vector``, 1-D in fp32; zeros where nothing depends on a parameter."""
+    """Returns the Hessian times ``vector``, 1-D in fp32; zeros for parameters on which no gradient depends."""
     parts = vector.split([p.numel() for p in parameters])
     pairs = [
         (g, part.view_as(g).to(g.dtype))
@@ -112,18 +114,18 @@ def _product(
 
 
 def as_shares(values: Sequence[float]) -> list[float]:
-    """Returns magnitudes as shares of the largest; 1 for a zero, which means unknown."""
+    """Returns magnitudes divided by the largest; 1 for a zero, because that means unknown."""
     largest = max(map(abs, values), default=0.0)
     return [abs(value) / largest if value else 1.0 for value in values]
 
 
 def blocks_of(model: nn.Module, layer_name: str, layer_num: int) -> dict[str, nn.Module]:
-    """Returns the blocks by name, in order.
+    """Returns the blocks of layers by name, in order.
 
     Args:
         model: The model.
-        layer_name: Name of the module that holds them, such as an ``nn.ModuleList``.
-        layer_num: How many of them, from the first; 0: all.
+        layer_name: Name of the module that contains the blocks, such as an ``nn.ModuleList``.
+        layer_num: Number of blocks, counted from the first; 0: all.
 
     Raises:
         DeepSpeedConfigError: The model has no such module, or fewer blocks.
@@ -146,18 +148,18 @@ def blocks_of(model: nn.Module, layer_name: str, layer_num: int) -> dict[str, nn
 
 
 class Eigenvalue:
-    """Eigenvalues of the blocks of a model, for a program that runs the backward itself.
+    """Computes eigenvalues of the blocks of a model, for programs that run the backward themselves.
 
-    Under ``quantize_training`` the engine does all this; see the section ``eigenvalue``.
+    With ``eigenvalue.enabled`` in the configuration the engine computes them.
 
     Args:
-        verbose: Log each value.
-        max_iter: Most products with the Hessian.
-        tol: The same.
-        stability: The same.
-        gas_boundary_resolution: Updates from one computation to the next; kept for the program.
-        layer_name: Name of the module that holds the blocks, such as an ``nn.ModuleList``.
-        layer_num: The same.
+        verbose: Log each eigenvalue.
+        max_iter: Maximum number of Hessian-vector products.
+        tol: Relative change of the eigenvalue below which the iteration stops.
+        stability: Added to the norm by which a vector is divided.
+        gas_boundary_resolution: Updates between two computations; only stored, for the program to read.
+        layer_name: Name of the module that contains the blocks, such as an ``nn.ModuleList``.
+        layer_num: Number of blocks, counted from the first; 0: all.
     """
 
     def __init__(
@@ -178,20 +180,22 @@ class Eigenvalue:
     def compute_eigenvalue(
         self, module: nn.Module, device: Any = None, scale: float = 1.0
     ) -> dict[int, tuple[float, int]]:
-        """Returns the largest eigenvalue of each block's Hessian, from the gradients in ``parameter.grad``.
+        """Returns the eigenvalue of each block relative to the largest, from the gradients in ``parameter.grad``.
 
         Call it after ``loss.backward(create_graph=True)``.
 
         Args:
             module: The model.
-            device: Not needed: a block computes where its parameters are.
-            scale: What the loss was multiplied by.
+            device: Ignored: each block computes on the device of its parameters.
+            scale: The factor on the loss.
 
         Returns:
-            ``(share of the largest magnitude, number of the block)`` by ``id`` of each of the blocks' parameters.
+            ``(magnitude of the eigenvalue divided by the largest magnitude, number of the block)`` by ``id`` of each
+            parameter of the blocks.
 
         Raises:
-            DeepSpeedConfigError: There are no such blocks, or the loss has no second derivative.
+            DeepSpeedConfigError: ``layer_name`` or ``layer_num`` does not fit the model, or the loss has no second
+                derivative.
             ValueError: No parameter of a block has a gradient with a graph.
         """
         power = PowerIteration(self.max_iter, self.tol, self.stability)

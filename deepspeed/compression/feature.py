@@ -1,4 +1,4 @@
-"""What the engine does for compression: refuses what does not fit, and advances the schedule of a prepared model."""
+"""Compression as a feature of the engine: checks the configuration, and advances the schedule of a prepared model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _is_older(root: Root) -> bool:
 
 
 def _eigenvalue_of(root: Root) -> EigenvalueSection | None:
-    """Returns the section ``eigenvalue`` that is on: inside ``quantize_training``, or that of the top level."""
+    """Returns the enabled section ``eigenvalue``: inside ``quantize_training``, or at the top level; or None."""
     inside = None if root.quantize_training is None else root.quantize_training.eigenvalue
     return next((section for section in (inside, root.eigenvalue) if section is not None and section.enabled), None)
 
@@ -67,7 +67,7 @@ class CompressionHooks(EngineHooks):
 
     Args:
         schedule: The schedule of the model.
-        peers: The ranks that see other samples.
+        peers: The ranks with other samples.
     """
 
     def __init__(self, schedule: compression_scheduler, peers: Transport) -> None:
@@ -106,7 +106,7 @@ class CompressionHooks(EngineHooks):
 
 
 class Compression(EngineFeature):
-    """Weights and activations of few bits, and pruning, in training."""
+    """Quantizes weights and activations, and prunes, in training."""
 
     title = "compression in training"
     setting = "compression_training, quantize_training, eigenvalue"
@@ -115,14 +115,14 @@ class Compression(EngineFeature):
             "compression_training",
             _is_cut_by_configuration,
             TENSOR_RANKS,
-            "layers that are compressed cannot be cut over ranks",
+            "compressed layers cannot be tensor-parallel",
             "set autotp_size to 1 and use ZeRO, which compression works with at every stage",
         ),
         Conflict(
             "quantize_training.enabled",
             lambda setup: _is_older(setup.root),
             STAGES,
-            "it is an older section for whole models",
+            "it is an older section, for models without pipeline stages",
             "use compression_training.weight_quantization instead",
         ),
         Conflict(
@@ -175,7 +175,7 @@ class Compression(EngineFeature):
         section = setup.root.quantize_training
         if section is not None and section.enabled:
             _quantize_in_training(section, setup.model)
-        if _is_prepared(setup.model):  # eigenvalue: bits fall later in blocks with large ones
+        if _is_prepared(setup.model):  # with eigenvalue.enabled, bits fall later in blocks with large eigenvalues
             set_pace(setup.model, _eigenvalue_of(setup.root))
         return {}
 
@@ -190,7 +190,7 @@ def _explain_unprepared(model: nn.Module) -> None:
     """Raises for a model that was not prepared; warns where ``redundancy_clean`` has finished it."""
     if not hasattr(model, "compression_report"):
         raise DeepSpeedConfigError(
-            "compression_training: its techniques are on, but the model is not prepared for them; call "
+            "compression_training: techniques are enabled, but the model is not prepared; call "
             "model = deepspeed.compression.init_compression(model, config) before the optimizer and initialize"
         )
     log_dist(
@@ -200,7 +200,7 @@ def _explain_unprepared(model: nn.Module) -> None:
 
 
 def _check_blocks(root: Root, section: EigenvalueSection, model: nn.Module) -> None:
-    """Raises where no weight in the blocks of the section has bits that fall."""
+    """Raises if no weight in the blocks of the section has a falling bit width."""
     blocks = blocks_of(model, section.layer_name, section.layer_num)
     bits = root.quantize_training.quantize_bits if _is_older(root) and root.quantize_training is not None else None
     schedules = [
@@ -220,7 +220,7 @@ def _check_blocks(root: Root, section: EigenvalueSection, model: nn.Module) -> N
 
 
 def _quantize_in_training(section: QuantizeTraining, model: nn.Module) -> None:
-    """Gives every weight of the model bits that fall, as by ``compression_training``."""
+    """Quantizes every weight of the model with falling bits, as ``compression_training`` does."""
     shared = {
         "enabled": True,
         "schedule_offset": section.quantize_schedule.schedule_offset,
@@ -250,11 +250,11 @@ class EnginePacing:
     """Measures eigenvalues for one engine.
 
     Args:
-        pace: The model's.
-        transport: Between the ranks that see other samples.
+        pace: The pace of the model's bit widths.
+        transport: Between the ranks with other samples.
 
     Attributes:
-        is_measuring: What goes through the graph now is no backward of the training.
+        is_measuring: Whether the backward that runs now is part of a measurement, not of training.
     """
 
     def __init__(self, pace: Pace, transport: Transport) -> None:
@@ -269,9 +269,9 @@ class EnginePacing:
 
         Args:
             loss: 0-dim, as the backward gets it.
-            scale: What the program's loss was multiplied by.
-            global_steps: Updates so far.
-            updates: Those that were not skipped.
+            scale: The factor on the program's loss.
+            global_steps: Updates so far, skipped ones included.
+            updates: Updates so far, without skipped ones.
         """
         if self._seen == global_steps or not self._pace.is_due(global_steps, updates):
             return
@@ -283,7 +283,7 @@ class EnginePacing:
         self._seen = global_steps
 
     def before_update(self, global_steps: int, updates: int) -> None:
-        """Raises where the engine has not seen the loss of an update that needs it.
+        """Raises if the next update needs eigenvalues but none were measured.
 
         Raises:
             CallOrderError: The program ran the backward itself.
@@ -309,15 +309,15 @@ class EnginePacing:
 
 
 class compression_scheduler:  # noqa: N801 - a published name
-    """Switches the techniques of a model on, each at its ``schedule_offset``. The engine has one and advances it.
+    """Activates the techniques of a model, each at its ``schedule_offset``. The engine has one and advances it.
 
     Args:
-        model: After ``init_compression``.
-        compression_config: Not read: the layers have their settings already.
+        model: The model after ``init_compression``.
+        compression_config: Ignored: the layers have their settings already.
 
     Attributes:
         training_steps: Updates so far; skipped ones do not count.
-        pace: Schedule of widths that fall by eigenvalues; None where all of them fall by the step alone.
+        pace: Schedule of bit widths that depend on eigenvalues; None if all depend on the step alone.
     """
 
     def __init__(self, model: nn.Module, compression_config: Any = None) -> None:
@@ -331,20 +331,19 @@ class compression_scheduler:  # noqa: N801 - a published name
         self.at(0)
 
     def before_update(self) -> None:
-        """Called after the last backward and before the update, for techniques that use gradients.
+        """Reads the gradients, for techniques that use them. Every rank must call it.
 
-        Every rank must call it.
-
-        The engine does so; a loop of one's own needs it for the method ``snip_momentum``.
+        Call it after the last backward and before the update. The engine does so; a custom training loop must do so for
+        the method ``snip_momentum``.
         """
         if self._snip is not None and not self._snip.plan.is_over(self.training_steps):
-            self._snip.look()
+            self._snip.score_gradients()
 
     def step(self, step_zero_check: bool = False) -> None:
-        """Called after an update.
+        """Advances the schedule by one update. Call it after each update.
 
         Args:
-            step_zero_check: True: no update, only see to it that what acts from the beginning does.
+            step_zero_check: Do not count an update; only activate techniques that start at update 0.
         """
         steps = self.training_steps + (not step_zero_check)
         pruned = None
@@ -355,7 +354,7 @@ class compression_scheduler:  # noqa: N801 - a published name
             log_dist(pruned)
 
     def at(self, training_steps: int) -> None:
-        """Applies the techniques that are active after ``training_steps`` updates, and logs those that begin."""
+        """Activates the techniques that are due after ``training_steps`` updates, and logs the new ones."""
         if training_steps == self.training_steps:
             return
         self.training_steps = training_steps
@@ -378,11 +377,11 @@ class compression_scheduler:  # noqa: N801 - a published name
         self._state = state
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Returns what is no function of the step; None where everything is."""
+        """Returns the state that the step does not determine; None if there is none."""
         return None if self.pace is None else self.pace.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Goes to a state; :meth:`at` must follow. None: of a run whose widths fell by the step alone."""
+        """Restores a state; call :meth:`at` afterwards. None: a state of widths that depend on the step alone."""
         if self.pace is not None:
             self.pace.load_state_dict(state or {})
             self.training_steps = -1

@@ -1,4 +1,4 @@
-""":func:`init_compression`: gives the layers that a configuration names their techniques."""
+""":func:`init_compression`: prepares the layers that a configuration selects for compression."""
 
 from __future__ import annotations
 
@@ -40,28 +40,29 @@ _CLASSES: dict[str, type[nn.Module]] = {
 
 
 def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any = None, mpu: Any = None) -> nn.Module:
-    """Gives the layers of ``model`` the techniques of ``compression_training``. Call it before the optimizer is made.
+    """Applies the techniques of ``compression_training`` to the layers of ``model``.
 
-    Layers stay in their places with their parameters; ``topk`` adds parameters with scores, which must be trained with
-    the rest. With ``layer_reduction`` the model first takes layers over from ``teacher_model``. On every rank alike.
+    Call it before the optimizer is made, with the same arguments on every rank; every rank must call it if parameters
+    are sharded. Layers keep their names and parameters. ``topk`` adds score parameters, which must be trained with the
+    rest. With ``layer_reduction``, layers of ``teacher_model`` are first copied into the model.
 
     Args:
         model: The model, whole or under ``zero.Init``; changed in place.
         deepspeed_config: A dict, a path, or what ``deepspeed.config.parse`` returned. Only ``compression_training`` is
             read.
         teacher_model: Needed by ``layer_reduction``.
-        mpu: Must be None: layers that are cut over ranks are not compressed.
+        mpu: Must be None: tensor-parallel layers cannot be compressed.
 
     Returns:
         ``model``.
 
     Raises:
-        DeepSpeedConfigError: The section and the model do not fit; nothing was changed.
+        DeepSpeedConfigError: The section does not fit the model; nothing was changed.
     """
     if mpu is not None:
         raise DeepSpeedConfigError(
-            "init_compression(mpu=...): layers that are cut over ranks cannot be compressed; compress the whole model "
-            "under ZeRO, at any stage"
+            "init_compression(mpu=...): tensor-parallel layers cannot be compressed; leave mpu out and compress the "
+            "whole model under ZeRO, at any stage"
         )
     section = section_of(deepspeed_config)
     compress(model, section, teacher_model)
@@ -69,11 +70,11 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
 
 
 def compress(model: nn.Module, section: CompressionTraining, teacher: Any = None) -> None:
-    """Does the same from a section that is valid.
+    """Applies the techniques of a validated section to the layers of ``model``, see :func:`init_compression`.
 
     Raises:
-        DeepSpeedConfigError: The model is compressed already or is a PipelineModule, or ``layer_reduction`` has no
-            teacher.
+        DeepSpeedConfigError: The model is compressed already or is a PipelineModule, the section does not fit it, or
+            ``layer_reduction`` has no teacher.
     """
     if any(techniques_on(module) is not None for module in model.modules()):
         raise DeepSpeedConfigError("init_compression: the model is compressed already; call it once, on a plain model")
@@ -86,8 +87,8 @@ def compress(model: nn.Module, section: CompressionTraining, teacher: Any = None
     if section.layer_reduction is not None and section.layer_reduction.enabled:
         if teacher is None:
             raise DeepSpeedConfigError(
-                "compression_training.layer_reduction: init_compression(teacher_model=...) is missing; give it the "
-                "model that the layers are taken from"
+                "compression_training.layer_reduction: init_compression(teacher_model=...) is missing; pass the "
+                "model from which layers are copied"
             )
         student_initialization(model, teacher, {"compression_training": section.model_dump(exclude_unset=True)})
     users = LayerWeights(model)
@@ -100,13 +101,13 @@ def compress(model: nn.Module, section: CompressionTraining, teacher: Any = None
 
 
 def techniques_on(module: nn.Module) -> Techniques | None:
-    """Returns what is done to a layer; None for one that is not compressed."""
+    """Returns the techniques of a layer; None if it is not compressed."""
     found = module.__dict__.get("compression")
     return found if isinstance(found, Techniques) else None
 
 
 def _install(users: LayerWeights, name: str, selection: Selection) -> None:
-    """Puts one technique on one layer, and on those that share its weight."""
+    """Adds one technique to a layer and to the layers that share its weight."""
     if selection.technique == "activation_quantization":
         _round_input(users.modules[name], name, selection)
     elif selection.technique == "weight_quantization":
@@ -118,7 +119,7 @@ def _install(users: LayerWeights, name: str, selection: Selection) -> None:
 
 
 def _techniques(module: nn.Module, name: str) -> Techniques:
-    """Returns the layer's techniques; a layer that has none yet gets its class."""
+    """Returns the layer's techniques; changes the class of a layer that is not compressed yet."""
     found = techniques_on(module)
     if found is None:
         kind = kind_of(module)
@@ -171,7 +172,7 @@ def _prune(users: LayerWeights, name: str, selection: Selection) -> None:
     modules: list[Any] = [users.modules[user] for user in users.of(name)]
     techniques = [
         _techniques(module, user) for module, user in zip(modules, users.of(name), strict=True)
-    ]  # all, before any of them has a mask
+    ]  # of all users, before any of them gets a mask
     first = modules[0]
     if pruning.method == "l1":
         with torch.no_grad(), GatheredParameters([first.weight]):
@@ -181,7 +182,7 @@ def _prune(users: LayerWeights, name: str, selection: Selection) -> None:
             module.register_buffer(pruning.buffer, mask)
     elif plan is not None:
         if SNIP_SCORES in first._modules:
-            return  # a tied layer of the group has brought it
+            return  # added with a tied layer of the group
         _prepare_scores(modules, techniques[0].is_transposed, plan, pruning.buffer)
     else:
         scores = nn.Parameter(_scores(first, kind, heads))
@@ -192,7 +193,7 @@ def _prune(users: LayerWeights, name: str, selection: Selection) -> None:
 
 
 def _prepare_scores(modules: list[Any], is_transposed: bool, plan: SnipPlan, buffer: str) -> None:
-    """Scores for blocks, and a mask that keeps everything until the first pruning."""
+    """Adds the scores of blocks, and a mask that keeps every weight until the first pruning."""
     rows, columns = shape_of(modules[0])
     device = modules[0].weight.device
     scores = SnipScores(rows // plan.block[0], columns // plan.block[1], device)
@@ -219,7 +220,7 @@ def _scores(module: Any, kind: Kind, heads: int | None) -> torch.Tensor:
 
 
 def _follow(model: nn.Module, selection: Selection) -> None:
-    """Silences batch norms after pruned channels, so that leaving the channels out changes nothing."""
+    """Records related layers, and masks batch norms after pruned channels so that removing them changes nothing."""
     kind = PRUNED.get(selection.technique)
     if kind is None:
         return
@@ -247,7 +248,7 @@ def recursive_getattr(model: nn.Module, module_name: str) -> Any:
     """Returns the attribute of ``model`` with a dotted name, such as ``"layers.0.weight"``.
 
     Raises:
-        AttributeError: There is none.
+        AttributeError: There is no such attribute.
     """
     found: Any = model
     for part in module_name.split("."):
@@ -256,10 +257,10 @@ def recursive_getattr(model: nn.Module, module_name: str) -> Any:
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
-    """Puts ``module`` (a module, parameter or value) at the dotted name.
+    """Sets the attribute of ``model`` with a dotted name to ``module`` (a module, parameter or value).
 
     Raises:
-        AttributeError: What should hold it does not exist.
+        AttributeError: The parent in the dotted name does not exist.
     """
     parent, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, parent) if parent else model, name, module)
@@ -294,19 +295,20 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) ->
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> nn.Module:
     """Copies layers of a teacher into a student, by ``compression_training.layer_reduction``.
 
-    Layer ``i`` of the student below ``module_name_prefix`` takes the values of the teacher's layer
-    ``teacher_layer[i]``; then each of ``other_module_name`` takes those of its namesake. On every rank alike.
+    Layer ``i`` of the student below ``module_name_prefix`` gets the values of the teacher's layer
+    ``teacher_layer[i]``. Each module of ``other_module_name`` gets those of the teacher's module of the same name. Call
+    it with the same arguments on every rank; every rank must call it if parameters are sharded.
 
     Args:
-        student_model: With as many layers as ``teacher_layer`` has entries; built by the caller.
-        teacher_model: Stays as it is.
-        deepspeed_config: A dict or a path.
+        student_model: Changed in place; has as many layers as ``teacher_layer`` has entries.
+        teacher_model: Not changed.
+        deepspeed_config: A dict, a path, or what ``deepspeed.config.parse`` returned.
 
     Returns:
         ``student_model``.
 
     Raises:
-        DeepSpeedConfigError: Names, numbers or shapes do not fit; nothing was copied.
+        DeepSpeedConfigError: Names, numbers of layers or shapes do not fit; nothing was copied.
     """
     layers = section_of(deepspeed_config).layer_reduction
     where = "compression_training.layer_reduction"
@@ -318,8 +320,8 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
     teachers = _children(teacher_model, prefix, f"{where}.module_name_prefix", "teacher")
     if len(students) != len(chosen):
         raise DeepSpeedConfigError(
-            f"{where}.teacher_layer: {len(chosen)} layers are named, but the student has {len(students)} in {prefix}; "
-            "build it with as many"
+            f"{where}.teacher_layer: expected one entry for each of the student's {len(students)} layers in {prefix}, "
+            f"found {len(chosen)}; build the student with as many layers as entries"
         )
     for number, index in enumerate(chosen):
         if index >= len(teachers):
@@ -338,7 +340,7 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
         with torch.no_grad(), GatheredParameters([target], modifier_rank=0), GatheredParameters([source]):
             target.copy_(source)
     log_dist(
-        f"compression: {len(students)} layers of {prefix} taken from the teacher's {', '.join(map(str, chosen))}, "
+        f"compression: copied the teacher's layers {', '.join(map(str, chosen))} of {prefix} into the student, "
         f"{len(pairs)} tensors in all"
     )
     return student_model
@@ -361,7 +363,7 @@ def _children(model: nn.Module, name: str, where: str, kind: str) -> list[nn.Mod
 
 
 def _pairs(target: Any, source: Any, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns the tensors of two modules (or two tensors), in order."""
+    """Returns pairs of target and source tensor of two modules (or of two tensors), in order."""
     if isinstance(target, torch.Tensor):
         targets, sources = [target], [source]
     else:
@@ -371,6 +373,6 @@ def _pairs(target: Any, source: Any, name: str) -> list[tuple[torch.Tensor, torc
     if mine != theirs:
         raise DeepSpeedConfigError(
             f"compression_training.layer_reduction: {name} of student and teacher have different shapes: {mine} and "
-            f"{theirs}; layers are copied as they are"
+            f"{theirs}; build the student with the shapes of the teacher"
         )
     return list(zip(targets, sources, strict=True))

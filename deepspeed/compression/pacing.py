@@ -1,4 +1,4 @@
-"""Bits that fall later in blocks that suffer more from it: mixture-of-quantisation paced by eigenvalues."""
+"""Mixture-of-quantisation paced by eigenvalues: bits fall later in blocks that rounding harms more."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from deepspeed.config.sections.quantization import EigenvalueSection
 from deepspeed.logging import log_dist
 
 ATTRIBUTE = "compression_pace"
-"""The model's name for its :class:`Pace`."""
+"""The attribute of a model that holds its :class:`Pace`."""
 
 
 @dataclass(frozen=True)
 class PacedWidthSchedule(WidthSchedule):
-    """A schedule whose periods are stretched as it goes: its falls are remembered, as no formula gives them.
+    """A schedule whose periods depend on eigenvalues, so it records each fall instead of computing it from the step.
 
     Attributes:
-        block: Number of the block that the weight is in.
-        falls: For each fall so far, the updates after which it was, and those after which the next one is due; counted
+        block: Number of the block that contains the weight.
+        falls: For each fall so far: the update of the fall, and the update at which the next one is due, both counted
             from ``offset``.
     """
 
@@ -35,24 +35,24 @@ class PacedWidthSchedule(WidthSchedule):
 
     @property
     def next_fall(self) -> int | None:
-        """Updates after which bits fall next, counted from the first of all; None: never again."""
+        """The number of updates at which bits fall next, counted from the start of training; None: never again."""
         if len(self.falls) >= self.start - self.target:
             return None
         return self.offset + (self.falls[-1][1] if self.falls else self.period)
 
     def advance(self, step: int, share: float) -> None:
-        """Lets bits fall where that is due after this many updates.
+        """Lowers the bits by one for each fall that is due.
 
         Args:
             step: Updates so far.
-            share: The block's eigenvalue, as a share of the largest: the next period is ``1 + floor(4 share)`` times
-                as long as without.
+            share: The block's eigenvalue divided by the largest. The next fall is due after ``1 + floor(4 share)``
+                times as many updates as without eigenvalues.
         """
         while (due := self.next_fall) is not None and step >= due:
             self.falls.append((step - self.offset, 2 * (due - self.offset) * (1 + math.floor(4 * share))))
 
     def at(self, step: int) -> BitWidth | None:
-        """Returns the width after this many updates, as far as it is known; None: whole."""
+        """Returns the width after ``step`` updates, from the falls so far; None: not rounded yet."""
         count = step - self.offset
         if count < 0:
             return None
@@ -62,14 +62,16 @@ class PacedWidthSchedule(WidthSchedule):
 
 
 class Pace:
-    """The widths of the weights in a model's blocks, and the eigenvalues that pace them.
+    """The bit widths of the weights in a model's blocks, and the eigenvalues that pace them.
 
     Args:
-        model: Prepared by ``init_compression`` or ``quantize_training``; widths of its blocks become paced ones.
+        model: Prepared by ``init_compression`` or ``quantize_training``; the width schedules of its blocks are
+            replaced by paced ones.
         section: The section ``eigenvalue``.
 
     Attributes:
-        eigenvalues: Latest eigenvalues of the blocks, in order; empty before a measurement.
+        eigenvalues: Latest eigenvalues of the blocks, in order; empty before the first measurement.
+        widths: The paced schedules, by name of the layer.
     """
 
     def __init__(self, model: nn.Module, section: EigenvalueSection) -> None:
@@ -78,7 +80,7 @@ class Pace:
         self._blocks = blocks_of(model, section.layer_name, section.layer_num)
         self.eigenvalues: list[float] = []
         self.widths: dict[str, PacedWidthSchedule] = {}
-        roundings: dict[int, WeightRounding] = {}  # by weight: layers that share one have one width
+        roundings: dict[int, WeightRounding] = {}  # by weight: tied layers share a width
         for number, block in enumerate(self._blocks.values()):
             for layer, techniques in compressed_layers(block):
                 if (
@@ -98,11 +100,13 @@ class Pace:
             techniques.rounding = roundings.get(id(getattr(layer, "weight", None)), techniques.rounding)
 
     def is_due(self, global_steps: int, updates: int) -> bool:
-        """Returns whether the next update needs eigenvalues: at one of its turns, if bits fall before the next.
+        """Returns whether the next update needs eigenvalues.
+
+        That is so every ``gas_boundary_resolution`` updates, if bits fall before the next of them.
 
         Args:
             global_steps: Updates so far, skipped ones included.
-            updates: Without them.
+            updates: Updates so far, without skipped ones.
         """
         if global_steps % self._resolution:
             return False
@@ -111,12 +115,13 @@ class Pace:
         )
 
     def measure(self, loss: torch.Tensor, scale: float, mean: Mean) -> None:
-        """Finds the eigenvalue of every block. Every rank must call it before the graph of its loss is freed.
+        """Measures the eigenvalue of every block. Every rank must call it before the graph of its loss is freed.
 
         Args:
-            loss: Scalar.
-            scale: What it was multiplied by.
-            mean: Values are those of the mean of all losses, see :class:`PowerIteration`.
+            loss: 0-dim, with its graph.
+            scale: The factor on the loss.
+            mean: Averages over ranks, so that the eigenvalues are those of the mean loss; see
+                :meth:`PowerIteration.dominant`.
         """
         groups = [[p for p in block.parameters() if p.requires_grad] for block in self._blocks.values()]
         every = list(dict.fromkeys(p for group in groups for p in group))
@@ -133,18 +138,18 @@ class Pace:
             log_dist(f"eigenvalues: {', '.join(lines)}")
 
     def advance(self, step: int) -> None:
-        """Lets bits fall where that is due after this many updates."""
+        """Lowers the bits of all weights for which a fall is due after ``step`` updates."""
         shares = as_shares(self.eigenvalues) or [0.0] * len(self._blocks)
         for width in self.widths.values():
             width.advance(step, shares[width.block])
 
     def state_dict(self) -> dict[str, Any]:
-        """Falls so far by layer, and the eigenvalues that the next ones go by."""
+        """Returns the falls so far by layer, and the latest eigenvalues, which determine the next ones."""
         falls = {name: list(width.falls) for name, width in self.widths.items()}
         return {"falls": falls, "eigenvalues": list(self.eigenvalues)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to a state; any other has not fallen yet."""
+        """Restores a state; layers that it does not list start without a fall."""
         for name, width in self.widths.items():
             width.falls[:] = [(fall, following) for fall, following in state.get("falls", {}).get(name, [])]
         values = state.get("eigenvalues", [])
@@ -152,13 +157,13 @@ class Pace:
 
 
 def pace_of(model: nn.Module) -> Pace | None:
-    """Returns the pace of a model; None where its bits fall by the step alone."""
+    """Returns the pace of a model; None if its bits depend on the step alone."""
     found: Pace | None = model.__dict__.get(ATTRIBUTE)
     return found
 
 
 def set_pace(model: nn.Module, section: EigenvalueSection | None) -> None:
-    """Lets eigenvalues pace the widths of a prepared model from now on, or (None) the step alone."""
+    """Makes the widths of a prepared model depend on eigenvalues; with None, on the step alone."""
     model.__dict__.pop(ATTRIBUTE, None)
     for _, techniques in compressed_layers(model):
         rounding = techniques.rounding

@@ -1,4 +1,4 @@
-"""Rounded weights as codes: which format keeps the values of a weight exactly, in how few bits."""
+"""Stores rounded weights as codes: finds the smallest format that represents a weight exactly."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from deepspeed.linear.quantized_linear import QuantizedConv2d, QuantizedEmbeddin
 from deepspeed.ops.packed_linear import GroupCodes, PackedFormat, packed_format
 from deepspeed.ops.packed_linear.formats import GROUP_SIZES, Int4Groups, Int8Rows
 
-_EXACT = 1e-5  # of the largest value: what arithmetic in fp32 may lose
+_EXACT = 1e-5  # error allowed for fp32 arithmetic, relative to the largest value
 WIDEST = 8  # bits of a code
-_KERNEL_IS_WORTH = 1.25  # times the bytes
+_KERNEL_IS_WORTH = 1.25  # a format with a kernel may take this many times the bytes
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class QuantizationLevels:
     """The values that a rounded weight can take.
 
     Attributes:
-        bits: Width of a code.
+        bits: Bits of a code.
         least: The smallest code.
         scale: ``[out, groups of a row]``, fp32.
-        offset: The same; zeros where rounding was symmetric.
-        symmetric: Whether it was.
+        offset: Like ``scale``; zeros if rounding was symmetric.
+        symmetric: Whether rounding was symmetric.
     """
 
     bits: int
@@ -41,7 +41,7 @@ class QuantizationLevels:
     def of(
         cls, rounded: RoundedGroups, bits: int, shape: tuple[int, int], symmetric: bool
     ) -> QuantizationLevels | None:
-        """Returns the levels of a weight ``[out, in]``; None where groups and rows have no common boundaries."""
+        """Returns the levels of a weight ``[out, in]``; None if a group contains a part of several rows."""
         rows, columns = shape
         length = rows * columns // len(rounded.scale)
         if length % columns == 0:
@@ -54,11 +54,11 @@ class QuantizationLevels:
         return cls(bits, rounded.least, scale.contiguous(), offset.contiguous(), symmetric)
 
     def kept(self, rows: torch.Tensor | None, columns: torch.Tensor | None) -> QuantizationLevels | None:
-        """Returns the levels of some rows and columns; None where groups would not keep equal lengths.
+        """Returns the levels after rows and columns were removed; None if groups would get different lengths.
 
         Args:
-            rows: 1-D indices that stay; None: all.
-            columns: 1-D indices that stay; None: all.
+            rows: 1-D indices of the remaining rows; None: all.
+            columns: 1-D indices of the remaining columns; None: all.
         """
         if columns is not None and self.scale.shape[1] > 1:
             return None
@@ -68,12 +68,12 @@ class QuantizationLevels:
 
 
 class Packed:
-    """One weight as codes, for all the layers that use it. ``format`` is None where no format keeps it.
+    """Encodes one weight for all layers that use it. ``format`` is None if no format represents it exactly.
 
     Args:
         weight: ``[out, in]``, the rounded values.
-        levels: What they can be.
-        by_rows: Single rows must be readable, for an embedding.
+        levels: The values that the weight can have.
+        by_rows: Whether single rows must be readable, as an embedding needs.
     """
 
     def __init__(self, weight: torch.Tensor, levels: QuantizationLevels, *, by_rows: bool) -> None:
@@ -81,7 +81,7 @@ class Packed:
         for format_, scale, offset in _candidates(weight, levels, by_rows):
             codes, scales = format_.encode(weight, scale, offset)
             found = format_.unpack(codes, scales, len(weight), torch.float32)
-            # A weight of 16 bits has its values rounded to them; codes stand for the values before that.
+            # Values of a 16-bit weight were rounded to 16 bits; codes represent them before that.
             lost = _EXACT if weight.dtype == torch.float32 else torch.finfo(weight.dtype).eps
             if (found - weight.float()).abs().max() <= lost * weight.abs().max():
                 self.format = format_
@@ -90,7 +90,7 @@ class Packed:
                 return
 
     def layer(self, like: Any, kind: str) -> nn.Module:
-        """Returns what takes the place of a layer."""
+        """Returns the layer that replaces ``like``, a layer of this kind (see ``settings.KINDS``)."""
         assert self.format is not None
         if kind == "conv2d":
             return QuantizedConv2d(like, self.codes, self.scales, self.format)
@@ -102,7 +102,7 @@ class Packed:
 
 
 class _Int8(Int8Rows):
-    """Codes of a weight whose scales are known."""
+    """``Int8Rows`` for a weight whose scales are given: ``encode`` keeps them in fp32."""
 
     def encode(
         self, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
@@ -111,10 +111,10 @@ class _Int8(Int8Rows):
 
 
 def _candidates(weight: torch.Tensor, levels: QuantizationLevels, by_rows: bool) -> Any:
-    """Returns the formats that may keep a weight, with its scales and offsets in their terms; the best first."""
+    """Yields ``(format, scale, offset)`` for each format that may represent a weight, the best first."""
     columns, groups = weight.shape[1], levels.scale.shape[1]
     scale, offset = levels.scale, levels.offset
-    if levels.bits == 1:  # plus and minus; zeros, of pruning, need the two bits after it
+    if levels.bits == 1:  # plus and minus; if pruning left zeros, the 2-bit format below fits
         yield GroupCodes(1, columns, groups=groups), 2 * scale, -scale
     if levels.bits <= 2:
         yield GroupCodes(2, columns, groups=groups, least=-1, has_offset=False), scale, torch.zeros_like(scale)
@@ -131,7 +131,7 @@ def _candidates(weight: torch.Tensor, levels: QuantizationLevels, by_rows: bool)
 
 
 def _int4(weight: torch.Tensor, groups: int, other: PackedFormat) -> Int4Groups | None:
-    """Returns the format with a kernel, where its groups fit and filling up to whole blocks costs little."""
+    """Returns the int4 format, which has a kernel; None if its groups do not fit or its padding costs too much."""
     rows, columns = weight.shape
     for size in reversed(GROUP_SIZES):
         if (columns // groups) % size == 0:

@@ -1,4 +1,4 @@
-"""What compression does, in words: at installation, when a technique begins, and where a model stands."""
+"""Reports compression: log lines at installation and when a technique starts, and the state of a model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from deepspeed.logging import log_dist
 
 @dataclass(frozen=True)
 class LayerState:
-    """Lists the compression techniques that act on one layer now.
+    """The compression techniques that are active on one layer.
 
     Attributes:
-        name: Its name in the model.
+        name: The layer's name in the model.
         bits: Bits of its weight; None: not rounded.
         activation_bits: Bits of its input; None: not rounded.
-        kept: By kind of pruning, the share that is kept, as counted in the mask.
+        kept: By kind of pruning, the fraction that is kept.
     """
 
     name: str
@@ -44,8 +44,7 @@ def compressed_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Techniques]
 def compression_state(model: nn.Module) -> list[LayerState]:
     """Returns the achieved bits and densities of every compressed layer now, before :func:`redundancy_clean`.
 
-    Masks that are learned have as many ones as their share requires, so they are not looked at, and nothing is
-    gathered.
+    The density of a learned mask follows from its ``dense_ratio``, so no parameters are gathered.
     """
     found = []
     for module, techniques in compressed_layers(model):
@@ -71,7 +70,7 @@ def _kept(module: Any, techniques: Techniques, kind: Any) -> float:
 
 
 def announce(selections: list[Selection]) -> None:
-    """Logs one line per group: what will act on how many layers, from which update on."""
+    """Logs one line per group: its technique, its number of layers, and the first update with it."""
     for selection in selections:
         log_dist(
             f"compression: {selection.technique}, group {selection.group}: {len(selection.names)} layers "
@@ -110,7 +109,7 @@ _WHAT = {
 
 
 def changes(before: list[LayerState], after: list[LayerState], step: int) -> list[str]:
-    """Returns what began to act between two states, one line for each kind of change."""
+    """Returns the techniques that became active between two states, one line for each kind of change."""
     counts: Counter[str] = Counter()
     kept: dict[str, list[float]] = {}
     for old, new in zip(before, after, strict=True):

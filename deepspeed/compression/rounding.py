@@ -1,14 +1,13 @@
 """Rounding values to few bits, with the gradient passed straight through.
 
-A weight is cut into groups of equal length, each with a scale and an offset of its own: ``value = code * scale +
-offset`` with whole codes. At 3 bits and more codes are the nearest ones (ZeroQuant, arXiv 2206.01861); 2 bits are
+A weight is divided into groups of equal length, each with a scale and an offset of its own: ``value = code * scale +
+offset`` with integer codes. At 3 bits and more codes are the nearest ones (ZeroQuant, arXiv 2206.01861); 2 bits are
 ternary (TWN, arXiv 1605.04711), 1 bit is the sign (BWN, arXiv 1603.05279; zero counts as positive, since a bit has two
 values), as in XTC (arXiv 2206.01859).
 
-Masks of pruning determine which weights, rows, heads or channels are kept.
-
-``l1`` keeps what is largest when the technique is installed, for good. ``topk`` keeps what has the largest scores,
-which are trained with the rest (movement pruning, arXiv 2005.07683): the gradient of the mask is that of the scores.
+Pruning masks determine which weights, rows, heads or channels are kept. ``l1`` keeps the largest ones at installation;
+its mask does not change afterwards. ``topk`` keeps those with the largest scores, which are trained with the rest
+(movement pruning, arXiv 2005.07683): the gradient of the mask is passed on to the scores.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class RoundedGroups(NamedTuple):
     """Groups of values after rounding.
 
     Attributes:
-        codes: Whole numbers in fp32, ``[groups, values of a group]``.
+        codes: Integers in fp32, ``[groups, values of a group]``.
         scale: ``[groups, 1]``, fp32.
-        offset: ``[groups, 1]``, fp32; zeros where rounding is symmetric.
+        offset: ``[groups, 1]``, fp32; zeros if rounding is symmetric.
         least: The smallest code that can occur.
     """
 
@@ -46,15 +45,15 @@ def round_groups(
 ) -> RoundedGroups:
     """Rounds each row of ``groups`` to codes of this many bits.
 
-    A row of zeros stays zero, and asymmetrically every row of equal values stays as it is: where the published scale
-    would be zero, 1 takes its place.
+    A scale of zero is replaced by 1, so a row of zeros stays zero; with asymmetric rounding a row of equal values stays
+    unchanged.
 
     Args:
         groups: ``[groups, values of a group]``, any floating dtype.
-        bits: Width of a code. Below 3 only symmetric rounding exists.
-        symmetric: Around zero: ``scale = 2 max|w| / 2^bits``, of which the largest positive value is cut by one step;
+        bits: Bits of a code. Below 3, ``symmetric`` and ``generator`` are ignored.
+        symmetric: Around zero: ``scale = 2 max|w| / 2^bits``, and the largest positive value is clamped by one step;
             otherwise between the least and the largest value, ``scale = (max - min) / 2^bits``.
-        generator: Draws the noise of stochastic rounding, uniform in (-0.5, 0.5) of a step; None: nearest.
+        generator: Draws the noise of stochastic rounding, uniform in (-0.5, 0.5) of a step; None: rounds to nearest.
     """
     values = groups.float()
     if bits < 3:
@@ -91,7 +90,7 @@ def _signs(values: torch.Tensor, *, ternary: bool) -> RoundedGroups:
 
 
 class _StraightThroughEstimator(torch.autograd.Function):
-    """The second value with the gradient of the first."""
+    """Returns ``changed`` in forward; passes the gradient to ``original`` in backward."""
 
     @staticmethod
     def forward(ctx: Any, original: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
@@ -109,17 +108,17 @@ def straight_through(original: torch.Tensor, changed: torch.Tensor) -> torch.Ten
 
 
 def kept_count(total: int, share: float) -> int:
-    """Returns how many of ``total`` are kept: at least the share."""
+    """Returns how many of ``total`` are kept: ``share * total`` rounded up."""
     # A share such as 0.7 of 10 is 7.000000000000001 in floating point.
     return min(total, math.ceil(share * total - 1e-9))
 
 
 def largest(values: torch.Tensor, share: float) -> torch.Tensor:
-    """Returns a mask that is True for the largest values; among equal ones as many as make the count exact.
+    """Returns a mask that is True for exactly ``kept_count`` of the largest values.
 
     Args:
         values: Any shape.
-        share: The share of the values that are kept, in (0, 1].
+        share: The fraction of the values that is kept, in (0, 1].
     """
     flat = values.detach().flatten()
     mask = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
@@ -136,7 +135,7 @@ def learned(scores: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def norms(weight: torch.Tensor, kind: str, heads: int | None) -> torch.Tensor:
-    """Returns what ``l1`` compares.
+    """Returns the absolute sums that ``l1`` compares: by weight, row, channel or head.
 
     Args:
         weight: ``[out, in, ...]``.

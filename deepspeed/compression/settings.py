@@ -1,4 +1,4 @@
-"""From ``compression_training`` to the layers of a model: which technique acts on which layer."""
+"""Selects the layers of a model to which each technique of ``compression_training`` applies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "head_pruning": LINEAR,
     "channel_pruning": ("conv2d",),
 }
-"""The kinds of layers that each technique supports, in the order in which techniques are made permanent."""
+"""The kinds of layers that each technique supports, in the order in which techniques are installed."""
 PRUNED: dict[str, Kind] = {
     "sparse_pruning": "sparse",
     "row_pruning": "row",
@@ -36,15 +36,15 @@ PRUNED: dict[str, Kind] = {
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """Returns what kind of layer it is: a name in :data:`KINDS`, ``batchnorm2d``, or None for what stays as it is.
+    """Returns the kind of a layer: one of those in :data:`KINDS`, ``batchnorm2d``, or None if it cannot be compressed.
 
-    Kinds made from these by inheritance may use their weight in ways of their own, so they stay as they are.
+    Subclasses of the supported classes may use their weight differently, so they are not compressed.
     """
     return kind_of_class(type(module))
 
 
 def kind_of_class(found: type) -> str | None:
-    """Returns the same of a class."""
+    """Returns the kind of the layers of a class, see :func:`kind_of`."""
     kinds = {nn.Linear: "linear", nn.Conv2d: "conv2d", nn.Embedding: "embedding", nn.BatchNorm2d: "batchnorm2d"}
     if (kind := kinds.get(found)) is not None:
         return kind
@@ -52,11 +52,11 @@ def kind_of_class(found: type) -> str | None:
 
 
 class PatternMatch(NamedTuple):
-    """One pattern of a group with what it fits.
+    """One pattern of a group with the layers that it matches.
 
     Attributes:
-        names: Layers of the technique, in the model's order.
-        related: For each related pattern, as many layers, in the same order.
+        names: Matched layers, in the model's order.
+        related: For each related pattern, the related layer of each of ``names``, in the same order.
     """
 
     names: list[str]
@@ -72,7 +72,7 @@ class Selection:
         group: Name of the group.
         shared: The technique's shared settings.
         params: The group's settings.
-        matches: By pattern.
+        matches: The matched layers, one entry for each pattern.
     """
 
     technique: str
@@ -83,36 +83,38 @@ class Selection:
 
     @property
     def is_snip(self) -> bool:
-        """Returns whether its layers are pruned by SNIP with momentum, which compares them with each other."""
+        """Whether its layers are pruned by SNIP with momentum, which compares them with each other."""
         return is_snip(self.technique, self.shared)
 
     @property
     def names(self) -> list[str]:
-        """All layers of the group."""
+        """Names of all layers of the group."""
         return [name for match in self.matches for name in match.names]
 
     def key(self, name: str) -> str:
-        """Returns the full name of one of the group's keys."""
+        """Returns the dotted path of one of the group's keys, for messages."""
         return f"{SECTION}.{self.technique}.different_groups.{self.group}.{name}"
 
 
 def section_of(config: Any) -> CompressionTraining:
-    """Returns the section of a configuration, checked.
+    """Returns the validated section ``compression_training`` of a configuration.
 
     Args:
         config: A dict, a path, or what :func:`deepspeed.config.parse` returned.
 
     Raises:
-        DeepSpeedConfigError: It is wrong, or there is no such section.
+        DeepSpeedConfigError: The configuration is invalid or has no such section.
     """
     root: Root = (config if isinstance(config, ParsedConfig) else parse(config, purpose="compression")).root
     if root.compression_training is None:
-        raise DeepSpeedConfigError(f"init_compression: the configuration has no section `{SECTION}`; add one")
+        raise DeepSpeedConfigError(
+            f"init_compression: expected a section `{SECTION}` in the configuration, found none; add one"
+        )
     return root.compression_training
 
 
 def techniques_of(section: CompressionTraining) -> Iterator[tuple[str, Any]]:
-    """Yields the techniques that are switched on, by name, in order."""
+    """Yields the enabled techniques as ``(name, settings)``, in the order of :data:`KINDS`."""
     for name in KINDS:
         technique = getattr(section, name)
         if technique is not None and technique.shared_parameters.enabled:
@@ -120,7 +122,7 @@ def techniques_of(section: CompressionTraining) -> Iterator[tuple[str, Any]]:
 
 
 def is_on(section: CompressionTraining | None) -> bool:
-    """Returns whether the section does anything to a model's layers."""
+    """Returns whether the section enables any technique."""
     return section is not None and any(True for _ in techniques_of(section))
 
 
@@ -128,8 +130,8 @@ def select(model: nn.Module, section: CompressionTraining) -> list[Selection]:
     """Finds the layers of every group.
 
     Raises:
-        DeepSpeedConfigError: A pattern is no regular expression or fits nothing, a layer is in two groups of one
-            technique, or related layers are not as many as the layers they belong to.
+        DeepSpeedConfigError: A pattern is no regular expression or matches no layer, a layer is in two groups of one
+            technique, or the number of related layers differs from the number of layers.
     """
     modules = {name: module for name, module in model.named_modules() if kind_of(module) is not None}
     found = []
@@ -144,8 +146,8 @@ def select(model: nn.Module, section: CompressionTraining) -> list[Selection]:
                 if name in taken:
                     raise DeepSpeedConfigError(
                         f"{selection.key('modules')}: {name} is in the group {taken[name]!r} already; a layer can be "
-                        "in one group of a technique. Patterns are searched in names, so `layer.1` fits `layer.10` "
-                        r"too; write `layer\.1\.` for one of them"
+                        "in one group of a technique. Patterns match anywhere in a name, so `layer.1` matches "
+                        r"`layer.10` too; write `layer\.1\.` instead"
                     )
                 taken[name] = group_name
             found.append(selection)
@@ -158,18 +160,18 @@ def is_snip(technique: str, shared: Any) -> bool:
 
 
 def _groups_of(technique: str, settings: Any) -> dict[str, Any]:
-    """Returns the groups of a technique; SNIP takes all layers where none are named."""
+    """Returns the groups of a technique; for SNIP without groups, one group of all layers."""
     groups: dict[str, Any] = settings.different_groups
     return groups or ({"all": PruningGroup()} if is_snip(technique, settings.shared_parameters) else {})
 
 
 def _without_excluded(selection: Selection) -> list[PatternMatch]:
-    """Returns the matches without ``excluded_modules``, which are patterns too."""
+    """Returns the matches without the layers that a pattern in ``excluded_modules`` matches."""
     where = f"{SECTION}.{selection.technique}.shared_parameters.excluded_modules"
     excluded = [_compiled(pattern, where) for pattern in selection.shared.excluded_modules]
     names = [[name for name in match.names if not any(e.search(name) for e in excluded)] for match in selection.matches]
     if not any(names):
-        raise DeepSpeedConfigError(f"{where}: leaves no layer of the group {selection.group!r}; name fewer")
+        raise DeepSpeedConfigError(f"{where}: excludes all layers of the group {selection.group!r}; exclude fewer")
     return [PatternMatch(kept, []) for kept in names]
 
 
@@ -177,7 +179,7 @@ def _compiled(pattern: str, where: str) -> re.Pattern[str]:
     try:
         return re.compile(".*" if pattern == "*" else pattern)
     except re.error as error:
-        raise DeepSpeedConfigError(f"{where}: {pattern!r} is no regular expression: {error}; correct it") from error
+        raise DeepSpeedConfigError(f"{where}: {pattern!r} is not a regular expression: {error}; correct it") from error
 
 
 def _matches(modules: dict[str, nn.Module], selection: Selection, group: Group) -> list[PatternMatch]:
@@ -196,8 +198,8 @@ def _matches(modules: dict[str, nn.Module], selection: Selection, group: Group) 
             found = _fitting(modules, other, where, (*LINEAR, "conv2d", "batchnorm2d"))
             if len(found) != len(names):
                 raise DeepSpeedConfigError(
-                    f"{where}: {other!r} fits {len(found)} layers ({_some(found)}), but {pattern!r} of modules fits "
-                    f"{len(names)} ({_some(names)}); each layer needs its own. Write a pattern that fits one for each"
+                    f"{where}: {other!r} matches {len(found)} layers ({_some(found)}), but {pattern!r} of modules "
+                    f"matches {len(names)} ({_some(names)}). Write a pattern that matches one related layer for each"
                 )
             match.related.append(found)
         matches.append(match)
@@ -213,8 +215,8 @@ def _fitting(modules: dict[str, nn.Module], pattern: str, where: str, kinds: tup
     known = [name for name, module in modules.items() if kind_of(module) in kinds]
     near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
     hint = f"choose, for example, {_some(near)}" if near else f"it has none of {', '.join(kinds)}; leave the group out"
-    other = f"; what it fits ({_some(fitting)}) is of another kind" if fitting else ""
-    raise DeepSpeedConfigError(f"{where}: {pattern!r} fits no layer of the model{other}; {hint}")
+    other = f" of the kinds {', '.join(kinds)} (it matches {_some(fitting)})" if fitting else ""
+    raise DeepSpeedConfigError(f"{where}: {pattern!r} matches no layer of the model{other}; {hint}")
 
 
 def _some(names: list[str]) -> str:

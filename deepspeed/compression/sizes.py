@@ -1,4 +1,4 @@
-"""Shapes and shared weights: whether the layers that a configuration names can have the techniques that it sets."""
+"""Checks shapes and shared weights of the layers that a configuration selects for compression."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LayerWeights:
     """Maps weights to the layers that use them.
 
     Args:
-        model: Before any layer is compressed, or while they are.
+        model: The model, before or during the installation of techniques.
 
     Attributes:
         modules: Every module, by name.
@@ -33,15 +33,16 @@ class LayerWeights:
                 self._by_weight[id(parameter)].append(name)
 
     def of(self, name: str) -> list[str]:
-        """Returns the layers with the same weight, ``name`` first."""
+        """Returns the names of the layers that share the weight of ``name``, itself first."""
         weight: Any = self.modules[name].weight
         return [name, *(other for other in self._by_weight[id(weight)] if other != name)]
 
     def check(self, selections: list[Selection]) -> None:
-        """Returns whether every technique can have its configured settings.
+        """Raises if a technique cannot be applied to one of its layers.
 
         Raises:
-            DeepSpeedConfigError: A weight that a technique changes is shared with other layers.
+            DeepSpeedConfigError: A technique does not support that the weight is shared with other layers, the shape of
+                a weight does not fit the settings, or related layers do not fit.
         """
         for selection in selections:
             self._check_related(selection)
@@ -72,21 +73,21 @@ class LayerWeights:
             if not plan.fits(rows, columns):
                 raise DeepSpeedConfigError(
                     f"compression_training.sparse_pruning.shared_parameters.block_pattern: the weight of {name}, "
-                    f"{rows} x {columns}, does not consist of blocks of {selection.shared.block_pattern}; take another "
-                    "pattern, or name the layer in excluded_modules"
+                    f"{rows} x {columns}, cannot be divided into blocks of {selection.shared.block_pattern}; set "
+                    "another pattern, or add the layer to excluded_modules"
                 )
             if not self.modules[name].weight.requires_grad:
                 raise DeepSpeedConfigError(
-                    f"compression_training.sparse_pruning: {name} is frozen, and snip_momentum goes by gradients; name "
-                    "the layer in excluded_modules, or use the method l1"
+                    f"compression_training.sparse_pruning: {name} is frozen, and snip_momentum needs gradients; add "
+                    "the layer to excluded_modules, or use the method l1"
                 )
         if selection.technique == "head_pruning":
             heads = selection.shared.num_heads
             if columns % heads:
                 raise DeepSpeedConfigError(
                     f"compression_training.head_pruning.shared_parameters.num_heads: {heads} does not divide the "
-                    f"{columns} input features of {name}, which must be the layer behind the heads. Set num_heads to "
-                    "that of the attention, or name another layer in modules"
+                    f"{columns} input features of {name}, which must be the layer after the heads. Set num_heads to "
+                    "that of the attention, or select another layer in modules"
                 )
 
     def _check_related(self, selection: Selection) -> None:
@@ -103,7 +104,7 @@ class LayerWeights:
             if selection.technique == "head_pruning" and queries_per_key(around) != 1:
                 raise DeepSpeedConfigError(
                     f"{where}: in {parent} {queries_per_key(around)} heads share keys and values, so "
-                    "single heads cannot be removed; leave related_modules out, and they become zero and stay"
+                    "single heads cannot be removed; leave related_modules out, so that they become zero instead"
                 )
             first, second = self.modules[name], self.modules[other]
             if selection.technique == "head_pruning":
@@ -113,7 +114,8 @@ class LayerWeights:
             beside = selection.technique != "head_pruning" and is_beside(shape_of(first)[0], second)
             if not beside and sizes[0] % sizes[1]:
                 raise DeepSpeedConfigError(
-                    f"{where}: {other} has {sizes[0]} {words[0]}, not a multiple of the {sizes[1]} {words[1]} of {name}"
+                    f"{where}: {other} has {sizes[0]} {words[0]}, expected a multiple of the {sizes[1]} {words[1]} of "
+                    f"{name}; correct the pattern"
                 )
             tied = self.of(other)[1:] if hasattr(second, "weight") else []
             if tied:
@@ -126,17 +128,17 @@ class LayerWeights:
             for each, module in ((name, first), (other, second)):
                 if isinstance(module, nn.Conv2d) and module.groups > 1:
                     raise DeepSpeedConfigError(
-                        f"{where}: {each} has {module.groups} groups of channels, which cannot be cut; leave it out, "
+                        f"{where}: {each} has {module.groups} groups, so no channel can be removed; leave it out, "
                         "or prune without related_modules"
                     )
 
     def by_rows(self, name: str) -> bool:
-        """Returns whether rows are groups, as in embeddings and what is tied to one."""
+        """Returns whether each row is a quantization group: for embeddings and layers tied to one."""
         return any(isinstance(self.modules[user], nn.Embedding) for user in self.of(name))
 
 
 def shape_of(module: Any) -> tuple[int, int]:
-    """Returns ``(outputs, weights of each)``, also of a layer whose weight is sharded."""
+    """Returns ``(outputs, weights per output)`` of a layer, whose weight may be sharded."""
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
     shape = tuple(getattr(module.weight, "ds_shape", module.weight.shape))
@@ -146,15 +148,16 @@ def shape_of(module: Any) -> tuple[int, int]:
 
 
 def is_beside(rows: int, other: Any) -> bool:
-    """Returns whether a layer has as many outputs as the pruned one (``rows``), and does not take them as inputs.
+    """Returns whether ``other`` stands beside the pruned layer, which has ``rows`` outputs, and not after it.
 
-    The halves of a gated layer do so: their outputs are multiplied, so that both lose the same rows.
+    It then has the same number of outputs, and does not take them as inputs. The two halves of a gated layer are an
+    example: their outputs are multiplied, so both lose the same rows.
     """
     return isinstance(other, nn.Linear) and shape_of(other)[0] == rows and inputs_of(other) % rows != 0
 
 
 def inputs_of(module: Any) -> int:
-    """Features or channels that a layer takes."""
+    """Returns the number of input features or channels of a layer."""
     if isinstance(module, nn.BatchNorm2d):
         return module.num_features
     return module.in_channels if isinstance(module, nn.Conv2d) else shape_of(module)[1]

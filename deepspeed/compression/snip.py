@@ -1,10 +1,10 @@
-"""Pruning by SNIP with momentum: what matters to the loss is kept, and density falls while the model trains.
+"""Pruning by SNIP with momentum: keeps the weights that matter most to the loss; density falls during training.
 
-The score of a weight is ``|w g|``, by how much the loss would change without it (SNIP, arXiv 1810.02340), summed over
-updates with a momentum as Intel's Neural Compressor has it: ``score = 0.9 score + |w g|``. Weights go in blocks of rows
-and columns, whose score is the mean of theirs. All layers are compared with each other; each keeps some. Of ``K``
-prunings the k-th leaves ``dense_ratio ** (k / K)``, so that density falls by the same factor each time. What is pruned
-stays so.
+The score of a weight is ``|w g|``, an estimate of how much the loss would change without it (SNIP, arXiv 1810.02340).
+Scores are summed over updates with a momentum, as in Intel's Neural Compressor: ``score = 0.9 score + |w g|``. Weights
+are pruned in blocks of rows and columns; a block's score is the mean of the scores of its weights. The blocks of all
+layers are compared with each other, and each layer keeps at least 2 % of its own. After the k-th of ``K`` prunings the
+density is ``dense_ratio ** (k / K)``, so it falls by the same factor each time. Pruned blocks stay pruned.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from deepspeed.zero.address import address_of
 
 MOMENTUM = 0.9
 LEAST_KEPT = 0.02
-"""Share of its blocks that every layer keeps."""
+"""Fraction of its blocks that every layer keeps at least."""
 SCORES = "sparse_pruning_scores"
-"""The layer's name for its scores."""
+"""Name of the submodule of a layer that holds its scores."""
 
 
 @dataclass(frozen=True)
 class SnipPlan:
-    """When how much is kept.
+    """The schedule of SNIP pruning.
 
     Attributes:
         block: Rows (outputs) and columns (inputs) of a block.
-        share: What is kept in the end.
+        share: Fraction of the blocks that is kept in the end.
         offset: Updates before the first pruning.
         stride: Updates from one pruning to the next.
-        end: Updates after which nothing more is pruned.
+        end: The last update after which blocks may be pruned.
     """
 
     block: tuple[int, int]
@@ -48,29 +48,29 @@ class SnipPlan:
 
     @classmethod
     def of(cls, shared: Any) -> SnipPlan:
-        """Reads ``sparse_pruning.shared_parameters``, in order."""
+        """Returns the plan of a section ``sparse_pruning.shared_parameters``."""
         rows, columns = map(int, shared.block_pattern.split("x"))
         end = shared.schedule_offset if shared.schedule_offset_end is None else shared.schedule_offset_end
         return cls((rows, columns), shared.dense_ratio, shared.schedule_offset, shared.schedule_offset_stride, end)
 
     @property
     def prunings(self) -> int:
-        """How often something is pruned."""
+        """The number of prunings."""
         return (self.end - self.offset) // self.stride + 1
 
     def fits(self, rows: int, columns: int) -> bool:
-        """Returns whether a weight consists of whole blocks."""
+        """Returns whether a weight ``[rows, columns]`` can be divided into whole blocks."""
         return rows % self.block[0] == 0 and columns % self.block[1] == 0
 
     def share_after(self, step: int) -> float | None:
-        """Returns what is kept by the pruning after this many updates; None where none is due."""
+        """Returns the fraction kept by the pruning after ``step`` updates; None if no pruning is due then."""
         past = step - self.offset
         if past < 0 or step > self.end or past % self.stride:
             return None
         return float(self.share ** ((past // self.stride + 1) / self.prunings))
 
     def is_over(self, step: int) -> bool:
-        """Returns whether scores are not needed any more after this many updates."""
+        """Returns whether the last pruning was done after ``step`` updates, so scores are no longer needed."""
         return step >= self.offset + (self.prunings - 1) * self.stride
 
 
@@ -83,7 +83,7 @@ class SnipScores(nn.Module):
         device: The device of the layer.
     """
 
-    keeps_buffer_dtype = True  # in 16 bits small scores would vanish beside the sum
+    keeps_buffer_dtype = True  # in 16 bits, adding a small score to a large sum would lose it
 
     scores: torch.Tensor
 
@@ -96,8 +96,8 @@ class SnipPruner:
     """Scores and masks of a model's layers.
 
     Args:
-        plan: The plan of all of them.
-        layers: Those with the technique; several may share a weight.
+        plan: The plan of all layers.
+        layers: The layers with this technique; several may share a weight.
     """
 
     def __init__(self, plan: SnipPlan, layers: Iterable[Any]) -> None:
@@ -109,8 +109,11 @@ class SnipPruner:
         self._fresh: list[torch.Tensor] | None = None
 
     @torch.no_grad()
-    def look(self) -> None:
-        """Accumulates the scores of the gradients before an update. Every rank must call it."""
+    def score_gradients(self) -> None:
+        """Computes the scores of this update from weights and gradients; :meth:`after_update` adds them.
+
+        Call it after the last backward and before the update. Every rank must call it.
+        """
         self._fresh = [self._of_blocks(users[0]) for users in self._layers]
 
     def _of_blocks(self, layer: Any) -> torch.Tensor:
@@ -130,16 +133,16 @@ class SnipPruner:
 
     @torch.no_grad()
     def after_update(self, step: int) -> str | None:
-        """Called after an applied update. Adds the accumulated scores, and prunes if the schedule says so.
+        """Adds the scores of an update that was applied, and prunes if that is due.
 
         Args:
             step: Updates so far.
 
         Returns:
-            What was pruned, for the log.
+            A log line about the pruning; None if nothing was pruned.
 
         Raises:
-            CallOrderError: :meth:`look` was not called before it.
+            CallOrderError: :meth:`score_gradients` was not called before the update.
         """
         if self._fresh is None:
             raise CallOrderError(
@@ -170,7 +173,7 @@ class SnipPruner:
         )
 
     def _choose(self, share: float) -> list[torch.Tensor]:
-        """Returns, for each weight, which of its remaining blocks stay."""
+        """Returns, for each weight, a mask ``[block rows, block columns]`` of the blocks that are kept."""
         ranked, sure = [], 0
         for users in self._layers:
             layer = users[0]
@@ -188,7 +191,7 @@ class SnipPruner:
         return [part.view(scores.shape) for part, scores in zip(parts, ranked, strict=True)]
 
     def _present(self, layer: Any) -> torch.Tensor:
-        """Returns the blocks that no pruning has taken yet."""
+        """Returns a mask ``[block rows, block columns]`` of the blocks that were not pruned yet."""
         mask = layer.get_buffer(layer.compression.prunings["sparse"].buffer)
         rows, columns = self.plan.block
         return mask.flatten(1)[::rows, ::columns]  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What is done to one layer, and since when: the techniques of a compressed layer as plain values."""
+"""The techniques of a compressed layer, and which of them are active after a number of updates."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class WeightRounding:
     """Fake quantisation of a weight.
 
     Attributes:
-        schedule: Its width by the step.
-        groups: Equal slices of the flattened weight with scales of their own; None: one for each row.
-        symmetric: Kind of scale.
-        stochastic: Round by chance; the same chance on every rank and in every forward of a step.
+        schedule: The bit width as a function of the step.
+        groups: Number of equal parts of the flattened weight with a scale each; None: one part for each row.
+        symmetric: Round symmetrically around zero.
+        stochastic: Round stochastically, with the same noise on every rank and in every forward of a step.
     """
 
     schedule: WidthSchedule
@@ -35,7 +35,7 @@ class WeightRounding:
     stochastic: bool = False
 
     def round(self, weight: torch.Tensor, bits: int, generator: torch.Generator | None = None) -> RoundedGroups:
-        """Returns the codes and scales of ``weight``, ``[out, in, ...]``."""
+        """Returns the codes and scales of ``weight``, ``[out, in, ...]``; ``generator`` draws stochastic noise."""
         groups = len(weight) if self.groups is None else self.groups
         return round_groups(weight.detach().reshape(groups, -1), bits, symmetric=self.symmetric, generator=generator)
 
@@ -45,10 +45,10 @@ class Pruning:
     """A mask on a weight.
 
     Attributes:
-        kind: What is pruned.
+        kind: What is pruned: single weights (``sparse``), rows, heads or channels.
         method: ``l1``, ``topk`` or ``snip_momentum``.
-        share: What is kept.
-        offset: Updates before which nothing is pruned.
+        share: Fraction that is kept.
+        offset: Number of updates after which pruning starts.
         heads: Number of heads, for the kind ``head``.
         plan: The plan of ``snip_momentum``.
     """
@@ -62,34 +62,34 @@ class Pruning:
 
     @property
     def has_mask(self) -> bool:
-        """Returns whether the mask is a buffer; otherwise it comes from scores that are trained."""
+        """Whether the mask is a buffer; otherwise it follows from trained scores."""
         return self.method != "topk"
 
     @property
     def buffer(self) -> str:
-        """The layer's name for the mask."""
+        """Name of the layer's buffer with the mask."""
         return f"{self.kind}_pruning_mask"
 
     @property
     def scores(self) -> str:
-        """The layer's name for the scores of ``topk``."""
+        """Name of the layer's parameter with the scores of ``topk``."""
         return "head_pruning_scores" if self.kind == "head" else f"{self.kind}_mask_scores"
 
 
 @dataclass
 class Techniques:
-    """The techniques that act on one layer.
+    """The techniques of one layer.
 
     Attributes:
         name: The layer's name in the model.
-        is_transposed: Its weight is kept as ``[in, out]``.
-        rounding: How the weight is rounded, or None.
-        prunings: By kind.
-        related: By kind of pruning, the layers that lose inputs or outputs with this one.
-        activation_offset: Updates before which activations are whole; None: they always are.
-        width: Bits of the weight now; None: not rounded.
-        acting: The kinds of pruning that act now.
-        step: The update that stochastic rounding draws for.
+        is_transposed: Whether its weight is stored as ``[in, out]``.
+        rounding: How the weight is rounded; None: not at all.
+        prunings: The prunings of the weight, by kind.
+        related: By kind of pruning, names of the layers that lose inputs or outputs with this one.
+        activation_offset: Number of updates after which the input is rounded; None: never.
+        width: Present bit width of the weight; None: not rounded.
+        acting: The kinds of pruning that are active now.
+        step: Number of updates, which seeds stochastic rounding.
         original_class: The layer's class before compression, to be restored.
     """
 
@@ -105,14 +105,14 @@ class Techniques:
     original_class: Any = None
 
     def at(self, step: int) -> None:
-        """Goes to what acts after this many updates."""
+        """Activates the techniques that are due after ``step`` updates."""
         if self.rounding is not None:
             self.width = self.rounding.schedule.at(step)
             self.step = step if self.rounding.stochastic else 0
         self.acting = frozenset(kind for kind, pruning in self.prunings.items() if step >= pruning.offset)
 
     def at_the_end(self) -> None:
-        """Goes to where everything acts, with its last width."""
+        """Activates all techniques, with the final bit width."""
         if self.rounding is not None:
             self.width = BitWidth(self.rounding.schedule.target, 0.0)
         self.acting = frozenset(self.prunings)
@@ -120,7 +120,7 @@ class Techniques:
     # -- the weight --------------------------------------------------------------------------------------------------
 
     def effective(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns weight ``[out, in, ...]`` and bias as the layer uses them now; gradients reach the original ones."""
+        """Returns the compressed weight ``[out, in, ...]`` and bias; gradients reach the original ones."""
         weight, bias = layer.weight, getattr(layer, "bias", None)
         assert isinstance(weight, torch.Tensor)
         if self.is_transposed:
@@ -135,7 +135,7 @@ class Techniques:
         return weight, bias
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
-        """Returns ``weight``, ``[out, in, ...]``, rounded to its present bits."""
+        """Returns ``weight``, ``[out, in, ...]``, rounded to its present bit width."""
         if self.width is None or self.rounding is None:
             return weight
         with torch.no_grad():
@@ -146,14 +146,14 @@ class Techniques:
         return result if share == 0 else share * weight + (1 - share) * result
 
     def _generator(self, device: torch.device) -> torch.Generator | None:
-        """Returns a generator that gives equal noise on every rank, and again where a forward is recomputed."""
+        """Returns a generator with equal noise on all ranks and in recomputed forwards; None if rounding needs none."""
         if self.rounding is None or not self.rounding.stochastic:
             return None
         seed = zlib.crc32(f"{self.name} {self.step}".encode())
         return torch.Generator(device).manual_seed(seed)
 
     def mask(self, layer: nn.Module, kind: Kind) -> torch.Tensor:
-        """Returns 1 for what is kept: in the weight's shape, or one number per row, head or channel."""
+        """Returns the mask, nonzero for what is kept: in the weight's shape, or one number per row, head or channel."""
         pruning = self.prunings[kind]
         if pruning.has_mask:
             mask = getattr(layer, pruning.buffer)
@@ -165,7 +165,7 @@ class Techniques:
 
 
 def spread(mask: torch.Tensor, kind: Kind, weight: torch.Tensor) -> torch.Tensor:
-    """Returns the mask in a shape that multiplies ``weight``, ``[out, in, ...]``."""
+    """Returns the mask in a shape that broadcasts to ``weight``, ``[out, in, ...]``."""
     if kind == "sparse":
         return mask
     if kind == "head":

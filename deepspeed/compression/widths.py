@@ -1,4 +1,4 @@
-"""When weights have how many bits: the schedule of mixture-of-quantisation, a function of the step alone."""
+"""The bit width of a weight as a function of the step: the schedule of mixture-of-quantisation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 
 class BitWidth(NamedTuple):
-    """Bits of a weight at some step.
+    """The bit width of a weight at some step.
 
     Attributes:
-        bits: Width of its codes.
-        whole_share: Share of the weight as it is, in the mixture with the rounded one.
+        bits: Bits of its codes.
+        whole_share: Fraction of the unrounded weight in its mixture with the rounded one.
     """
 
     bits: int
@@ -20,15 +20,15 @@ class BitWidth(NamedTuple):
 
 @dataclass(frozen=True)
 class WidthSchedule:
-    """From ``start`` to ``target`` bits, one at a time, the time between two falls doubling.
+    """Lowers the bits from ``start`` to ``target``, one at a time; each fall comes after twice as many updates.
 
     Attributes:
-        offset: Updates before which nothing is rounded.
-        start: Bits at first.
-        target: Bits in the end.
-        period: Updates after which, counted from ``offset``, they fall first; then after twice as many, and so on.
-        mixing: By how much the share of the whole weight falls at each update; it begins at 1 at each new width. None:
-            weights are rounded entirely.
+        offset: Number of updates after which rounding starts.
+        start: First bit width.
+        target: Final bit width.
+        period: Updates from ``offset`` to the first fall. The n-th fall is ``2 ** (n - 1) * period`` after ``offset``.
+        mixing: Amount by which the fraction of the unrounded weight falls at each update; it starts at 1 at each new
+            width. None: the weight is not mixed with the unrounded one.
     """
 
     offset: int
@@ -38,7 +38,7 @@ class WidthSchedule:
     mixing: float | None = None
 
     def at(self, step: int) -> BitWidth | None:
-        """Returns the width after this many updates; None: whole."""
+        """Returns the width after ``step`` updates; None: not rounded yet."""
         count = step - self.offset
         if count < 0:
             return None
@@ -50,5 +50,5 @@ class WidthSchedule:
 
     @property
     def end(self) -> int:
-        """The update from which on the width is the last."""
+        """The number of updates after which the width is ``target``."""
         return self.offset + (self.period * 2 ** (self.start - self.target - 1) if self.start > self.target else 0)
