@@ -1,4 +1,4 @@
-"""What the engine does for ``progressive_layer_drop`` and random-LTD: draws layers and tokens for each forward."""
+"""Progressive layer drop and random-LTD as a feature of the engine: draws layers and tokens for each forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from deepspeed.config.sections.data_efficiency import RandomLtd
 from deepspeed.config.sections.root import Root
-from deepspeed.dropping.layers import LayerDrop, ProgressiveLayerDrop, rows_of
+from deepspeed.dropping.layers import LayerDrop, ProgressiveLayerDrop, droppable_blocks
 from deepspeed.dropping.tokens import RandomLayerTokenDrop, RandomLTDScheduler, TokenDrop, attach
 from deepspeed.engine_feature import (
     SEQUENCE_RANKS,
@@ -34,7 +34,7 @@ def _drops_layers(root: Root) -> bool:
 
 
 def _random_ltd_of(root: Root) -> RandomLtd | None:
-    """Returns the section of random-LTD; None where it is off."""
+    """Returns the section of random-LTD; None if it is disabled."""
     section = root.data_efficiency
     if section is None or not (section.enabled and section.data_routing.enabled):
         return None
@@ -47,7 +47,7 @@ class ParameterBlockMap:
     Args:
         model: The model.
         buckets: Its buckets.
-        blocks: Modules of the model that a forward may leave out.
+        blocks: Modules of the model that a forward may skip.
     """
 
     def __init__(self, model: nn.Module, buckets: Iterable[Bucket], blocks: Sequence[nn.Module]) -> None:
@@ -62,74 +62,78 @@ class ParameterBlockMap:
         }
 
     def only_of(self, numbers: Iterable[int]) -> frozenset[int]:
-        """Returns the buckets whose parameters belong to these blocks alone."""
+        """Returns the indices of the buckets whose parameters all belong to these blocks."""
         left_out = frozenset[int | None](numbers)
         return frozenset(index for index, owners in self._owners.items() if owners and owners <= left_out)
 
 
 class LayerDropHooks:
-    """The layers that one engine's forwards leave out.
+    """Draws the layers that the forwards of one engine skip.
 
     Args:
         model: The model.
-        runtime: Its sharded parameters.
-        theta: The keep ratio by the step.
+        runtime: The runtime with the model's buckets.
+        theta: The keep ratio as a function of the step.
     """
 
     def __init__(self, model: nn.Module, runtime: ZeroRuntime, theta: ProgressiveLayerDrop) -> None:
         self.theta = theta
         self._schedule = runtime.schedule
-        self._rows: list[tuple[LayerDrop, ParameterBlockMap]] = [
-            (drop, ParameterBlockMap(model, runtime.buckets, blocks)) for drop, blocks in rows_of(model)
+        self._draws: list[tuple[LayerDrop, ParameterBlockMap]] = [
+            (drop, ParameterBlockMap(model, runtime.buckets, blocks)) for drop, blocks in droppable_blocks(model)
         ]
         self._last: tuple[int, int] | None = None  # steps and micro-steps at the last training forward
-        self._forwards = 0  # since then
+        self._forwards = 0  # training forwards since then, without the first
 
     def at(self, global_steps: int) -> None:
-        """Goes to the keep ratio after this many updates."""
+        """Sets the keep ratio for ``global_steps`` updates."""
         self.theta.update_state(max(global_steps - 1, 0))
 
     def keep_all(self) -> None:
         """Keeps every block."""
-        for drop, _ in self._rows:
+        for drop, _ in self._draws:
             drop.keep_all()
 
     def draw(self, global_steps: int, micro_steps: int) -> dict[str, Any]:
-        """Draws for a training forward; returns the forward's keywords where its own code leaves layers out."""
+        """Draws the skipped blocks of a training forward.
+
+        Returns:
+            Keyword arguments for the forward if its own code skips layers; else an empty dict.
+        """
         self.at(global_steps)
         self._forwards = self._forwards + 1 if self._last == (global_steps, micro_steps) else 0
         self._last = (global_steps, micro_steps)
-        if not self._rows:
+        if not self._draws:
             return self.theta.get_state()
         unused: frozenset[int] = frozenset()
-        for number, (drop, owners) in enumerate(self._rows):
+        for number, (drop, owners) in enumerate(self._draws):
             unused |= owners.only_of(drop.draw(self.theta.get_theta(), micro_steps, self._forwards, number))
         self._schedule.skip(unused)
         return {}
 
 
 class TokenDropHooks:
-    """The tokens that converted layers of one engine leave out.
+    """Sets the number of tokens that the converted layers of one engine keep.
 
     Args:
         model: The model.
-        section: The configuration.
+        section: The section ``random_ltd``.
         batch_size: Samples of an update.
     """
 
     def __init__(self, model: nn.Module, section: RandomLtd, batch_size: int) -> None:
         self._model = model
         self._section = section
-        self._tokens: TokenDrop | None = None  # once layers have been converted
+        self._tokens: TokenDrop | None = None  # None until layers have been converted
         self.schedule = RandomLTDScheduler({**section.model_dump(), "global_batch_size": batch_size})
         if any(isinstance(layer, RandomLayerTokenDrop) for layer in model.modules()):
             self.attach()
 
     def attach(self) -> None:
-        """Lets the converted layers that the configuration names drop tokens.
+        """Enables token dropping in the converted layers that ``random_ltd_layer_id`` lists.
 
         Raises:
-            ValueError: The numbers do not fit the layers.
+            ValueError: A listed number does not identify exactly one converted layer.
         """
         is_first = self._section.hidden_state_order == "seq_batch_dim"
         self._tokens = TokenDrop(mask_name=self._section.model_mask_name, sequence_first=is_first)
@@ -154,8 +158,8 @@ class DroppingHooks(EngineHooks):
     """Drops blocks or tokens in one engine's forwards.
 
     Attributes:
-        layers: None where all layers stay.
-        tokens: None where all tokens stay.
+        layers: Draws the skipped layers; None if progressive layer drop is disabled.
+        tokens: Sets the number of kept tokens; None if random-LTD is disabled.
     """
 
     def __init__(self, layers: LayerDropHooks | None, tokens: TokenDropHooks | None) -> None:
@@ -184,7 +188,7 @@ class DroppingHooks(EngineHooks):
 
 
 class DroppingFeature(EngineFeature):
-    """Layers and tokens that training forwards leave out at random."""
+    """Skips random layers and drops random tokens in training forwards."""
 
     title = "dropped layers and tokens"
     setting = "progressive_layer_drop, data_efficiency.data_routing.random_ltd"
@@ -201,7 +205,7 @@ class DroppingFeature(EngineFeature):
             "data_efficiency.data_routing.random_ltd",
             lambda setup: _random_ltd_of(setup.root) is not None,
             SEQUENCE_RANKS,
-            "its schedule counts the tokens of whole sequences, and each rank would keep so many of its part",
+            "its schedule counts the tokens of whole sequences, and each rank has only a part of each",
             "disable it, or set sequence_parallel_size to 1",
         ),
     )
@@ -209,7 +213,7 @@ class DroppingFeature(EngineFeature):
     @override
     def refuse(self, setup: EngineSetup) -> None:
         model = setup.model
-        if not _drops_layers(setup.root) or rows_of(model):
+        if not _drops_layers(setup.root) or droppable_blocks(model):
             return
         if missing := [name for name in ProgressiveLayerDrop().get_state() if not takes_keyword(model, name)]:
             raise DeepSpeedConfigError(

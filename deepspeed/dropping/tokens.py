@@ -1,6 +1,6 @@
-"""Random layerwise token dropping: a layer sees some tokens, the others pass it unchanged (arXiv:2211.11586).
+"""Random layerwise token dropping: a layer processes some tokens, the others bypass it (arXiv:2211.11586).
 
-Positions are kept in everything that a layer is given along them: activations, masks, rotary angles.
+The kept positions are selected in every argument that has an axis of positions: hidden states, masks, rotary tables.
 
 Shapes: B samples, S positions, k of them kept, H heads, D features. ``kept`` is an int64 tensor [B, k], sorted along k.
 """
@@ -18,7 +18,7 @@ from torch import nn
 from deepspeed.data.curriculum.scheduler import grown
 from deepspeed.give_base import give_base
 
-_CACHE_POSITION = "cache_position"  # of Transformers: where in a cache the tokens go, one after the other
+_CACHE_POSITION = "cache_position"  # argument of Transformers layers: consecutive positions in the KV cache
 
 
 @dataclass
@@ -26,8 +26,8 @@ class TokenDrop:
     """State that the dropping layers of one model share.
 
     Attributes:
-        kept: Tokens that they see; None: all.
-        mask_name: Name of the mask among a layer's arguments; None: every argument with ``mask`` in its name.
+        kept: Number of tokens per sequence that the layers process; None: all.
+        mask_name: Name of a layer's mask argument; None: every argument with ``mask`` in its name is a mask.
         sequence_first: Hidden states are [positions, samples, ...].
     """
 
@@ -37,16 +37,17 @@ class TokenDrop:
 
 
 class RandomLayerTokenDrop(nn.Module):
-    """Base class in front of a layer's own: in training it sees only a random part of the tokens, in their order.
+    """Base class inserted before a layer's class: in training the layer processes a random subset of the tokens.
 
-    ``RandomLayerTokenDrop(layer)`` changes the layer in place and gives it back, so names of parameters stay as they
-    are. Masks lose the same rows and columns, and so do position numbers and rotary tables; where such a table has no
-    axis of samples, all samples of the batch keep the same positions. Positions come from torch's generator of the
-    device, of each rank its own, so activation checkpointing sees the same ones again.
+    ``RandomLayerTokenDrop(layer)`` changes the class of the layer in place and returns the layer, so names of parameters
+    do not change. Kept tokens stay in order. Masks, position ids and rotary tables are cut to the same positions. If
+    such a table has no axis of samples, all samples of the batch keep the same positions. Each rank draws positions
+    from torch's generator of its device; activation checkpointing restores that generator, so a recomputed forward
+    draws the same ones.
 
     Args:
-        layer: Takes hidden states first (or by ``hidden_states``), and returns hidden states of that shape, alone
-            or first in a tuple.
+        layer: A layer whose first argument (or keyword ``hidden_states``) is hidden states, and which returns hidden
+            states of that shape, alone or first in a tuple.
     """
 
     _token_drop: TokenDrop | None
@@ -62,12 +63,12 @@ class RandomLayerTokenDrop(nn.Module):
             self._token_drop = None
 
     def init_config(self, config: Mapping[str, Any], scheduler: Any, random_ltd_layer_id: int) -> None:
-        """Lets the layer drop tokens by a given schedule, without an engine.
+        """Enables token dropping by a given schedule, without an engine.
 
         Args:
             config: The section ``random_ltd``: ``model_mask_name`` and ``hidden_state_order`` are read.
-            scheduler: Its ``get_current_seq()`` is called at each call.
-            random_ltd_layer_id: Accepted for programs of old.
+            scheduler: An object whose ``get_current_seq()`` is called at each forward.
+            random_ltd_layer_id: Ignored; accepted for compatibility.
         """
         self._token_drop = _ConfiguredSchedule(scheduler, config)
 
@@ -75,7 +76,7 @@ class RandomLayerTokenDrop(nn.Module):
         """Returns the layer's result for all tokens.
 
         Raises:
-            ValueError: No argument has the hidden states.
+            ValueError: Neither the first argument nor ``hidden_states`` is a tensor of at least two dimensions.
         """
         drop = self._token_drop
         if drop is None or drop.kept is None or not self.training:
@@ -87,7 +88,7 @@ class RandomLayerTokenDrop(nn.Module):
         if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2:
             raise ValueError(
                 f"random-LTD: {type(self).__name__} was called without hidden states as its first argument or by the "
-                "keyword hidden_states"
+                "keyword hidden_states; pass them"
             )
         batch, length = (hidden.shape[1], hidden.shape[0]) if drop.sequence_first else hidden.shape[:2]
         if drop.kept >= length:
@@ -102,17 +103,17 @@ class RandomLayerTokenDrop(nn.Module):
         )
         cut = {name: _cut(drop, name, value, positions) for name, value in named.items() if name != first}
         cut[first] = positions.of_hidden(hidden)
-        rest = args[len(names) :]  # of a forward that takes *args
-        answer = super().__call__(
+        rest = args[len(names) :]  # only if the forward takes *args
+        output = super().__call__(
             *(cut[name] for name in names[: len(args)]), *rest, **{name: cut[name] for name in kwargs}
         )
-        if isinstance(answer, torch.Tensor):
-            return positions.put_back(hidden, answer)
-        return (positions.put_back(hidden, answer[0]), *answer[1:])
+        if isinstance(output, torch.Tensor):
+            return positions.put_back(hidden, output)
+        return (positions.put_back(hidden, output[0]), *output[1:])
 
 
 class _ConfiguredSchedule(TokenDrop):
-    """Calls the program's own schedule at each call."""
+    """A :class:`TokenDrop` whose ``kept`` is read from the program's own schedule."""
 
     def __init__(self, scheduler: Any, config: Mapping[str, Any]) -> None:
         self._scheduler = scheduler
@@ -131,12 +132,12 @@ def _is_mask(drop: TokenDrop, name: str) -> bool:
 def _has_shared_table(drop: TokenDrop, named: Mapping[str, Any], first: str, batch: int, length: int) -> bool:
     found = []
 
-    def look(table: torch.Tensor) -> None:
+    def check(table: torch.Tensor) -> None:
         found.append(is_for_all_samples(table, length, batch, sequence_first=drop.sequence_first))
 
     for name, value in named.items():
         if name not in (first, _CACHE_POSITION) and not _is_mask(drop, name):
-            mapped(value, look)
+            mapped(value, check)
     return any(found)
 
 
@@ -155,12 +156,12 @@ def _cut(drop: TokenDrop, name: str, value: Any, positions: Positions) -> Any:
 
 @dataclass(frozen=True)
 class Positions:
-    """Holds the positions of each sample that a layer sees.
+    """The positions of each sample that a layer processes.
 
     Attributes:
-        kept: [B, k], sorted.
-        length: S.
-        is_shared: All samples keep the same ones.
+        kept: [B, k], int64, sorted along k.
+        length: S, the number of positions.
+        is_shared: Whether all samples keep the same positions.
         sequence_first: Hidden states are [S, B, ...] instead of [B, S, ...].
     """
 
@@ -173,58 +174,58 @@ class Positions:
     def draw(
         cls, batch: int, length: int, count: int, device: torch.device, *, is_shared: bool, sequence_first: bool
     ) -> Positions:
-        """Draws ``count`` of ``length`` positions for each sample, without repetition, from torch's generator."""
-        dice = torch.rand(1 if is_shared else batch, length, device=device)
-        kept = dice.topk(count, dim=1).indices.sort(dim=1).values
+        """Draws ``count`` distinct positions out of ``length`` for each sample, from torch's generator."""
+        noise = torch.rand(1 if is_shared else batch, length, device=device)
+        kept = noise.topk(count, dim=1).indices.sort(dim=1).values
         return cls(kept.expand(batch, count), length, is_shared, sequence_first)
 
     @property
     def axes(self) -> tuple[int, int]:
-        """Axis of the samples and axis of the positions in hidden states."""
+        """The axis of samples and the axis of positions in hidden states."""
         return (1, 0) if self.sequence_first else (0, 1)
 
     def of_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the kept positions of hidden states: ``[B, S, width]`` to ``[B, count, width]``.
 
-        The first two axes are the other way round with ``sequence_first``.
+        With ``sequence_first`` the first two axes are swapped.
         """
         return self._along(hidden, *self.axes)
 
-    def put_back(self, hidden: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
-        """Returns ``hidden`` with the kept positions replaced by ``answer``.
+    def put_back(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Returns ``hidden`` with the kept positions replaced by ``output``.
 
         Args:
-            hidden: ``[B, S, width]``.
-            answer: ``[B, count, width]``, any dtype.
+            hidden: ``[B, S, width]``; with ``sequence_first`` the first two axes are swapped.
+            output: ``[B, count, width]``, any dtype; axes like those of ``hidden``.
         """
         samples, positions = self.axes
-        index = self._index(hidden.dim(), samples, positions).expand_as(answer)
-        return hidden.scatter(positions, index, answer.to(hidden.dtype))
+        index = self._index(hidden.dim(), samples, positions).expand_as(output)
+        return hidden.scatter(positions, index, output.to(hidden.dtype))
 
     def of_mask(self, mask: torch.Tensor) -> torch.Tensor:
-        """Returns the rows and columns of a mask: [B or 1, S], [S, S], or with further axes before [..., S or 1, S].
+        """Returns a mask cut to the kept positions. Its shape is [B or 1, S], [S, S] or [B or 1, ..., S or 1, S].
 
         Raises:
-            ValueError: The mask does not end in the positions of the hidden states.
+            ValueError: The last dimension of the mask is not S.
         """
         if mask.dim() < 2 or mask.shape[-1] != self.length:
             raise ValueError(
-                f"random-LTD: a mask of shape {tuple(mask.shape)} does not end in the {self.length} positions of the "
-                "hidden states, so it cannot be cut to the tokens that are kept"
+                f"random-LTD: expected a mask with the {self.length} positions of the hidden states as its last "
+                f"dimension, found shape {tuple(mask.shape)}; pass a mask of that length"
             )
         batch = len(self.kept)
         if mask.dim() == 2 and (mask.shape[0] in (1, batch)) and mask.shape[0] != self.length:
             return self._along(mask, 0, 1)
-        if mask.dim() == 2:  # for all samples alike
+        if mask.dim() == 2:  # one mask for all samples
             mask = mask[None]
         columns = self._along(mask, 0, mask.dim() - 1)
         return self._along(columns, 0, mask.dim() - 2) if mask.shape[-2] == self.length else columns
 
     def of_table(self, table: torch.Tensor) -> torch.Tensor:
-        """Returns the kept positions of something else that belongs to positions (their numbers, angles).
+        """Returns the kept positions of another tensor with an axis of positions (position ids, rotary tables).
 
         Args:
-            table: A tensor of any shape, returned unchanged if no dimension is that of the positions.
+            table: A tensor of any shape; returned unchanged if it has no axis of positions.
         """
         shape, batch = table.shape, len(self.kept)
         if is_for_all_samples(table, self.length, batch, sequence_first=self.sequence_first):
@@ -253,17 +254,17 @@ class Positions:
 
 
 def is_for_all_samples(table: torch.Tensor, length: int, batch: int, *, sequence_first: bool) -> bool:
-    """Returns whether a table of positions has no axis of samples: [S] or [S, D]."""
+    """Returns whether ``table`` has an axis of positions but none of samples: [S] or [S, D]."""
     if table.dim() == 0 or table.dim() > 2 or table.shape[0] != length:
         return False
     if table.dim() == 1:
         return True
-    # [S, S] of as many samples as positions is read as one row per sample.
+    # If there are as many samples as positions, [S, S] is taken as [B, S].
     return not (table.shape[1] == length and batch == length) and not (sequence_first and table.shape[1] == batch)
 
 
 def mapped(value: Any, change: Any) -> Any:
-    """Returns ``change`` of every tensor in a value that may be a tuple or list."""
+    """Applies ``change`` to every tensor in a value, which may be a (nested) tuple or list; returns the result."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
@@ -275,9 +276,10 @@ _WRAPPED = ".random_ltd_layer"
 
 
 def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
-    """Makes every layer of one class drop tokens, by ``data_efficiency.data_routing.random_ltd``.
+    """Converts every layer of one class so that it can drop tokens, see ``data_efficiency.data_routing.random_ltd``.
 
-    Before or after ``deepspeed.initialize``. Names of parameters, types and checkpoints stay as they are.
+    Call it before or after ``deepspeed.initialize``. Names of parameters and checkpoints do not change, and each layer
+    stays an instance of its class.
 
     Args:
         model: The model, or the engine around it.
@@ -287,7 +289,7 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
         ``model``.
 
     Raises:
-        ValueError: It has no such layer.
+        ValueError: The model has no layer of that class.
     """
     inner = getattr(model, "module", model) if hasattr(model, "random_ltd_initialize") else model
     layers = [layer for layer in inner.modules() if isinstance(layer, convert_type)]
@@ -304,15 +306,15 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
 
 
 def attach(model: nn.Module, numbers: list[int], drop: TokenDrop) -> None:
-    """Gives the converted layers with these numbers their common state.
+    """Sets the shared state of the converted layers with these numbers.
 
     Args:
         model: The model.
-        numbers: Each the last number in the name of a layer (``model.layers.3`` is layer 3).
-        drop: What they share.
+        numbers: Numbers of layers. A layer's number is the last one in its name (``model.layers.3`` is layer 3).
+        drop: The state that they share.
 
     Raises:
-        ValueError: There is not one converted layer for each number.
+        ValueError: A number does not identify exactly one converted layer.
     """
     converted = {name: layer for name, layer in model.named_modules() if isinstance(layer, RandomLayerTokenDrop)}
     by_number: dict[int, list[RandomLayerTokenDrop]] = {}
@@ -322,17 +324,17 @@ def attach(model: nn.Module, numbers: list[int], drop: TokenDrop) -> None:
     wrong = [number for number in numbers if len(by_number.get(number, [])) != 1]
     if wrong:
         raise ValueError(
-            f"data_efficiency.data_routing.random_ltd.random_ltd_layer_id: {wrong} name(s) no converted layer, or more "
-            f"than one; converted are {', '.join(converted) or 'none'}"
+            f"data_efficiency.data_routing.random_ltd.random_ltd_layer_id: expected numbers that identify one "
+            f"converted layer each, found {wrong}; converted layers are {', '.join(converted) or 'none'}"
         )
     for number in numbers:
         by_number[number][0]._token_drop = drop
 
 
 def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state dict of the published package without its wrappers' names.
+    """Returns a state dict of upstream DeepSpeed with the names of its wrapper modules removed.
 
-    One of this package is as it should be.
+    A state dict of this package has no such names and is returned as a copy.
     """
     return {name.replace(_WRAPPED, ""): value for name, value in state_dict.items()}
 
@@ -343,12 +345,12 @@ def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
 
 
 class RandomLTDScheduler:
-    """Tokens kept per sequence, growing linearly with the step, and a count of all tokens that layers have seen.
+    """Grows the number of kept tokens per sequence linearly with the step, and counts the tokens of all layers.
 
     Args:
         config: ``total_layer_num``, ``random_ltd_layer_num``, ``random_ltd_schedule`` (``min_value``, ``max_value`` and
-            ``schedule_config`` with ``require_steps`` and ``seq_per_step``) and ``global_batch_size``: samples of an
-            update.
+            ``schedule_config`` with ``require_steps`` and ``seq_per_step``) and ``global_batch_size`` (samples per
+            update).
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -362,13 +364,13 @@ class RandomLTDScheduler:
         self.reset_to_init()
 
     def reset_to_init(self) -> None:
-        """Goes to before the first step."""
+        """Resets the schedule to the state before the first step."""
         self._current = self._min
         self._consumed = 0
         self._step = -1
 
     def get_value(self, global_steps: int) -> int:
-        """Returns the number of tokens kept at a step; nothing is changed."""
+        """Returns the number of tokens kept at a step, without changing the state."""
         return grown(global_steps, low=self._min, high=self._max, steps=self._steps, granularity=self._granularity)
 
     def get_current_seq(self) -> int:
@@ -376,7 +378,7 @@ class RandomLTDScheduler:
         return self._current
 
     def set_current_seq(self, seq_length: int) -> None:
-        """Sets it, until the next update."""
+        """Sets the number of kept tokens until the next :meth:`update_seq`."""
         self._current = seq_length
 
     def get_random_ltd_layer_num(self) -> int:
@@ -384,7 +386,7 @@ class RandomLTDScheduler:
         return self.random_ltd_layer_num
 
     def update_seq(self, global_steps: int) -> None:
-        """Goes to a step; the first call of a step counts its tokens."""
+        """Sets the number of kept tokens for a step; counts the step's tokens at the first call with this step."""
         self._current = self.get_value(global_steps)
         if global_steps != self._step:
             self._consumed += self._tokens_of_a_step()
@@ -395,7 +397,7 @@ class RandomLTDScheduler:
         return self.global_batch_size * (self._current * dropping + self._max * whole)
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
-        """Returns the tokens that all layers process in that many steps from the first; the state does not change."""
+        """Returns the tokens that all layers process in the first ``train_iters`` steps, without changing the state."""
         saved = self.state_dict()
         self.reset_to_init()
         for step in range(train_iters):
@@ -405,7 +407,7 @@ class RandomLTDScheduler:
         return total
 
     def state_dict(self) -> dict[str, int]:
-        """Returns bounds, tokens kept, tokens seen, and the step."""
+        """Returns the bounds, the number of kept tokens, the tokens of all layers so far, and the step."""
         return {
             "min_value": self._min,
             "max_value": self._max,
@@ -415,7 +417,7 @@ class RandomLTDScheduler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Goes to where :meth:`state_dict` was; the bounds stay those of the configuration."""
+        """Restores a :meth:`state_dict`; the bounds stay those of the configuration."""
         self._current = state_dict["current_value"]
         self._consumed = state_dict["consumed_layer_tokens"]
         self._step = state_dict["current_steps"]

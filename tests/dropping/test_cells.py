@@ -16,7 +16,7 @@ from torch import nn
 import deepspeed
 from deepspeed.data.curriculum import CurriculumScheduler
 from deepspeed.dropping import ProgressiveLayerDrop, RandomLTDScheduler, convert_to_random_ltd
-from deepspeed.dropping.layers import rows_of
+from deepspeed.dropping.layers import droppable_blocks
 from deepspeed.dropping.tokens import RandomLayerTokenDrop, TokenDrop
 from tests.engine.support import adamw, engine_of, rank
 from tests.harness import run_ranks
@@ -176,7 +176,7 @@ def plain() -> list[float]:
         drop.kept = kept.get_value(step)
         parts = []
         for each in range(2):
-            rows_of(model)[0][0].draw(theta.get_theta(), step, 0, 0)
+            droppable_blocks(model)[0][0].draw(theta.get_theta(), step, 0, 0)
             torch.set_rng_state(states[each])
             parts.append(model(tokens(step, 0, each), lengths.get_difficulty(step + 1)))
             states[each] = torch.get_rng_state()

@@ -12,7 +12,7 @@ from torch import nn
 import deepspeed
 from deepspeed.comm.transports.counters import counted
 from deepspeed.dropping import ProgressiveLayerDrop
-from deepspeed.dropping.layers import LayerDrop, rows_of
+from deepspeed.dropping.layers import LayerDrop, droppable_blocks
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.gather.schedule import LearnedOrder
 from tests.engine.support import SHARDED, adamw, engine_of, inputs, rank
@@ -58,7 +58,7 @@ def test_a_block_is_right_in_the_mean_and_evaluation_is_whole():
     drop.dropped = frozenset({1, 3})
     assert torch.equal(model(x), plain(x))
     copied = copy.deepcopy(model)
-    assert len(rows_of(copied)) == 1 and rows_of(copied)[0][0] is not drop
+    assert len(droppable_blocks(copied)) == 1 and droppable_blocks(copied)[0][0] is not drop
 
 
 def test_what_cannot_be_dropped_is_named():
@@ -68,7 +68,7 @@ def test_what_cannot_be_dropped_is_named():
     with pytest.raises(ValueError, match="modules of the model, each once; found 1"):
         deepspeed.progressive_layer_drop(model, [Layer()])
     deepspeed.progressive_layer_drop(model, model.layers)
-    with pytest.raises(ValueError, match="block 0 of these was given before"):
+    with pytest.raises(ValueError, match="block 0 was passed in an earlier call"):
         deepspeed.progressive_layer_drop(model, [model.layers[2]])
 
     class Pair(Layer):
@@ -120,7 +120,7 @@ def _trained(stage, accumulation, keeps, **config):
                 loss = engine(inputs(step, micro, rank()))
                 engine.backward(loss)
             gathered = traffic.requested["all_gather"].nbytes if "all_gather" in traffic.requested else 0
-            dropped = rows_of(model)[0][0].dropped
+            dropped = droppable_blocks(model)[0][0].dropped
             theta.update_state(max(step - 1, 0))
             assert engine.get_pld_theta() == theta.get_theta()
             assert drawn.draw(theta.get_theta(), moment, 0, 0) == dropped
@@ -137,7 +137,7 @@ def _trained(stage, accumulation, keeps, **config):
         params = full_params(engine)
         for name, value in plain.named_parameters():
             torch.testing.assert_close(params[name], value.detach(), rtol=1e-5, atol=1e-6)
-    assert rows_of(model)[0][0].kept_share[3] < 1
+    assert droppable_blocks(model)[0][0].kept_share[3] < 1
     assert set(exchanges) <= {0}, "later passes follow the rest of the order that the first step has shown"
     engine.eval()
     plain.eval()

@@ -9,7 +9,7 @@ import torch
 
 import deepspeed
 from deepspeed.comm.transports.counters import counted
-from deepspeed.dropping.layers import rows_of
+from deepspeed.dropping.layers import droppable_blocks
 from tests.engine.support import engine_of
 from tests.harness import run_ranks
 from tests.harness.toy_models import NO_DROPOUT, causal_model, masked_model
@@ -43,7 +43,7 @@ def _losses(family: str, checkpointed: bool) -> tuple[list[float], list[int], li
         gathered.append(traffic.requested["all_gather"].nbytes)
         engine.step()
         losses.append(loss.item())
-        dropped.append(len(rows_of(model)[0][0].dropped))
+        dropped.append(len(droppable_blocks(model)[0][0].dropped))
     engine.eval()
     with torch.no_grad():
         losses.append(engine(input_ids=tokens, labels=tokens).loss.item())
