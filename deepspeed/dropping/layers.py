@@ -114,7 +114,8 @@ def progressive_layer_drop(
 
     Call it before ``deepspeed.initialize``. The engine draws for every training forward from its counters of steps and
     micro-steps, so all ranks skip the same blocks, and a resumed run skips those that an uninterrupted run skips. At
-    ZeRO stage 3 the parameters of skipped blocks are not gathered. Names of parameters, types of blocks and checkpoints stay as they are.
+    ZeRO stage 3 the parameters of skipped blocks are not gathered. Names of parameters and checkpoints do not change,
+    and each block stays an instance of its class.
 
     Args:
         model: The model.

@@ -39,11 +39,11 @@ class TokenDrop:
 class RandomLayerTokenDrop(nn.Module):
     """Base class inserted before a layer's class: in training the layer processes a random subset of the tokens.
 
-    ``RandomLayerTokenDrop(layer)`` changes the class of the layer in place and returns the layer, so names of parameters
-    do not change. Kept tokens stay in order. Masks, position ids and rotary tables are cut to the same positions. If
-    such a table has no axis of samples, all samples of the batch keep the same positions. Each rank draws positions
-    from torch's generator of its device; activation checkpointing restores that generator, so a recomputed forward
-    draws the same ones.
+    ``RandomLayerTokenDrop(layer)`` changes the class of the layer in place and returns the layer. Parameter names do
+    not change. Kept tokens stay in order. Masks, position ids and rotary tables are cut to the same positions. If such
+    a table has no axis of samples, all samples of the batch keep the same positions. Each rank draws positions from
+    torch's generator of its device; activation checkpointing restores that generator, so a recomputed forward draws
+    the same ones.
 
     Args:
         layer: A layer whose first argument (or keyword ``hidden_states``) is hidden states, and which returns hidden

@@ -1,4 +1,4 @@
-"""Batch sizes for many numbers of ranks, runs that continue when ranks are lost, and the restarting agent."""
+"""Batch sizes that suit many numbers of ranks, runs that continue when ranks are lost, and the elastic agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one engine continues when ranks are lost or join: the states of ``docs/design/elastic.md``, on this rank."""
+"""Continues an engine when ranks are lost or join; ``docs/design/elastic.md`` describes the protocol."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deepspeed.elasticity.copies import (
     copy_states,
     layout_of_parts,
 )
-from deepspeed.elasticity.elastic_run import ElasticRun, Recovery, first_members, invitation
+from deepspeed.elasticity.elastic_run import ElasticRun, Recovery, first_members, join_line
 from deepspeed.elasticity.restore import build_again, restore, take_apart
 from deepspeed.elasticity.selection import RunShape
 from deepspeed.engine.engine import EngineBase
@@ -34,17 +34,20 @@ from deepspeed.errors import CallOrderError, CheckpointError, DeepSpeedError
 from deepspeed.exit_notes import ExitNotes
 from deepspeed.logging import log_dist
 
-# A wait fails at once when a peer's socket closes, but perhaps a moment before the links have the reason.
+# A wait fails as soon as a peer's socket closes, which can be shortly before the links record the lost member.
 _LOSS_SECONDS = 3.0
 
 
 class Continuation:
-    """Keeps copies of an engine's states, and rebuilds the engine on other ranks. Made by :meth:`open`.
+    """Copies an engine's states and rebuilds the engine after a change of ranks. Made by :meth:`open`.
 
     Attributes:
-        run: What outlives the engine's job.
-        step: The step of ``ElasticSteps`` that is open; None: none is.
-        is_replaced: The engine has loaded a checkpoint, so copies are of states that it no longer has.
+        run: The state of the elastic run, which outlives the engine's job.
+        step: The open step of ``ElasticSteps``; None if none is open.
+        is_replaced: The engine has loaded a checkpoint, so the copies hold states that it no longer has.
+        fill_seconds: Duration of filling the engine from copies, in seconds.
+        received_bytes: Bytes of copies received from other ranks.
+        loaded: The checkpoint from which the engine was filled; None if it was filled from copies.
     """
 
     def __init__(self, engine: EngineBase, run: ElasticRun, transport: Transport) -> None:
@@ -58,15 +61,15 @@ class Continuation:
         run.members.links.expect_beats(section.heartbeat)
         self.step: UnevenBatch | None = None
         self.is_replaced = False
-        self._forward: tuple[int, ForwardStates] | None = None  # updates before the step, what its forwards change
-        self.filled_in = 0.0  # seconds
-        self.came = 0  # bytes from other ranks
-        self.loaded: str | None = None  # the checkpoint that the engine was filled from, where it was
+        self._forward: tuple[int, ForwardStates] | None = None  # updates before the step, states at its start
+        self.fill_seconds = 0.0
+        self.received_bytes = 0
+        self.loaded: str | None = None
         self._is_valid = False  # the engine's states are those of a whole number of updates
         plan = run.members.plan
         owners, run_state = [member.number for member in plan.members], run_state_of(engine)
         self._shape = shape_of(engine)
-        self._numbers: dict[int, int] | None = None  # of this rank's buckets in the layout; None: those they have
+        self._numbers: dict[int, int] | None = None  # of this rank's buckets in the layout; None: the same
         if self._shape.parts == 1:
             self._layout = CopyLayout.of(run_state, plan.epoch, owners)
         else:
@@ -75,11 +78,11 @@ class Continuation:
 
     @classmethod
     def open(cls, engine: EngineBase) -> Continuation:
-        """Links the ranks of a fresh engine; after a change of ranks, fills it from copies. Every rank must call it."""
+        """Connects the ranks of a new engine, and fills it after a change of ranks. Every rank must call it."""
         job = Job.current()
         patience = timedelta(seconds=float(getattr(engine._root.elasticity, "patience", 600.0)))
         transport = job.axis_of(None).objects(patience=patience, why="copies of model states")
-        if job.members is not None and job.members.links.is_closed:  # a former run has come to its end
+        if job.members is not None and job.members.links.is_closed:  # an earlier run has ended
             job.members = None
         run = ElasticRun.present()
         if run is None:
@@ -93,7 +96,7 @@ class Continuation:
         return made
 
     def reopen(self) -> Continuation:
-        """Returns itself, or that of another run if this one has come to its end. Every rank must call it."""
+        """Returns itself, or the continuation of a new run if this one has ended. Every rank must call it."""
         if not self.run.members.links.is_closed:
             return self
         made = Continuation.open(self._engine)
@@ -102,42 +105,42 @@ class Continuation:
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among those that see other samples."""
+        """This rank's data-parallel rank."""
         return self._engine._parts.coordinates.data_rank
 
     @property
     def data_size(self) -> int:
-        """Ranks that see other samples."""
+        """The number of data-parallel ranks."""
         return self._engine._parts.coordinates.data_size
 
     # -- while training ------------------------------------------------------------------------------------------------
 
     def refuse_lone_update(self) -> None:
-        """Raises outside of a step of ``ElasticSteps``.
+        """Raises if no step of ``ElasticSteps`` is open.
 
         Raises:
-            CallOrderError: Always there.
+            CallOrderError: No step is open.
         """
         if self.step is None:
             raise CallOrderError(
                 "engine.step: with elasticity.continue updates are made inside `with step:`, for the steps of "
-                "deepspeed.elasticity.ElasticSteps(engine, dataset, total_steps), which divides samples again when "
-                "ranks come or go; see docs/guide/elastic.md"
+                "deepspeed.elasticity.ElasticSteps(engine, dataset, total_steps), which divides the samples again when "
+                "ranks are lost or join; see docs/guide/elastic.md"
             )
 
     @property
     def joining(self) -> int:
-        """The number of processes with a join request to this one, or to spares that have reported theirs."""
+        """The number of join requests to this process, including those that spares have reported to it."""
         return self.run.members.links.joining
 
     def can_grow(self, joining: int) -> bool:
-        """Returns whether ``joining`` new processes and the spares together allow a larger job."""
+        """Returns whether ``joining`` new processes, with the spares, allow a job with more ranks."""
         plan, shape = self.run.members.plan, self._shape
         spares = [sum(member.part == part for member in plan.spares) for part in range(shape.parts)]
         return sum(max(shape.multiple - count, 0) for count in spares) <= joining
 
     def begin_step(self, step: UnevenBatch) -> None:
-        """Opens a step. Where no copies are made ahead, it notes what the forwards of the step will change."""
+        """Opens a step. If no copies are made ahead, saves the states that forwards of the step change."""
         self.step = step
         if self._layout.is_whole:
             self._forward = self._engine.global_steps, ForwardStates.of(run_state_of(self._engine))
@@ -148,15 +151,16 @@ class Continuation:
 
     @property
     def must_open_copies(self) -> bool:
-        """Whether a copy of this rank has outgrown its memory, so that the buddy must open other memory."""
+        """Whether this rank's copies have moved to larger memory, which the buddy must open."""
         return self._buddy.must_open
 
     def after_update(self, *, ranks_will_change: bool = False, must_open_copies: bool = False) -> None:
-        """Makes copies where they are due. Every rank must call it after each update.
+        """Copies the states if that is due. Every rank must call it after each update.
 
         Args:
-            must_open_copies: It is so on some rank. No copy is overwritten before its buddy has opened the memory.
-            ranks_will_change: A process joins now, so that copies are due in any case.
+            ranks_will_change: A process joins now, so copies are due in any case.
+            must_open_copies: :attr:`must_open_copies` is true on some rank. No copy is overwritten before its buddy has
+                opened the memory.
 
         Raises:
             CommunicationError: A rank was lost.
@@ -167,12 +171,12 @@ class Continuation:
             self._copy()
 
     def replace_copies(self) -> None:
-        """Makes copies of what was loaded in the place of those there are. Every rank must call it.
+        """Replaces all copies by copies of the loaded checkpoint. Every rank must call it.
 
         Raises:
             CommunicationError: A rank was lost.
         """
-        self.run.held.clear()  # first: from now on no rank may go back to the former copies
+        self.run.held.clear()  # first: from now on no rank may continue from the former copies
         self._buddy = BuddyLink(self._transport, self.run.held, self._layout)
         if not self._layout.is_whole:
             self._copy()
@@ -195,7 +199,7 @@ class Continuation:
         cost.held = run.held.nbytes
 
     def finish(self) -> None:
-        """Waits until all ranks have done the last step, so that none leaves while another may need it.
+        """Waits until all ranks have completed the last step, so none leaves while another may need its copies.
 
         Raises:
             CommunicationError: A rank was lost.
@@ -203,25 +207,25 @@ class Continuation:
         gather_objects(self._transport, None, label="the end of the last step")
 
     def leave(self) -> None:
-        """Sends the other members a leave message: this process has done its work."""
+        """Closes the links to the other members with a leave message."""
         self.run.members.links.close()
 
     # -- changes of the ranks ------------------------------------------------------------------------------------------
 
     def was_lost(self) -> bool:
-        """Returns whether a member was lost, where a call has failed just now."""
+        """Returns whether a member was lost. Call it after a call has failed; waits up to 3 seconds for the loss."""
         return self.run.members.links.wait_for_loss(_LOSS_SECONDS)
 
     def change_ranks(self, step: int) -> Continuation:
-        """Agrees on another job with the members that are there, and fills the engine from copies.
+        """Agrees on a new job with the other members, rebuilds the engine and fills it from copies.
 
-        All members that are left must call it. If further ones are lost meanwhile, it begins again.
+        All remaining members must call it. It starts again if more members are lost meanwhile.
 
         Args:
-            step: The step that was under way, or comes next.
+            step: The interrupted step, or the next one.
 
         Returns:
-            That of the engine as it is now.
+            The continuation of the rebuilt engine.
 
         Raises:
             DeepSpeedError: The run cannot continue.
@@ -246,12 +250,12 @@ class Continuation:
                 take_apart(self._engine)
 
     def _hold_live_states(self) -> None:
-        """Uses the states as they are where every rank has everything, if no update is half done."""
+        """Copies the present states if every rank has all of them and no update is incomplete."""
         updater = self._engine._updater
         if self._layout.is_whole and self._is_valid and updater is not None:
             if updater.steps == self._engine.global_steps:
                 updater.carry_user_writes()
-                # An update that is done has ended the step as far as forwards go.
+                # After a complete update the forwards of the step need not be undone.
                 steps, before = self._forward or (-1, None)
                 forward = before if steps == updater.steps else None
                 held, number = self.run.held, self.run.members.links.number
@@ -264,7 +268,7 @@ class Continuation:
         known = len(self.run.lost)
         plan, waited = self._agree()
         # Before the job starts: if that fails, the next plan does not list these members again.
-        names = [_obituary(each, recovery.step, causes.get(each.number, "")) for each in self.run.lost[known:]]
+        names = [_describe_loss(each, recovery.step, causes.get(each.number, "")) for each in self.run.lost[known:]]
         recovery.lost = (*recovery.lost, *names)
         members.starter.start_job(plan)
         Job.current().members = members
@@ -273,9 +277,9 @@ class Continuation:
         started = time.monotonic()
         build_again(self._engine)
         made = continuation_of(self._engine)
-        recovery.rebuilt += time.monotonic() - started - made.filled_in
-        recovery.moved += made.filled_in
-        recovery.nbytes += made.came
+        recovery.rebuilt += time.monotonic() - started - made.fill_seconds
+        recovery.moved += made.fill_seconds
+        recovery.nbytes += made.received_bytes
         recovery.ranks = recovery.ranks[0], len(plan.members)
         recovery.repeated = max(recovery.step - self._engine.global_steps, 0)
         recovery.loaded = made.loaded
@@ -284,10 +288,10 @@ class Continuation:
         return made
 
     def _agree(self) -> tuple[JobPlan, float]:
-        """Returns the next plan in which this process has a rank, and the seconds for which it was a spare before.
+        """Returns the next plan in which this process has a rank, and the seconds that it spent as a spare before.
 
         Raises:
-            SystemExit: With status 0, on a spare, when the others have come to the end of the run.
+            SystemExit: With status 0, on a spare, when the run has ended.
         """
         members, served = self.run.members, frozenset[int]()
         waited, since = 0.0, time.monotonic()
@@ -302,11 +306,11 @@ class Continuation:
                 served,
             ).run()
             if agreed is None:
-                log_dist("elastic: the run has come to its end; this spare process ends too", ranks=[-1])
+                log_dist("elastic: the run has ended; this spare process exits too", ranks=[-1])
                 self.leave()
                 raise SystemExit(0)
             waited, since = waited + (time.monotonic() - since if served else 0.0), time.monotonic()
-            # By its own former plan: this process may have missed one that the leader took.
+            # Compares with this process's own former plan: it may have missed a plan in between.
             left = {member.number for member in agreed.everybody}
             self.run.lost += [member for member in members.plan.everybody if member.number not in left]
             members.plan = agreed
@@ -315,17 +319,17 @@ class Continuation:
                 return agreed, waited
             members.starter.stand_by()
             log_dist(
-                f"elastic: this process is a spare: the ranks that are left make a job of {len(served)}, and it waits "
-                "until ranks are lost or join",
+                f"elastic: this process is a spare: the new job has {len(served)} ranks without it. It waits until "
+                "ranks are lost or join",
                 ranks=[-1],
                 level=logging.WARNING,
             )
 
     def _fill(self) -> None:
-        """Fills the engine from the copies of the plan, and makes copies of this job. Every rank must call it."""
+        """Fills the engine as the plan says, and copies its states for this job. Every rank must call it."""
         started = time.monotonic()
         plan, held = self.run.members.plan, self.run.held
-        if plan.epoch == self.run.filled:  # a run that begins, or another engine of a run whose ranks have changed
+        if plan.epoch == self.run.filled:  # a new run, or another engine in a run whose ranks have changed
             pass
         elif plan.source is not None:
             number = self.run.members.links.number
@@ -333,29 +337,29 @@ class Continuation:
             # Ranks that share layers draw the same numbers.
             first = self._transport.rank // self._shape.sharing * self._shape.sharing
             alike = [member.number for member in plan.members[first : first + self._shape.sharing]]
-            self.came = restore(self._engine, run_state, held, plan.source, number, self._transport, alike)
+            self.received_bytes = restore(self._engine, run_state, held, plan.source, number, self._transport, alike)
         else:
             self._load_checkpoint()
         self._is_valid = True
         if not self._layout.is_whole:
             self._copy()
-        # Only when every rank has reached this point may a rank drop the copies of the former job.
+        # No rank may drop the copies of the former job before all ranks have reached this point.
         used = gather_objects(self._transport, self.run.used, label="copies of all ranks")
-        self.run.used = self.run.used or next(filter(None, used), [])  # of a process that joins
+        self.run.used = self.run.used or next(filter(None, used), [])  # a joining process has none
         held.trim(plan.epoch)
         self.run.filled = plan.epoch
-        self.filled_in = time.monotonic() - started
+        self.fill_seconds = time.monotonic() - started
 
     def _note_folders(self) -> None:
-        """Takes the folders of checkpoints from the engine, which will be rebuilt."""
+        """Saves the engine's list of checkpoint folders, because the engine will be rebuilt."""
         used = self._engine._checkpoints.used
         self.run.used = [*(folder for folder in self.run.used if folder not in used), *used]
 
     def _load_checkpoint(self) -> None:
-        """Goes back to the last checkpoint of this run, as all holders of some part are gone. Every rank must call it.
+        """Loads the last checkpoint of this run, because some states have no copy left. Every rank must call it.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: This run has no checkpoint.
         """
         run = self.run
         chosen = None if run.checkpoints is None else Path(run.checkpoints).absolute()
@@ -364,17 +368,17 @@ class Continuation:
         chosen = next(filter(None, (folder for folder, _ in known)), used[-1] if used else None)
         gone = ", ".join(member.name for member in run.lost)
         if chosen is None:
-            where = "no folder of checkpoints was given or saved to"
-        elif chosen not in used:  # what is there may be of another run
+            where = "no checkpoint folder was given or saved to"
+        elif chosen not in used:  # its checkpoints may be from another run
             where = f"this run has neither saved a checkpoint to {chosen} nor loaded one from there"
         else:
             self.loaded = self._engine.load_checkpoint(chosen)[0]
             where = f"{chosen} holds no checkpoint"
         if self.loaded is None:
             raise CheckpointError(
-                f"elasticity.continue: {gone} held model states and all copies of them, and {where}, so the run cannot "
-                "continue. Save checkpoints inside the steps (engine.save_checkpoint), and if they go to several "
-                "folders, name one of them in ElasticSteps(checkpoints=...)"
+                f"elasticity.continue: all copies of some model states were lost with {gone}, and {where}, so the run "
+                "cannot continue. Save checkpoints inside the steps (engine.save_checkpoint), and if they go to "
+                "several folders, name one of them in ElasticSteps(checkpoints=...)"
             )
 
     def _log_recovery(self, recovery: Recovery) -> None:
@@ -391,7 +395,7 @@ class Continuation:
         self._engine.monitor.write_events(events)
         self._engine._progress.event(
             "recovery",
-            step=self._engine.global_steps,  # agreed on; ranks may have been in different steps when they saw the loss
+            step=self._engine.global_steps,  # equal on all ranks; they may have noticed the loss in different steps
             seconds=round(recovery.total, 3),
             ranks_before=recovery.ranks[0],
             ranks_now=recovery.ranks[1],
@@ -401,25 +405,25 @@ class Continuation:
             log_dist(f"elastic: {name}", level=logging.WARNING)
         if recovery.loaded is not None:
             log_dist(
-                f"elastic: no copies are left of what they held; the run continues from the last checkpoint, "
+                f"elastic: all copies of some model states are lost; the run continues from the last checkpoint, "
                 f"{recovery.loaded}, after step {self._engine.global_steps}: {recovery.repeated} finished step(s) are "
-                "lost and done again",
+                "repeated",
                 level=logging.WARNING,
             )
         log_dist(
             f"elastic: went from {recovery.ranks[0]} to {recovery.ranks[1]} ranks at step {recovery.step} in "
             f"{recovery.total:.2f} s (detected {recovery.detected:.2f}, regrouped {recovery.regrouped:.2f}, rebuilt "
             f"{recovery.rebuilt:.2f}, moved {recovery.moved:.2f}, {recovery.nbytes:,} bytes to this rank); "
-            f"{recovery.repeated} finished update(s) are done again",
+            f"{recovery.repeated} finished update(s) are repeated",
             level=logging.WARNING,
         )
-        log_dist(invitation(self.run.members.plan, self.run.members.links.token))
+        log_dist(join_line(self.run.members.plan, self.run.members.links.token))
         ExitNotes.here().recovered([member.pid for member in self.run.lost])
         self.run.lost = []
 
 
 def shape_of(engine: EngineBase) -> RunShape:
-    """Returns what jobs of an engine's run look like."""
+    """Returns the constraints on the number of ranks of an engine's run."""
     mesh = engine._parts.coordinates.mesh
     tensor, experts = mesh.size(TENSOR), math.lcm(*Job.current().experts.sizes())
     return RunShape(parts=experts * tensor, multiple=mesh.size(SEQUENCE), sharing=tensor)
@@ -431,10 +435,10 @@ def hooks_of(engine: EngineBase) -> Any:
 
 
 def continuation_of(engine: EngineBase) -> Continuation:
-    """Returns that of an engine.
+    """Returns the continuation of an engine.
 
     Raises:
-        CallOrderError: Its configuration has no ``elasticity.continue``.
+        CallOrderError: The engine's configuration has no ``elasticity.continue``.
     """
     hooks = hooks_of(engine)
     found = None if hooks is None else hooks.continuation
@@ -447,7 +451,7 @@ def continuation_of(engine: EngineBase) -> Continuation:
     return result
 
 
-def _obituary(member: RunMember, step: int, cause: str) -> str:
+def _describe_loss(member: RunMember, step: int, cause: str) -> str:
     if not cause and member.host == socket.gethostname():
         cause = ExitNotes.here().cause_of(member.pid)
     return f"{member.name} was lost in step {step}{f': {cause}' if cause else ''}"

@@ -1,10 +1,10 @@
-"""Copies of model states in host memory: of this rank's own slices, and of those of its neighbour.
+"""Copies of model states in host memory: of this rank's own slices, and of those of the previous rank in a ring.
 
 After a step every rank copies its masters, optimizer states and small states, and sends the copy to another rank, its
-*buddy* (``CopyLayout.ring``). The two newest generations are kept, so that a death while copies are sent leaves the one
-before whole. Where other ranks have the same slices (MiCS) nothing is sent: their own copies serve. A buddy on the same
-host opens the memory itself, so that a copy is made once and not sent. Where every rank has everything (stage 0 of a
-model of one part) nothing is copied ahead: the states of any rank that is left will do.
+*buddy* (``CopyLayout.ring``). The two newest generations are kept, so if a rank is lost while copies are sent, the
+previous generation is still complete. If other ranks have the same slices (MiCS), nothing is sent: their own copies are
+used. A buddy on the same host opens the memory of the copy, so nothing is sent either. If every rank has all states
+(stage 0 of a model of one part), nothing is copied ahead: the states of any remaining rank are used.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from deepspeed.zero.update.masters import MasterBucket
 
 _ALIGNMENT = 64  # bytes, so that every run begins on a cache line
 _KEPT = 2  # generations
-_RESERVED = 32  # bytes of address space per element, as optimizer states come with the first update
+_RESERVED = 32  # bytes of address space per element; optimizer states are made at the first update
 
 
 @dataclass(frozen=True)
 class CopyLayout:
-    """Describes the layout that the copies of one job share; equal on all of its ranks.
+    """Describes the layout of the copies of one job; equal on all of its ranks.
 
     Attributes:
         epoch: The epoch of the job.
         owners: Numbers of its members, by rank.
         buckets: The buckets of the model.
-        left_out: Names of parameters that every rank has and that are not copied: frozen ones that are not sharded.
+        left_out: Names of parameters that are not copied because every rank has them: frozen, unsharded ones.
         frozen: Names of parameters without gradient.
         aliases: Further names of tied parameters.
-        is_whole: Each copy has everything, so that one of them is enough.
-        parts: Which part of the model states each rank has; ranks with the same number hold the same slices.
-        model_parts: Parts of the model, which neighbouring ranks hold; small states belong to one of them.
+        is_whole: Whether each copy holds all states, so that one copy is enough.
+        parts: By rank, the number of its part of the model states; ranks with the same number hold the same slices.
+        model_parts: Number of parts of the model (tensor- or expert-parallel). Consecutive ranks hold different parts.
     """
 
     epoch: int
@@ -67,25 +67,25 @@ class CopyLayout:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether every part is on several ranks."""
+        """Whether every part of the states is on several ranks."""
         return all(self.parts.count(part) > 1 for part in self.parts)
 
     @property
     def ring(self) -> list[int]:
-        """The ranks in an order in which each one's buddy is the next.
+        """The ranks in an order in which the buddy of each is the next one.
 
-        That is one with the same part of the model for other samples, so that the ranks of one copy of the model,
-        perhaps those of a host, may be lost at once.
+        The buddy usually holds the same part of the model in another replica, so all ranks of one replica (for example
+        those of a host) may be lost at once.
         """
         return sorted(range(len(self.owners)), key=lambda rank: (rank % self.model_parts, rank))
 
     def is_alike(self, owner: int, rank: int) -> bool:
-        """Returns whether the small states of ``owner`` equal those of ``rank``, apart from what is per process."""
+        """Returns whether the small states of ``owner`` equal those of ``rank``, except for states of each process."""
         return self.owners.index(owner) % self.model_parts == rank % self.model_parts
 
     @classmethod
     def of(cls, run_state: RunState, epoch: int, owners: Sequence[int]) -> CopyLayout:
-        """Returns that of a model of one part. Nothing is communicated."""
+        """Returns the layout for a model of one part, without communication."""
         left_out, frozen = set(), set()
         is_whole, sharing = True, len(owners)
         for bucket in run_state.runtime.buckets:
@@ -112,9 +112,9 @@ class CopyLayout:
 def layout_of_parts(
     run_state: RunState, epoch: int, owners: Sequence[int], model_parts: int, transport: Transport
 ) -> tuple[CopyLayout, dict[int, int]]:
-    """Returns the layout of a model of which ranks have different parts, and the numbers of this rank's buckets there.
+    """Returns the layout for a model of several parts, and the numbers of this rank's buckets in it, by bucket index.
 
-    Parameters that several parts have alike are copied by one of them. Every rank of the job must call it.
+    Parameters that are equal in several parts are copied by one of them. Every rank of the job must call it.
 
     Args:
         run_state: The training run.
@@ -124,7 +124,7 @@ def layout_of_parts(
         transport: Between the ranks, over host memory.
     """
     mine = CopyLayout.of(run_state, epoch, owners)
-    if run_state.stage == 3:  # where one copy of the model is left, nothing is sharded, and a spare has nothing of it
+    if run_state.stage == 3:  # with one replica left nothing is sharded, and a spare holds none of these parameters
         mine = replace(mine, left_out=frozenset())
     listed = roster(run_state, Exchange(transport=transport))
     numbers = dict(listed.numbers)
@@ -140,7 +140,7 @@ def layout_of_parts(
         frozenset().union(*(left_out for left_out, _, _ in gathered)),
         frozenset().union(*(frozen for _, frozen, _ in gathered)),
         listed.aliases,
-        is_whole=False,  # a rank that has made an update may find others that have not, and lacks what these hold
+        is_whole=False,  # ranks may differ by one update, and a rank lacks the states of other parts
         parts=tuple(known.index(found) for _, _, found in gathered),
         model_parts=model_parts,
     )
@@ -149,7 +149,7 @@ def layout_of_parts(
 
 @dataclass(frozen=True)
 class ForwardStates:
-    """States of one rank that forwards change, so that a step which is broken off must not leave them behind.
+    """States of one rank that forwards change. They are restored after an interrupted step.
 
     Attributes:
         buffers: Persistent buffers by name, on the host.
@@ -163,24 +163,24 @@ class ForwardStates:
 
     @classmethod
     def of(cls, run_state: RunState) -> ForwardStates:
-        """Returns a copy of those of this moment."""
+        """Returns a copy of the present states."""
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in run_state.buffers().items()}
         return cls(buffers, random_state(), run_state.extra_state())
 
 
 @dataclass
 class SmallStates:
-    """States of one rank that are no large tensors.
+    """States of one rank other than large tensors.
 
     Attributes:
         counters: The counters of the engine.
         optimizer: Name of the torch optimizer's class.
         groups: Hyperparameters of each param group, with the names of its parameters.
         scalars: Scalar optimizer states of this rank's runs, with the names of their parameters.
-        loss_scaler: Its state, or None.
-        skipped_in_a_row: Updates skipped since the last one that was applied.
-        lr_scheduler: State of the schedule, or None.
-        forward: What forwards change.
+        loss_scaler: State of the loss scaler, or None.
+        skipped_in_a_row: Updates skipped since the last applied one.
+        lr_scheduler: State of the learning-rate schedule, or None.
+        forward: The states that forwards change.
     """
 
     counters: dict[str, int]
@@ -199,9 +199,9 @@ class StateCopy:
 
     Attributes:
         generation: The number of updates after which it was made.
-        owner: Number of the member whose states they are.
+        owner: Number of the member that owns the states.
         layout: The layout of its job.
-        runs: Where each run lies in ``data``, by kind.
+        runs: The position of each run in ``data``, by kind.
         small: Pickled :class:`SmallStates`.
         data: The values as bytes, in host memory.
     """
@@ -215,12 +215,12 @@ class StateCopy:
 
 
 class RankCopyBuffer:
-    """The copies of one rank in one job that this process can see: two memories, written in turns.
+    """The copies of one rank in one job that this process can read: two memories, written alternately.
 
     Args:
         layout: The layout of the job.
-        owner: Number of the member whose states they are.
-        memories: The memories of its generations; another process may write to them.
+        owner: Number of the member that owns the states.
+        memories: The memories of the two generations; another process may write to them.
     """
 
     def __init__(self, layout: CopyLayout, owner: int, memories: Sequence[CopyMemory] = ()) -> None:
@@ -229,9 +229,9 @@ class RankCopyBuffer:
         self.memories = tuple(memories)
 
     def allocate(self, size: int, capacity: int) -> CopyMemory:
-        """Returns memory for a further copy of ``size`` bytes: that of the generation that is no longer needed.
+        """Returns memory for a new copy of ``size`` bytes: that of the oldest generation.
 
-        Where it is too small, or there is none yet, memory of ``capacity`` takes its place.
+        If it is too small, or there is none yet, allocates memory of ``capacity`` bytes instead.
         """
         while len(self.memories) < _KEPT:
             self.memories = (*self.memories, CopyMemory.allocate(capacity))
@@ -245,16 +245,16 @@ class RankCopyBuffer:
 
     @property
     def part(self) -> int:
-        """Which part of the model states they are, see :class:`CopyLayout`."""
+        """The number of the part of the model states, see ``CopyLayout.parts``."""
         return self.layout.parts[self.layout.owners.index(self.owner)]
 
     @property
     def generations(self) -> list[int]:
-        """Returns the generations of the complete copies."""
+        """The generations of the complete copies."""
         return [found for memory in self.memories if (found := memory.generation) is not None]
 
     def of_generation(self, generation: int) -> StateCopy | None:
-        """Returns a complete copy; None: there is none of this generation."""
+        """Returns the complete copy of a generation; None if there is none."""
         for memory in self.memories:
             if memory.generation == generation:
                 runs, small = pickle.loads(memory.tail)
@@ -273,7 +273,7 @@ class RankCopyBuffer:
 
 
 class CopyStore:
-    """The copies that one process can see: its own, and those of a neighbour.
+    """The copies that one process can read: its own, and those of the previous rank in the ring.
 
     Args:
         number: This process's number among the members.
@@ -284,23 +284,23 @@ class CopyStore:
         self._held: dict[tuple[int, int], RankCopyBuffer] = {}
 
     def put(self, copies: RankCopyBuffer) -> None:
-        """Keeps the copies of an owner in the place of those of the same job that it has."""
+        """Stores the copies of an owner; replaces those of the same owner and job."""
         self._held[copies.layout.epoch, copies.owner] = copies
 
     def of_owner(self, layout: CopyLayout, owner: int) -> RankCopyBuffer:
-        """Returns the copies of a member in a job. There may be none yet."""
+        """Returns the copies of a member in a job; makes an empty buffer if there is none yet."""
         return self._held.setdefault((layout.epoch, owner), RankCopyBuffer(layout, owner))
 
     def trim(self, epoch: int) -> None:
-        """Drops the copies of former jobs: all ranks have those of this one."""
+        """Drops the copies of all jobs but that of ``epoch``."""
         self._held = {key: copies for key, copies in self._held.items() if key[0] == epoch}
 
     def clear(self) -> None:
-        """Drops everything: what is held belongs to states that were replaced."""
+        """Drops all copies."""
         self._held.clear()
 
     def listed(self) -> list[list[Any]]:
-        """Returns generation and epoch, part and number of all parts, of each copy: for messages."""
+        """Returns ``[[generation, epoch], part, number of parts]`` of each copy, for messages to other members."""
         return [
             [[generation, copies.layout.epoch], copies.part, len(set(copies.layout.parts))]
             for copies in self._held.values()
@@ -308,7 +308,7 @@ class CopyStore:
         ]
 
     def of_key(self, key: tuple[int, int]) -> list[StateCopy]:
-        """Returns the copies of a generation and epoch, which fit together; this process's own first."""
+        """Returns the copies of a ``(generation, epoch)``, this process's own first."""
         generation, epoch = key
         found = [copies.of_generation(generation) for copies in self._held.values() if copies.layout.epoch == epoch]
         return sorted((copy for copy in found if copy is not None), key=lambda copy: copy.owner != self._number)
@@ -320,7 +320,7 @@ class CopyStore:
 
 
 def newest_whole(living: Sequence[RunMember], ready: Mapping[int, ReadyMember]) -> tuple[int, int] | None:
-    """Returns the newest generation and epoch that the living members hold completely; None: there is none."""
+    """Returns the newest ``(generation, epoch)`` of which living members hold all parts; None if there is none."""
     parts_of: dict[tuple[int, int], set[int]] = {}
     found: set[tuple[int, int]] = set()
     for member in living:
@@ -336,11 +336,11 @@ def newest_whole(living: Sequence[RunMember], ready: Mapping[int, ReadyMember]) 
 
 
 def small_states(run_state: RunState, forward: ForwardStates | None = None) -> bytes:
-    """Returns :class:`SmallStates` of this rank, pickled, so that they are as they were.
+    """Returns the pickled :class:`SmallStates` of this rank.
 
     Args:
         run_state: The training run.
-        forward: What forwards change, as it was before the step that is broken off; None: as it is now.
+        forward: The states that forwards change, from before an interrupted step; None: the present ones.
     """
     zero, optimizer = run_state.optimizer, run_state.torch_optimizer
     schedule = run_state.schedule_state()
@@ -361,7 +361,7 @@ def small_states(run_state: RunState, forward: ForwardStates | None = None) -> b
 
 
 class _TensorPickler(pickle.Pickler):
-    """Writes tensors on the host as their bytes: torch's own way makes an archive of each, ten times slower."""
+    """Pickles host tensors as raw bytes; torch makes an archive of each, which is ten times slower."""
 
     @override
     def reducer_override(self, value: Any) -> Any:
@@ -400,7 +400,7 @@ def _scalars(run_state: RunState) -> Iterator[tuple[tuple[str, ...], dict[str, A
 
 
 def _own_ranges(run_state: RunState, left_out: frozenset[str]) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-    """Yields kind, bucket, first element and values (1-D views) of this rank's part of all that is not left out."""
+    """Yields kind, bucket index, first element and values (1-D views) of this rank's states, without ``left_out``."""
     for bucket in run_state.runtime.buckets:
         master = run_state.runtime.master_of(bucket)
         if master is not None:
@@ -430,15 +430,16 @@ def copy_states(
     forward: ForwardStates | None = None,
     numbers: Mapping[int, int] | None = None,
 ) -> int:
-    """Copies this rank's states to host memory, and returns the number of bytes.
+    """Copies this rank's states to host memory; returns the number of bytes.
 
     Args:
         run_state: The training run, between two steps.
         layout: The layout of the job.
         owner: Number of this process.
-        held: Gets the copy, and drops the one before the last.
+        held: Receives the copy, which replaces the older one of the two generations.
         forward: See :func:`small_states`.
-        numbers: Index of each bucket that is copied to its number in ``layout``; None: all are, and have the same.
+        numbers: Maps the index of each copied bucket to its number in ``layout``; None: all are copied, and number and
+            index are equal.
     """
     runs: dict[str, list[SavedRun]] = {}
     found: list[tuple[SavedRun, torch.Tensor]] = []
@@ -464,14 +465,14 @@ def copy_states(
 
 
 class BuddyLink:
-    """Gives the copies of each rank of one job to the next rank of the ring, its buddy.
+    """Makes the copies of each rank of one job available to the next rank of the ring, its buddy.
 
-    A buddy on the same host opens the memory, and sees every copy in it without a message. A rank makes its copy over
-    the one before the last, which no rank needs: it has the message of all ranks on the update, which each gave when it
-    had made its copy of the generation before. A buddy on another host is sent each copy.
+    A buddy on the same host opens the memory and reads every copy in it without a message. A rank overwrites the older
+    of its two copies. No rank needs that one any more: all ranks took part in the latest update, and each did so after
+    it had made its copy of the previous generation. A rank sends each copy to a buddy on another host.
 
     Args:
-        transport: Over host memory.
+        transport: Between the ranks, over host memory.
         held: The copies of this process.
         layout: The layout of the job.
     """
@@ -480,8 +481,8 @@ class BuddyLink:
         self._transport = transport
         self._held = held
         self._layout = layout
-        self._opened: tuple[CopyMemory, ...] | None = None  # what the buddy was given to open
-        self._seen: list[bool] = []  # by rank, whether it sees the memory of the rank before
+        self._opened: tuple[CopyMemory, ...] | None = None  # this rank's memories that the buddy has opened
+        self._seen: list[bool] = []  # by rank, whether it has opened the memory of the previous rank
         self.sent = 0
         """Bytes sent."""
 
@@ -497,13 +498,13 @@ class BuddyLink:
 
     @property
     def must_open(self) -> bool:
-        """Whether the buddy would see this rank's copies in its memory, but has not opened where the newest lies."""
+        """Whether the buddy reads copies from this rank's memory, but has not opened the newest memory yet."""
         if self._opened is None or self._opened == self._own.memories:
             return False
         return self._seen[self._neighbours[1]]
 
     def open(self) -> None:
-        """Opens the memory of the rank before. Every rank must call it; none returns before all have."""
+        """Opens the memory of the previous rank. Every rank must call it; it returns when all have."""
         transport, (before, _) = self._transport, self._neighbours
         self._opened = self._own.memories
         doing = "opening the memory of copies"
@@ -516,7 +517,7 @@ class BuddyLink:
         self._seen = gather_objects(transport, is_seen, label=doing)
 
     def exchange(self) -> None:
-        """Hands over the newest copy of this rank. Every rank of the job must call it after it has made one."""
+        """Sends this rank's newest copy to its buddy if needed. Every rank of the job must call it after a copy."""
         if self._transport.size == 1:
             return
         if self._opened is None:

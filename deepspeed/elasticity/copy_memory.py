@@ -1,7 +1,7 @@
-"""Host memory of copies that other processes of the host can open. It outlives the process that made it.
+"""Host memory for copies that other processes on the host can open. It outlives the process that made it.
 
-The memory describes itself: a header has the generation of the copy in it, so that a process which has it open sees
-what lies there without any message.
+A header in the memory holds the generation of the copy, so a process that has it open needs no message to know which
+copy it contains.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class MemoryAddress(NamedTuple):
     """Describes where another process finds a :class:`CopyMemory`.
 
     Attributes:
-        host: Its machine.
-        pid: The process that made it.
-        file: Its descriptor there.
-        token: Lies in its header: another container may have a process and a descriptor with the same numbers.
+        host: Name of the host.
+        pid: The process that made the memory.
+        file: File descriptor of the memory in that process.
+        token: Random bytes in the header; another container may have a process and descriptor with equal numbers.
     """
 
     host: str
@@ -41,14 +41,14 @@ class MemoryAddress(NamedTuple):
 
 
 class CopyMemory:
-    """Host memory of one copy: a header, the values as bytes, and what describes them.
+    """Host memory for one copy: a header, the values as bytes, and a tail that describes them.
 
-    It has no name in any file system, so nothing is left behind. A process that has opened it keeps it when the one
-    that made it is killed. Its pages take memory only once they are written.
+    It has no name in any file system, so nothing is left behind. A process that has opened it can still read it after
+    the process that made it was killed. Pages take memory only once they are written.
 
     Args:
         raw: All bytes, 1-D uint8.
-        address: Where other processes find it; None: nowhere, as the system does not have such memory.
+        address: Where other processes find it; None: the system cannot share memory, so they cannot open it.
     """
 
     def __init__(self, raw: torch.Tensor, address: MemoryAddress | None) -> None:
@@ -76,7 +76,7 @@ class CopyMemory:
 
     @classmethod
     def open(cls, address: MemoryAddress) -> CopyMemory | None:
-        """Returns the memory of another process; None where this one cannot see it."""
+        """Returns the memory of another process; None if this process cannot open it."""
         if address.host != socket.gethostname():
             return None
         try:
@@ -95,18 +95,18 @@ class CopyMemory:
 
     @property
     def capacity(self) -> int:
-        """Bytes that it has room for."""
+        """Size without the header, in bytes."""
         return self._raw.numel() - HEADER
 
     @property
     def generation(self) -> int | None:
-        """That of the copy; None: there is none, or it is being written."""
+        """The generation of the copy; None if there is no complete copy."""
         found = self._words[_GENERATION]
         return None if found == _NOTHING else found
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Bytes of the values, and of what describes them."""
+        """Bytes of the values, and bytes of the tail."""
         return self._words[_DATA], self._words[_TAIL]
 
     @property
@@ -116,7 +116,7 @@ class CopyMemory:
 
     @property
     def tail(self) -> bytes:
-        """Describes the values."""
+        """The bytes that describe the values."""
         start = HEADER + self._words[_DATA]
         return bytes(bytes_of(self._raw)[start : start + self._words[_TAIL]])
 
@@ -126,7 +126,7 @@ class CopyMemory:
         return self._raw[HEADER : HEADER + sum(self.lengths)]
 
     def begin(self, data: int = 0, tail: int = 0) -> torch.Tensor:
-        """Drops the copy in it, and returns the place of a further one of this many bytes, 1-D uint8."""
+        """Drops the copy, and returns the memory for a new one of ``data + tail`` bytes, 1-D uint8."""
         self._words[_GENERATION] = _NOTHING
         self._words[_DATA], self._words[_TAIL] = data, tail
         return self.content

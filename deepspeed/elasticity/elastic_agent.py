@@ -1,4 +1,4 @@
-"""``DSElasticAgent``: torch's elastic agent with the environment of a run and a result that cannot be overlooked."""
+"""``DSElasticAgent``: torch's elastic agent, with extra environment variables and an error if a worker fails."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing_extensions import override
 
 
 class DSElasticAgent(LocalElasticAgent):
-    """Starts the workers of a machine, watches them, and starts all again when one fails or the machines change.
+    """Starts and monitors the workers of a node; restarts all of them if one fails or the set of nodes changes.
 
-    Everything but the environment and the end of :meth:`run` is torch's, by its public names.
+    Only the environment and the end of :meth:`run` differ from torch's agent.
 
     Args:
-        spec: The workers, their rendezvous and how often they are restarted.
-        env: Variables that the workers find besides those of this process and torch's own.
-        start_method: How workers that are functions are started: ``"spawn"``, ``"fork"`` or ``"forkserver"``.
-        exit_barrier_timeout: How long the agents wait for each other at the end, in seconds.
-        log_dir: Folder for what workers write, where the caller redirects it; None: a temporary one.
+        spec: The workers, their rendezvous and the number of restarts.
+        env: Environment variables for the workers, in addition to those of this process and of torch.
+        start_method: Start method of workers that are functions: ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        exit_barrier_timeout: Seconds for which the agents wait for each other at the end.
+        log_dir: Folder for redirected output of the workers; None: a temporary folder.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class DSElasticAgent(LocalElasticAgent):
         """Runs the workers to their end.
 
         Raises:
-            ChildFailedError: A worker failed once more than ``spec.max_restarts`` allows.
+            ChildFailedError: A worker failed after ``spec.max_restarts`` restarts.
         """
         with _variables(self.ds_env):
             result = super().run(role)
-        # A program that drops the result must not exit with 0.
+        # Raises, because a program that ignores the result would exit with 0.
         if result is not None and result.is_failed():
             spec = self.get_worker_group().spec
             raise ChildFailedError(str(spec.entrypoint or spec.get_entrypoint_name()), result.failures)
@@ -55,7 +55,7 @@ class DSElasticAgent(LocalElasticAgent):
 
 @contextmanager
 def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables of this process, which torch hands on to workers, and puts the old ones back."""
+    """Sets environment variables, which the workers inherit, on entry and restores them on exit."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

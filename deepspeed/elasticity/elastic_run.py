@@ -1,4 +1,4 @@
-"""What a process keeps of an elastic run from job to job: members, copies, and what changes of ranks have cost."""
+"""The state of an elastic run that a process keeps between jobs: members, copies, and costs of recoveries."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from deepspeed.ports import address_towards
 
 @dataclass
 class Recovery:
-    """The time line of one change of the ranks, in seconds, as this rank saw it.
+    """The timeline of one change of ranks, in seconds, as measured on this rank.
 
     Attributes:
-        step: The step that was under way, or is the next one.
-        ranks: Before and after.
-        lost: Who is gone, in words.
-        joined: How many members are new.
-        repeated: Updates that are done again besides the step that was under way.
-        detected: From the loss, as the links saw it, until this rank's training thread knew; 0 for a join.
-        regrouped: Until the members that are left had agreed and their process group stood.
+        step: The interrupted step, or the next one.
+        ranks: Number of ranks before and after.
+        lost: A message about each lost member.
+        joined: Number of new members.
+        repeated: Updates that are repeated, without the interrupted step.
+        detected: From the time at which the links recorded the loss until the training thread noticed; 0 for a join.
+        regrouped: Until the remaining members had agreed and their process group was made.
         rebuilt: Until the engine was rebuilt.
-        moved: Until the model states were in place.
-        nbytes: Bytes of model states that came to this rank.
-        first_step: Duration of the first step afterwards; 0 until it is over.
-        loaded: The checkpoint that was loaded, as no copies were left; None: none was.
+        moved: Until the engine was filled with model states.
+        nbytes: Bytes of model states that this rank received.
+        first_step: Duration of the first step afterwards; 0 until it has ended.
+        loaded: The checkpoint that was loaded because copies were lost; None if none was.
     """
 
     step: int
@@ -59,7 +59,7 @@ class Recovery:
 
     @property
     def total(self) -> float:
-        """Seconds from the loss until training continues."""
+        """Seconds from the loss until training continued."""
         return self.detected + self.regrouped + self.rebuilt + self.moved
 
 
@@ -68,12 +68,12 @@ class CopyCost:
     """Cost of the copies on this rank so far.
 
     Attributes:
-        count: How many it has made.
-        nbytes: Their bytes.
-        sent: Those of them that were sent to the buddy; it opens memory of its own host itself.
-        seconds: Spent in making and sending them, waits for neighbours included.
+        count: Number of copies made.
+        nbytes: Bytes copied.
+        sent: Bytes sent to the buddy; 0 if the buddy is on the same host, where it opens the memory itself.
+        seconds: Seconds spent on making and sending copies, waits for neighbours included.
         processor: Processor time of this process meanwhile, in seconds.
-        held: Bytes of host memory that its copies, and those of the rank before, have now.
+        held: Bytes of host memory of its copies and of those of the previous rank, at the latest copy.
     """
 
     count: int = 0
@@ -86,18 +86,18 @@ class CopyCost:
 
 @dataclass
 class ElasticRun:
-    """Holds what one process keeps from job to job.
+    """The state of an elastic run in one process, kept between jobs.
 
     Attributes:
         members: Links and the plan of the present job.
         held: Copies of model states.
         recoveries: All changes of the ranks so far.
         cost: The cost of the copies.
-        checkpoints: The folder to go back to where copies are gone with their owners; None: the last one in ``used``.
-        used: Folders that the run has saved to or loaded from, the last one last.
-        engine: Whose states these are; None: it is gone.
-        filled: Epoch of the last plan by which an engine was filled.
-        lost: Members that were lost since then.
+        checkpoints: The checkpoint folder to load from if copies are lost; None: the last one in ``used``.
+        used: Checkpoint folders that the run has saved to or loaded from, the latest one last.
+        engine: Returns the engine that the copies belong to; None if it no longer exists.
+        filled: Epoch of the latest plan by which an engine was filled.
+        lost: Members lost since the latest recovery.
     """
 
     members: RunMembership
@@ -112,7 +112,7 @@ class ElasticRun:
 
     @classmethod
     def present(cls) -> ElasticRun | None:
-        """Returns that of this process; None: there is none yet."""
+        """Returns the run of this process; None if there is none yet."""
         found: ElasticRun | None = getattr(Job.current().members, "elastic", None)
         return found
 
@@ -123,7 +123,7 @@ class ElasticRun:
         return engine is not None and not engine._train_step.is_destroyed
 
     def begin_with(self, engine: EngineBase) -> None:
-        """Belongs to ``engine`` from now on. Copies of another one's states are forgotten."""
+        """Assigns the run to ``engine``; drops copies and records of another engine."""
         if self.engine() is not engine:
             self.held.clear()
             self.recoveries, self.cost, self.checkpoints, self.used = [], CopyCost(), None, []
@@ -131,16 +131,16 @@ class ElasticRun:
 
 
 def first_members(transport: Transport, parts: int) -> RunMembership:
-    """Links the ranks of a run that begins, whose model has this many parts. Every rank must call it.
+    """Connects the ranks of a new run whose model has ``parts`` parts. Every rank must call it.
 
     Raises:
-        CommunicationError: There is no route to MASTER_ADDR.
+        CommunicationError: This host has no route to MASTER_ADDR.
     """
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     own = address_towards(address)
     if own is None:
         raise CommunicationError(
-            f"elasticity.continue: there is no route to MASTER_ADDR {address}; set one that all reach"
+            f"elasticity.continue: this host has no route to MASTER_ADDR {address}; set an address that all ranks reach"
         )
     token = gather_objects(transport, secrets.token_hex(16), label="linking the ranks")[0]
     links = MemberLinks(own, token)
@@ -153,12 +153,12 @@ def first_members(transport: Transport, parts: int) -> RunMembership:
     links.connect(60.0)
     links.on_loss = waits_give_up(Job.current())
     plan = JobPlan(0, members, members[0].address)
-    log_dist(invitation(plan, token))
+    log_dist(join_line(plan, token))
     ExitNotes.here().continues()
     return RunMembership(links, JobManager(links), plan)
 
 
-def invitation(plan: JobPlan, token: str) -> str:
-    """Returns the line that shows how a process joins the run."""
+def join_line(plan: JobPlan, token: str) -> str:
+    """Returns a log line with the environment variable that makes a process join the run."""
     host, port = plan.members[0].address
     return f"elastic: a process may join this run with {JOIN}={host}:{port}/{token}"

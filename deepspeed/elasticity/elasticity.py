@@ -1,4 +1,4 @@
-"""``compute_elastic_config``: the batch that many numbers of ranks can share, for schedulers and launchers.
+"""``compute_elastic_config``: chooses a batch size for many numbers of ranks, for schedulers and launchers.
 
 ``deepspeed.initialize`` makes the same choice from the same section (:mod:`deepspeed.config.elastic_rules`).
 """
@@ -42,13 +42,13 @@ def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
 def compute_elastic_config(
     ds_config: dict[str, Any], target_deepspeed_version: str, world_size: int = 0, return_microbatch: bool = False
 ) -> tuple[int, list[int]] | tuple[int, list[int], int]:
-    """Returns the batch size and the numbers of ranks that can share it. The same input gives the same output.
+    """Returns the batch size and the numbers of ranks that can use it. Equal inputs give equal outputs.
 
     Args:
         ds_config: The whole configuration; only its section ``elasticity`` is read.
         target_deepspeed_version: The release that will train; 0.3.8 or newer.
-        world_size: Ranks that there are; 0 for ``WORLD_SIZE`` where one is needed. They must be able to share the
-            batch.
+        world_size: Number of ranks; it must be able to use the batch. With 0, the environment variable ``WORLD_SIZE``
+            is read if a number of ranks is needed (version 0.2, or ``return_microbatch``).
         return_microbatch: Whether to return the micro-batch too where ``world_size`` is 0.
 
     Returns:
@@ -57,9 +57,9 @@ def compute_elastic_config(
 
     Raises:
         ValueError: ``ds_config`` is no dict.
-        ElasticityConfigError: The section is missing, disabled or wrong, or a number of ranks is needed.
+        ElasticityConfigError: The section is missing, disabled or invalid, or a number of ranks is needed but not set.
         ElasticityError: No batch suits the section, or the target is too old.
-        ElasticityIncompatibleWorldSize: These ranks cannot share the batch.
+        ElasticityIncompatibleWorldSize: This number of ranks cannot use the batch.
     """
     config = _read_section(ds_config)
     _check_target(target_deepspeed_version)
@@ -68,7 +68,7 @@ def compute_elastic_config(
     size = config.model_parallel_size
     if ranks % size:
         raise ElasticityIncompatibleWorldSize(
-            f"{ranks} ranks do not form groups of elasticity.model_parallel_size {size}; start a multiple of it"
+            f"world_size={ranks}: expected a multiple of elasticity.model_parallel_size {size}; start such a number"
         )
     choice = choose_batch(config.section, ranks // size or None)
     counts = list(choice.data_ranks)
@@ -113,9 +113,9 @@ def _world_size_of_environment() -> int:
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
-    """Checks that the scheduler has read the same section: its ``DEEPSPEED_ELASTICITY_CONFIG`` holds it as JSON.
+    """Checks that the scheduler uses the same section, which it writes to ``DEEPSPEED_ELASTICITY_CONFIG`` as JSON.
 
-    Logs a warning where the variable is not set.
+    Logs a warning if the variable is not set.
 
     Args:
         runtime_elastic_config_dict: The section of the run.
@@ -143,16 +143,16 @@ def is_torch_elastic_compatible() -> bool:
 
 
 class ElasticityConfig:
-    """The checked section, under the attribute names that schedulers read.
+    """The validated section, with the attribute names that schedulers read.
 
     Args:
         param_dict: The section as a dict.
 
     Attributes:
-        section: The values by the names of their keys.
+        section: The values, with the names of their configuration keys.
 
     Raises:
-        ElasticityConfigError: A value is wrong, or one is missing that an enabled section needs.
+        ElasticityConfigError: A value is invalid, or a key that an enabled section needs is missing.
     """
 
     def __init__(self, param_dict: Mapping[str, Any]) -> None:
@@ -182,12 +182,12 @@ class ElasticityConfig:
 
     @property
     def min_gpus(self) -> int:
-        """Least number of ranks."""
+        """Minimum number of ranks."""
         return self.section.min_gpus
 
     @property
     def max_gpus(self) -> int:
-        """Greatest number of ranks."""
+        """Maximum number of ranks."""
         return self.section.max_gpus
 
     @property
@@ -197,7 +197,7 @@ class ElasticityConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that see the same samples, for version 0.2."""
+        """Model-parallel ranks, which process the same samples; for version 0.2."""
         return self.section.model_parallel_size
 
     @property
@@ -207,17 +207,17 @@ class ElasticityConfig:
 
     @property
     def version(self) -> float:
-        """The algorithm, 0.1 or 0.2."""
+        """Version of the algorithm, 0.1 or 0.2."""
         return self.section.version
 
     @property
     def prefer_larger_batch_size(self) -> bool:
-        """Whether ties are broken upwards."""
+        """Whether the larger of two equally good batch sizes is chosen."""
         return self.section.prefer_larger_batch
 
     @property
     def ignore_non_elastic_batch_info(self) -> bool:
-        """Whether batch keys elsewhere are skipped."""
+        """Whether batch sizes outside of the section are ignored."""
         return self.section.ignore_non_elastic_batch_info
 
     def repr(self) -> dict[str, Any]:

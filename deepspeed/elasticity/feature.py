@@ -1,4 +1,4 @@
-"""Runs that continue when ranks come and go (``elasticity.continue``): what is refused, what begins with the engine."""
+"""``elasticity.continue`` as a feature of the engine: checks the configuration, and starts the elastic run."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _AXES = (DATA, EXPERT, TENSOR)
 
 
 class ElasticHooks(EngineHooks):
-    """Refuses updates outside of a step of ``ElasticSteps``, and sees when a checkpoint is loaded.
+    """Refuses updates outside of a step of ``ElasticSteps``, and records when a checkpoint is loaded.
 
     Attributes:
-        continuation: What the engine continues with after a loss.
+        continuation: Continues the engine after a loss; None until the engine is built.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class ElasticHooks(EngineHooks):
 
 
 class ElasticRanks(EngineFeature):
-    """Continues when ranks come and go."""
+    """Continues training when ranks are lost or join."""
 
     title = "ranks that come and go"
     setting = _SETTING
@@ -73,8 +73,8 @@ class ElasticRanks(EngineFeature):
         if client.mesh_param is not None or group_was_given(client.model):
             what = "initialize(mesh_param=...)" if client.mesh_param is not None else "tp_model_init(tp_group=...)"
             raise DeepSpeedConfigError(
-                f"{_SETTING}: {what} was given process groups or ranks of this job, which a lost rank ends; set the "
-                "sizes of the axes in the configuration (tensor_parallel.autotp_size)"
+                f"{_SETTING}: {what} was given process groups or ranks of this job, which are invalid after a loss; "
+                "set the sizes of the axes in the configuration (tensor_parallel.autotp_size)"
             )
         schedule = client.lr_scheduler
         if hasattr(schedule, "step") and not isinstance(schedule, type):
@@ -82,7 +82,7 @@ class ElasticRanks(EngineFeature):
                 f"{_SETTING}: initialize(lr_scheduler=...) was given a schedule object, which belongs to one "
                 "optimizer; set the section `scheduler`, or give a function that makes the schedule from an optimizer"
             )
-        optimizer = engine.basic_optimizer  # of a function of the program: only now is it known what that makes
+        optimizer = engine.basic_optimizer  # if the program passed a function, the optimizer exists only now
         if getattr(optimizer, "_keeps_own_states", False):
             raise DeepSpeedConfigError(f"{_SETTING}: {_own_states(type(optimizer).__name__)}")
         hooks: ElasticHooks = engine._hooks.get(_OWN)
@@ -90,7 +90,7 @@ class ElasticRanks(EngineFeature):
 
 
 def _problem(setup: EngineSetup) -> str | None:
-    """Returns what prevents continuing after a loss, and what to change; None: nothing."""
+    """Returns what prevents continuing after a loss and what to change; None if nothing does."""
     run = ElasticRun.present()
     if run is not None and run.is_taken:
         return (
@@ -103,13 +103,13 @@ def _problem(setup: EngineSetup) -> str | None:
         return problem
     if setup.has_stages:
         return (
-            "a PipelineModule is not supported: what a stage held has no copy on other ranks. Leave "
+            "a PipelineModule is not supported: the states of a stage have no copy on other ranks. Leave "
             "elasticity.continue out and restart from checkpoints"
         )
     if zero.stage == 3 and zero.mics_shard_size > 1 and zero.mics_hierarchical_params_gather:
         return (
             "zero_optimization.mics_hierarchical_params_gather needs equally many ranks on every node, which a loss "
-            "ends; leave it out"
+            "changes; leave it out"
         )
     problem = _problem_of_objects(setup)
     if problem is not None:
@@ -122,39 +122,39 @@ def _problem(setup: EngineSetup) -> str | None:
 
 
 def _problem_of_axes(setup: EngineSetup) -> str | None:
-    """Returns which axes of the job a run cannot continue with; None if there are none."""
+    """Returns which axes prevent continuing after a loss and what to change; None if none does."""
     mesh, zero = setup.ranks.mesh, setup.root.zero_optimization
     if not setup.mesh_is_ours:
         return (
-            "an mpu has groups of its own, which end with a lost rank; set the sizes of the axes in the configuration "
-            "(tensor_parallel.autotp_size), and leave initialize(mpu=...) out"
+            "an mpu has its own process groups, which are invalid after a loss; set the sizes of the axes in the "
+            "configuration (tensor_parallel.autotp_size), and leave initialize(mpu=...) out"
         )
     others = [f"{axis} ({size} ranks)" for axis, size in mesh.axes if size > 1 and axis not in _AXES]
     if others:
         return (
-            f"expected ranks along {', '.join(_AXES)}, found {', '.join(others)}. What a lost rank held of other "
-            "axes has no copy; leave them out, or leave elasticity.continue out and restart from checkpoints"
+            f"expected ranks along {', '.join(_AXES)}, found {', '.join(others)}. States of ranks along other "
+            "axes have no copy; leave these axes out, or leave elasticity.continue out and restart from checkpoints"
         )
     size = mesh.size(TENSOR)
     if size > 1 and setup.root.tensor_parallel.autotp_size != size:
         return (
-            f"expected layers that initialize cuts (tensor_parallel.autotp_size {size}), found a model that the "
-            "program has cut, which cannot be connected with other ranks; set tensor_parallel.autotp_size, and give "
-            "initialize the whole model"
+            f"expected a model that initialize makes tensor-parallel (tensor_parallel.autotp_size {size}), found one "
+            "that the program has made so, whose process groups are fixed; set tensor_parallel.autotp_size, and pass "
+            "the whole model to initialize"
         )
     if setup.root.use_data_before_expert_parallelism:
         return (
-            "use_data_before_expert_parallelism lets experts lie on other ranks where there are fewer of them; leave "
-            "it out, so that neighbouring ranks share the experts of a layer"
+            "use_data_before_expert_parallelism makes the placement of experts depend on the number of ranks; leave "
+            "it out, so that consecutive ranks share the experts of a layer"
         )
     if any(getattr(module, "ep_group", None) is not None for module in setup.model.modules()):
         return (
-            "an expert layer was given a process group of the program's own, which a lost rank ends; leave it out, and "
-            "let initialize make the groups"
+            "an expert layer was given the program's own process group, which is invalid after a loss; leave it out, "
+            "and let initialize make the groups"
         )
     if size > 1 and zero.mics_shard_size > 1:
         return (
-            f"zero_optimization.mics_shard_size {zero.mics_shard_size} is not supported beside tensor-parallel ranks; "
+            f"zero_optimization.mics_shard_size {zero.mics_shard_size} is not supported with tensor-parallel ranks; "
             "leave it out"
         )
     return None
@@ -168,8 +168,8 @@ def _problem_of_objects(setup: EngineSetup) -> str | None:
     root = setup.root
     if isinstance(setup.optimizer, torch.optim.Optimizer):
         return (
-            "initialize(optimizer=...) was given an optimizer object, which belongs to this number of ranks once it is "
-            "used; set the section `optimizer`, or give a function that makes the optimizer from parameters"
+            "initialize(optimizer=...) was given an optimizer object, which cannot be used with another number of "
+            "ranks; set the section `optimizer`, or give a function that makes the optimizer from parameters"
         )
     if setup.optimizer is None and (root.optimizer is None or root.optimizer.type is None):
         return "there is no optimizer, so nothing is trained; set the section `optimizer`, or leave it out"
@@ -177,13 +177,13 @@ def _problem_of_objects(setup: EngineSetup) -> str | None:
     if kind in OWN_OPTIMIZERS and OWN_OPTIMIZERS[kind]._keeps_own_states:
         return _own_states(kind)
     if root.zero_optimization.zero_quantized_gradients or root.communication_compression.gradients is not None:
-        return "compressed gradients leave errors on every rank, which have no copy elsewhere; switch them off"
+        return "compressed gradients have error-feedback residuals on every rank, which are not copied; disable them"
     return None
 
 
 def _own_states(optimizer: str) -> str:
     return (
-        f"the optimizer {optimizer} keeps states of its own on every rank, which have no copy elsewhere; use Adam, "
+        f"the optimizer {optimizer} keeps rank-specific states, which are not copied; use Adam, "
         "AdamW or another elementwise one"
     )
 

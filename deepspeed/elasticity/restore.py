@@ -1,9 +1,9 @@
 """Rebuilds an engine on another number of ranks and fills it from the copies in host memory.
 
-The engine stays the same object with the same model; its ranks hold other slices. The copies of several ranks are read
-as a checkpoint (:class:`MemorySource`): the loader requests intervals by name, regardless of the layout
-(``checkpoint.plan``). Which copies have them is arithmetic; what lies on other ranks is fetched in one exchange before
-anything is changed.
+The engine stays the same object with the same model, but its ranks hold other slices. The copies of several ranks are
+read like a checkpoint (:class:`MemorySource`): the loader requests intervals by name, whatever the layout
+(``checkpoint.plan``). All ranks compute which copies contain them. Data on other ranks is fetched in one exchange,
+before anything is changed.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class CopyOnRank:
     """A copy that some rank of the new job holds.
 
     Attributes:
-        kept_by: The rank.
-        owner: Number of the member whose states they are.
-        runs: Where each range lies in its bytes, by kind.
+        kept_by: The rank that holds the copy.
+        owner: Number of the member that owns the states.
+        runs: The position of each run in its bytes, by kind.
         small: Pickled small states.
-        is_own: The rank is the owner.
+        is_own: Whether the rank is the owner.
     """
 
     kept_by: int
@@ -66,10 +66,10 @@ class CopyOnRank:
 
 
 class MemoryFile(FileReader):
-    """Bytes of a copy, of which this rank may hold all, or what it has fetched.
+    """A copy that is read like a checkpoint file. This rank holds all of its bytes, or those it has fetched.
 
     Args:
-        record: What the file would be, were it one.
+        record: The description of the file.
         data: All bytes, 1-D uint8; None: they are on another rank.
     """
 
@@ -81,24 +81,24 @@ class MemoryFile(FileReader):
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank holds all of it."""
+        """Whether this rank holds all bytes."""
         return self._data is not None
 
     def keep(self, start: int, data: torch.Tensor) -> None:
-        """Keeps bytes that were fetched (uint8, 1-D), from byte ``start`` on."""
+        """Stores fetched bytes (1-D uint8) that start at byte ``start`` of the file."""
         place = bisect.bisect(self._starts, start)
         self._starts.insert(place, start)
         self._fetched.insert(place, data)
 
     def open(self) -> int:
-        """Does nothing."""
+        """Does nothing; returns -1, which is no file descriptor."""
         return -1
 
     def close(self) -> None:
         """Does nothing."""
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """Fills ``out`` from byte ``offset`` on."""
+        """Copies bytes into ``out``, starting at byte ``offset`` of the file."""
         data, base = self._data, 0
         if data is None:
             place = bisect.bisect(self._starts, offset) - 1
@@ -125,7 +125,7 @@ class MemorySource(CheckpointReader):
         files: list[SavedFile] = []
         readers: list[MemoryFile] = []
         taken: set[tuple[str, int, int]] = set()
-        # What this rank holds goes first, then what its owner holds: buddies serve the dead only.
+        # Prefers copies on this rank, then those on their owner. So a buddy sends only copies of lost members.
         for copy in sorted(listed, key=lambda each: (each.kept_by != rank, not each.is_own, each.kept_by)):
             for kind, runs in copy.runs.items():
                 new = tuple(run for run in runs if (kind, run.bucket, run.start) not in taken)
@@ -140,15 +140,15 @@ class MemorySource(CheckpointReader):
         super().__init__(_WHERE, verify=False, manifest=manifest, files=readers)
 
     def fetch(self, wanted: Sequence[Wanted], transport: Transport, mine: Mapping[int, StateCopy]) -> int:
-        """Brings everything in ``wanted`` that other ranks hold. Every rank must call it.
+        """Fetches the ranges of ``wanted`` that other ranks hold. Every rank must call it.
 
         Args:
-            wanted: What will be read here.
+            wanted: The intervals that this rank will read.
             transport: Between the ranks, over host memory.
             mine: Copies that this rank holds, by owner.
 
         Returns:
-            Bytes that came to this rank.
+            Bytes that this rank has received.
         """
         requested: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # ranges of bytes, by rank, owner
         places: list[tuple[MemoryFile, int, int]] = []
@@ -167,20 +167,20 @@ class MemorySource(CheckpointReader):
             data = torch.empty(stop - start, dtype=torch.uint8)
             reader.keep(start, data)
             transfers.append(TensorTransfer(self._ranks[reader.record.name][0], transport.rank, data))
-        came = sum(stop - start for _, start, stop in places)
+        received = sum(stop - start for _, start, stop in places)
         for target, theirs in enumerate(everybody):
             for (source, owner), ranges in sorted(theirs.items()):
                 if source == transport.rank and target != transport.rank:
                     data = mine[owner].data
                     transfers += [TensorTransfer(transport.rank, target, data[start:stop]) for start, stop in ranges]
         transport.move(transfers, label=doing)
-        return came
+        return received
 
     def check(self, wanted: Sequence[Wanted]) -> None:
-        """Makes sure that every range of ``wanted`` is on some rank.
+        """Checks that some rank holds every range of ``wanted``.
 
         Raises:
-            CheckpointError: It is not.
+            CheckpointError: No rank holds a range.
         """
         for entry in wanted:
             for _ in self.runs_of(entry, all_of_it=True):
@@ -189,7 +189,7 @@ class MemorySource(CheckpointReader):
 
 @dataclass(frozen=True)
 class _CopyTable:
-    """Describes the copies that a rank holds, for the other ranks."""
+    """The copies that a rank holds, as sent to the other ranks."""
 
     layout: CopyLayout | None
     copies: list[CopyOnRank]
@@ -207,17 +207,17 @@ def restore(
     """Fills an engine from copies. Every rank of the job must call it.
 
     Args:
-        engine: The engine, fresh.
-        run_state: What of it is filled.
+        engine: A newly built engine.
+        run_state: The states of the engine.
         held: The copies of this process.
-        key: Generation and epoch of those to take.
+        key: ``(generation, epoch)`` of the copies to use.
         number: This process's number among the members.
         transport: Between the ranks, over host memory.
-        draws_alike: Numbers of the members that must draw the same random numbers, this process among them: ranks that
-            share layers. They continue with the random states of the first of them that had any.
+        draws_alike: Numbers of the members that must draw the same random numbers (tensor-parallel ranks), this process
+            included. They continue with the random states of the first of them that has a copy.
 
     Returns:
-        Bytes that came from other ranks.
+        Bytes received from other ranks.
 
     Raises:
         CheckpointError: The copies do not fit the model.
@@ -248,7 +248,7 @@ def restore(
     optimizer.check()
     wanted = weights.wanted() + optimizer.wanted()
     source.check(wanted)
-    came = source.fetch(wanted, transport, mine)
+    received = source.fetch(wanted, transport, mine)
     optimizer.cut_runs()
     weights.fill()
     optimizer.fill()
@@ -260,7 +260,7 @@ def restore(
     drawn = next((pickle.loads(smalls[owner]) for owner in draws_alike if owner in smalls), None)
     if drawn is not None:
         restore_random_state(drawn.forward.random)
-    return came
+    return received
 
 
 def _table_of_own_copies(kept: list[StateCopy], number: int, rank: int) -> _CopyTable:
@@ -302,20 +302,20 @@ def _restore_small(run_state: RunState, own: SmallStates, state: TrainingState, 
 
 
 def take_apart(engine: EngineBase) -> None:
-    """Ends an engine whose job is over. No other rank needs to come.
+    """Releases the states of an engine whose job has ended. Not a collective.
 
-    Its parameters are full afterwards; those that were sharded are zeros until they are filled.
+    Its parameters have their full shapes afterwards; those that were sharded are zeros until they are filled.
     """
     parameters = list(engine.module.parameters())
     try:
-        # Not twice: after a failed rebuild, what an open step of the former engine has left would empty the parameters.
+        # Not twice: after a failed rebuild, the second call would empty the parameters.
         if not engine._train_step.is_destroyed:
             engine.destroy()
-    except (DeepSpeedError, RuntimeError) as error:  # what was in flight cannot arrive any more; all is freed anyway
+    except (DeepSpeedError, RuntimeError) as error:  # pending communication cannot complete; everything is freed anyway
         logger.log(logging.DEBUG, "elasticity: the former engine ended with %s", error)
     addresses = [address for parameter in parameters if (address := address_of(parameter)) is not None]
     for owner in {id(a.bucket.owner): a.bucket.owner for a in addresses if a.bucket.is_trained}.values():
-        owner.destroy()  # one that was half built when a further member was lost
+        owner.destroy()  # of an engine whose rebuild another loss has interrupted
     for parameter in parameters:
         address = address_of(parameter)
         parameter.grad = None
@@ -329,9 +329,9 @@ def take_apart(engine: EngineBase) -> None:
 
 
 def build_again(engine: EngineBase) -> None:
-    """Rebuilds an engine on the process group that there is now. Every rank of the job must call it.
+    """Rebuilds an engine on the present process group. Every rank of the job must call it.
 
-    New members call ``deepspeed.initialize`` meanwhile, which does the same.
+    New members call ``deepspeed.initialize`` instead, which makes the same collective calls.
     """
     client, config = engine._parts.client, engine.config
     before = {name: getattr(engine, name) for name in ("training",)}

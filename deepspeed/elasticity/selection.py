@@ -1,4 +1,4 @@
-"""Which processes of a run get ranks, where they hold different parts of the model."""
+"""Chooses the processes of a run that get ranks, when they hold different parts of the model."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from deepspeed.comm.members.regroup import MemberSelection, ReadyMember
 from deepspeed.elasticity.copies import newest_whole
 from deepspeed.errors import CommunicationError
 
-_MOST_CHOICES = 512  # of who gets a rank, that are tried
-_MOST_OF_A_PART = 32
+_MOST_CHOICES = 512  # sets of members that are tried
+_MOST_OF_A_PART = 32  # sets of members of one part that are tried
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """Bounds the number of ranks of a job of the run.
+    """Constraints on the ranks of the jobs of a run.
 
     Attributes:
-        parts: Parts of the model, held by neighbouring ranks. A process keeps its part while another one holds each of
-            the others.
-        multiple: The number of ranks that hold one part is a multiple of this (ranks that share a sequence).
-        sharing: Neighbouring ranks that share layers, and draw the same random numbers.
+        parts: Number of parts of the model; consecutive ranks hold different parts. A process keeps its part as long as
+            each of the other parts has a holder.
+        multiple: The number of ranks that hold a part must be a multiple of this (the sequence-parallel size).
+        sharing: Number of consecutive ranks that share layers (the tensor-parallel size) and draw the same random
+            numbers.
     """
 
     parts: int = 1
@@ -31,7 +32,7 @@ class RunShape:
     sharing: int = 1
 
     def holders(self, counts: Sequence[int]) -> int:
-        """Returns how many ranks hold each part in the largest job of this many processes of each part."""
+        """Returns the number of ranks per part in the largest possible job, given the processes of each part."""
         return min(counts) // self.multiple * self.multiple
 
     def choose(
@@ -40,16 +41,15 @@ class RunShape:
         ready: Mapping[int, ReadyMember],
         joining: Sequence[RunMember],
     ) -> MemberSelection:
-        """Chooses who gets a rank: as many as can, and of those the ones whose copies are the newest.
+        """Chooses the members that get a rank: as many as possible, and of these those with the newest copies.
 
         Args:
-            living: Members of the run.
-            ready: What they hold, by number.
-            joining: Processes with a join request; as many are let in as make a larger job.
+            living: Living members of the run.
+            ready: The copies that they hold, by number.
+            joining: Processes with a join request; only those that allow a larger job are admitted.
 
         Raises:
-            CommunicationError: A part of the model has no living holder, or too few, and the living are too few for
-                one copy of the model.
+            CommunicationError: There are too few living members for the whole model.
         """
         by_part = [[member for member in living if member.part == part] for part in range(self.parts)]
         counts = list(map(len, by_part))
@@ -61,7 +61,7 @@ class RunShape:
             holders += self.multiple
         newest = newest_whole(living, ready)
         chosen, source = self._best(by_part, holders, ready, newest)
-        if source is None and holders > present:  # who joins can be given copies only
+        if source is None and holders > present:  # joining processes need copies to start from
             chosen, source = self._best(by_part, present, ready, newest)
             holders = present
         rest = iter(joining)
@@ -71,10 +71,10 @@ class RunShape:
         return MemberSelection(members, spares_of(living, ranked), source)
 
     def _assign_again(self, living: Sequence[RunMember], by_part: Sequence[Sequence[RunMember]]) -> MemberSelection:
-        """Gives other parts to as few processes as possible. None has values of them, so a checkpoint is loaded."""
+        """Assigns new parts to as few processes as possible. A checkpoint must be loaded, as no copies are complete."""
         holders = len(living) // self.parts // self.multiple * self.multiple
         if holders == 0:
-            raise CommunicationError(self._words_for_none(list(map(len, by_part))))
+            raise CommunicationError(self._too_few_message(list(map(len, by_part))))
         ordered = [sorted(members, key=lambda one: (one.rank < 0, one.rank)) for members in by_part]
         kept = [members[:holders] for members in ordered]
         rest = iter([one for members in ordered for one in members[holders:]])
@@ -89,7 +89,7 @@ class RunShape:
         ready: Mapping[int, ReadyMember],
         newest: tuple[int, int] | None,
     ) -> tuple[list[list[RunMember]], tuple[int, int] | None]:
-        """Returns the first choice that has the newest copies whole, or else the best one; and its copies."""
+        """Returns the first choice with complete newest copies, or else the one with the newest; and their key."""
         best: list[list[RunMember]] = []
         source: tuple[int, int] | None = None
         for choice in islice(self._choices(by_part, holders), _MOST_CHOICES):
@@ -101,7 +101,7 @@ class RunShape:
         return best, source
 
     def _choices(self, by_part: Sequence[Sequence[RunMember]], holders: int) -> Iterator[list[list[RunMember]]]:
-        """Yields lists of members by part, first those of copies of the model of which no rank was lost."""
+        """Yields lists of members by part, first members of replicas that have lost no rank."""
         here = {member.rank for members in by_part for member in members if member.rank >= 0}
 
         def key(member: RunMember) -> tuple[bool, bool, int]:
@@ -116,7 +116,7 @@ class RunShape:
         for picked in product(*lists):
             yield [sorted(members, key=lambda member: (member.rank < 0, member.rank)) for members in picked]
 
-    def _words_for_none(self, counts: Sequence[int]) -> str:
+    def _too_few_message(self, counts: Sequence[int]) -> str:
         few = [f"{count} of part {part}" for part, count in enumerate(counts) if count < self.multiple]
         return (
             f"elasticity.continue: expected at least {self.multiple} living process(es) for each of the {self.parts} "
@@ -127,5 +127,5 @@ class RunShape:
 
 
 def spares_of(living: Sequence[RunMember], ranked: set[int]) -> tuple[RunMember, ...]:
-    """Returns the members that are not among ``ranked``, without a rank."""
+    """Returns the members whose numbers are not in ``ranked``, without a rank."""
     return tuple(replace(member, rank=-1) for member in living if member.number not in ranked)

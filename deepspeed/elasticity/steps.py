@@ -1,4 +1,4 @@
-"""The steps of a run whose ranks come and go: each has the same samples, on whichever ranks."""
+"""The steps of a run whose number of ranks changes: each step has the same samples on any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class AssignedMicroBatch(NamedTuple):
     """One micro-batch of a rank.
 
     Attributes:
-        number: Which of the update's micro-batches.
-        counts: False: it fills a round in which other ranks have one more; its loss counts nothing.
+        number: Number of the micro-batch in the update, over all ranks.
+        counts: Whether its loss counts. False for a repeated micro-batch, run because other ranks have one more.
     """
 
     number: int
@@ -31,15 +31,15 @@ class AssignedMicroBatch(NamedTuple):
 
 
 def assign_micro_batches(micro_batches: int, ranks: int, rank: int) -> list[AssignedMicroBatch]:
-    """Returns the micro-batches of a rank: consecutive ones, equally many in number on all ranks.
+    """Returns the micro-batches of a rank: consecutive ones, the same number on all ranks.
 
-    Every rank runs as many backwards, since at stages 2 and 3 all ranks take part in each. Where the update has no
-    multiple of the ranks, some run one again that counts nothing.
+    Every rank runs the same number of backwards, since at stages 2 and 3 all ranks take part in each. If the
+    micro-batches are not a multiple of the ranks, some ranks repeat one whose loss does not count.
 
     Args:
         micro_batches: Micro-batches of the update, over all ranks.
-        ranks: How many there are.
-        rank: Which of them.
+        ranks: Number of data-parallel ranks.
+        rank: This data-parallel rank.
     """
     each, more = divmod(micro_batches, ranks)
     start = rank * each + min(rank, more)
@@ -52,12 +52,12 @@ class ElasticStep:
     """One update. Entered as a context manager; iterated over, it yields this rank's micro-batches.
 
     Attributes:
-        number: Updates before it.
-        is_done: Whether the update was made, and by all ranks. False after a loss: the step comes again.
-        loss: Mean over the micro-batches of all ranks, once the update was made; else None.
-        must_regroup: A process wants to join, so the ranks change after this step.
-        must_open_copies: A rank's copies have moved to other memory, which its buddy opens after this step.
-        was_entered: Whether ``with`` was used on it.
+        number: Number of updates before it.
+        is_done: Whether all ranks have made the update. False after a loss: the step is then repeated.
+        loss: Mean over the micro-batches of all ranks once the update was made; else None.
+        must_regroup: Whether the ranks change after this step, because processes join.
+        must_open_copies: Whether a rank's copies have moved to other memory, which its buddy opens after this step.
+        was_entered: Whether the step was entered by ``with``.
     """
 
     def __init__(self, steps: ElasticSteps, number: int, assigned: Sequence[AssignedMicroBatch]) -> None:
@@ -92,7 +92,7 @@ class ElasticStep:
 
     @property
     def seconds(self) -> float:
-        """Since it was entered."""
+        """Seconds since the step was entered."""
         return time.monotonic() - self._started
 
     # -- called by the engine (``engine_feature.UnevenBatch``) ---------------------------------------------------------
@@ -111,7 +111,7 @@ class ElasticStep:
         return loss, float(continuation.joining), float(continuation.must_open_copies)
 
     def take(self, rows: torch.Tensor) -> None:
-        """Takes the results of :meth:`numbers` of all ranks: fp64 ``[ranks, 3]``."""
+        """Processes the results of :meth:`numbers` of all ranks: fp64 ``[ranks, 3]``."""
         self.loss = float(rows[:, 0].mean())
         joining = int(rows[:, 1].sum())
         self.must_open_copies = bool(rows[:, 2].any())
@@ -119,22 +119,21 @@ class ElasticStep:
 
 
 class ElasticSteps:
-    """Yields the steps of a run, each as often as it takes until its update was made by all ranks that are there.
+    """Yields the steps of a run, each again until all present ranks have made its update.
 
-    Samples are counted over the whole run: step *s* has samples ``[s * B, (s + 1) * B)`` of an endless sequence of
-    permutations of the data set, which follow from the seed; *B* is ``train_batch_size``. So every sample is used once,
-    in the same update, whatever the number of ranks. Every rank must make one, and may make another when its steps are
-    over.
+    Step *s* has samples ``[s * B, (s + 1) * B)`` of an endless sequence of permutations of the data set, which follow
+    from the seed; *B* is ``train_batch_size``. So every sample is used once per epoch, in the same update for any
+    number of ranks. Every rank must make one, and may make another one after its last step.
 
     Args:
-        engine: With ``elasticity.continue`` in its configuration.
+        engine: An engine with ``elasticity.continue`` in its configuration.
         dataset: Has ``len()`` and ``[index]``, equal on all ranks.
-        total_steps: Updates of the run; those that the engine has made already (a loaded checkpoint) count.
-        collate_fn: Makes a micro-batch of a list of samples; None: torch's ``default_collate``.
-        shuffle: Take samples in a new random order in every epoch; otherwise in their order.
-        seed: The seed of the orders.
-        checkpoints: A folder that the run saves to or has loaded from: where all that held some part of the states are
-            lost at once, it continues from the last checkpoint there. None: the one that was used last.
+        total_steps: Updates of the run, including those before a loaded checkpoint.
+        collate_fn: Makes a micro-batch from a list of samples; None: torch's ``default_collate``.
+        shuffle: Use a new random order of samples in every epoch; otherwise the order of the data set.
+        seed: The seed of the random orders.
+        checkpoints: A checkpoint folder that the run saves to or has loaded from. If all copies of some states are
+            lost, the run continues from the last checkpoint there. None: the folder that was used last.
 
     Raises:
         CallOrderError: The engine has no ``elasticity.continue``.
@@ -153,7 +152,9 @@ class ElasticSteps:
         checkpoints: str | os.PathLike[str] | None = None,
     ) -> None:
         if len(dataset) == 0:
-            raise DeepSpeedConfigError("deepspeed.elasticity.ElasticSteps: the data set is empty; give one that is not")
+            raise DeepSpeedConfigError(
+                "deepspeed.elasticity.ElasticSteps: expected a data set with samples, found an empty one; pass another"
+            )
         self._engine: EngineBase = engine
         self._continuation: Continuation = continuation_of(engine).reopen()
         self._continuation.run.checkpoints = checkpoints
@@ -166,7 +167,7 @@ class ElasticSteps:
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """All changes of the ranks so far, with their times."""
+        """All changes of ranks so far, with their durations."""
         return self._continuation.run.recoveries
 
     @property
@@ -181,13 +182,13 @@ class ElasticSteps:
 
     @property
     def has_knocks(self) -> bool:
-        """The old name of :attr:`has_join_requests`; logs so once."""
+        """The old name of :attr:`has_join_requests`; logs a warning once."""
         warn_once("has_knocks", "ElasticSteps.has_knocks is an old name of ElasticSteps.has_join_requests; use that")
         return self.has_join_requests
 
     @property
     def loss_factor(self) -> float:
-        """Number by which a loss is multiplied, so that the mean over ranks becomes a mean over all micro-batches."""
+        """Factor on a loss that makes the mean over ranks the mean over all micro-batches."""
         return self._continuation.data_size / self._micro_batches
 
     @property
@@ -197,7 +198,7 @@ class ElasticSteps:
     def __iter__(self) -> Iterator[ElasticStep]:
         while True:
             while self._engine.global_steps < self._total:
-                if self._continuation.is_replaced and not self._go_on_if_lost(self._continuation.replace_copies):
+                if self._continuation.is_replaced and not self._run_between_steps(self._continuation.replace_copies):
                     continue
                 number = self._engine.global_steps
                 ranks, rank = self._continuation.data_size, self._continuation.data_rank
@@ -207,20 +208,20 @@ class ElasticSteps:
                     raise CallOrderError(
                         f"ElasticSteps: step {number} was not entered; write `with step:` around its micro-batches"
                     )
-            if self._go_on_if_lost(self._continuation.finish):
+            if self._run_between_steps(self._continuation.finish):
                 self._continuation.leave()
                 return
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
     def micro_batch(self, step: int, number: int) -> Any:
-        """Returns a micro-batch of a step, by its number among those of all ranks."""
+        """Returns micro-batch ``number`` of a step, counted over all ranks."""
         size = self._engine.train_micro_batch_size_per_gpu()
         first = step * self._engine.train_batch_size() + number * size
         return self._collate([self._dataset[self.sample(position)] for position in range(first, first + size)])
 
     def sample(self, position: int) -> int:
-        """Returns the index in the data set of a sample, by its position in the whole run."""
+        """Returns the index in the data set of the sample at ``position`` of the run."""
         epoch, place = divmod(position, len(self._dataset))
         if not self._shuffle:
             return place
@@ -232,18 +233,18 @@ class ElasticSteps:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def open_step(self, step: ElasticStep) -> None:
-        """Called when a step begins."""
+        """Opens a step."""
         self._continuation.begin_step(step)
 
     def close_step(self, step: ElasticStep, error: BaseException | None) -> bool:
-        """Ends a step; returns whether its error has been handled, as it came from a lost rank.
+        """Ends a step; returns True if ``error`` was caused by a lost rank, and so was handled.
 
         Args:
             step: The step.
-            error: What was raised inside it; None: nothing.
+            error: The exception raised inside of it; None if there was none.
 
         Raises:
-            CallOrderError: The engine has made another number of updates than steps have ended.
+            CallOrderError: The engine has not made exactly one update in the step.
         """
         self._continuation.end_step()
         try:
@@ -251,8 +252,8 @@ class ElasticSteps:
                 raise error
             if self._engine.global_steps != step.number + 1:
                 raise CallOrderError(
-                    f"ElasticSteps: after step {step.number} the engine has made {self._engine.global_steps} updates, "
-                    f"expected {step.number + 1}; call engine.step() once for every micro-batch of the step"
+                    f"ElasticSteps: after step {step.number} expected {step.number + 1} updates of the engine, "
+                    f"found {self._engine.global_steps}; call engine.step() once for every micro-batch of the step"
                 )
             self._continuation.after_update(ranks_will_change=step.must_regroup, must_open_copies=step.must_open_copies)
             step.is_done = True
@@ -275,8 +276,8 @@ class ElasticSteps:
             raise
         return False
 
-    def _go_on_if_lost(self, action: Callable[[], None]) -> bool:
-        """Does something on all ranks between two steps; returns False if ranks were lost, and the run continues."""
+    def _run_between_steps(self, action: Callable[[], None]) -> bool:
+        """Calls ``action`` between two steps; if ranks are lost meanwhile, changes the ranks and returns False."""
         try:
             action()
         except (DeepSpeedError, RuntimeError):

@@ -320,7 +320,7 @@ def test_a_rank_that_shares_layers_is_killed_and_a_spare_takes_the_next_ones_pla
     assert sorted(result.lines) == ["r1", "r2"]
     assert [tuple(r["ranks"]) for r in result.recoveries] == [(4, 2), (2, 2)]
     assert all(r["repeated"] <= 1 for r in result.recoveries)
-    assert "this process is a spare: the ranks that are left make a job of 2" in result.errors["r1"]
+    assert "this process is a spare: the new job has 2 ranks without it" in result.errors["r1"]
 
 
 @pytest.mark.slow
