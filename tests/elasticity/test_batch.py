@@ -77,7 +77,7 @@ def test_world_size_and_micro_batch(monkeypatch):
             compute_elastic_config(config(section), VERSION, return_microbatch=True)
     monkeypatch.setenv("WORLD_SIZE", "64")
     assert compute_elastic_config(config(LARGE), VERSION, return_microbatch=True)[2] == 17
-    with pytest.raises(ElasticityIncompatibleWorldSize, match="groups of elasticity.model_parallel_size 4"):
+    with pytest.raises(ElasticityIncompatibleWorldSize, match="multiple of elasticity.model_parallel_size 4"):
         compute_elastic_config(config(NODES, model_parallel_size=4), VERSION, world_size=6)
     with pytest.raises(ElasticityIncompatibleWorldSize, match="at least 2002 samples"):
         compute_elastic_config(config(NODES), VERSION, world_size=1001)
