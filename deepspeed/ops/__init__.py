@@ -1,10 +1,10 @@
 """Optimizers as torch ``Optimizer`` classes, and the fused update of flat runs that the ZeRO runtime calls.
 
-In reading order: ``flat`` (the update of a run: the arithmetic, in cache-sized chunks), ``base`` (ordinary
+In reading order: ``flat`` (the update of a flat run, in cache-sized chunks), ``base`` (the update of ordinary
 parameters), then a package per optimizer; ``segments`` (which tensors a run holds) with ``lamb`` and ``muon``;
-``elementwise`` (what may be cut, and what has a flat update) and ``build`` (from a config section).
+``elementwise`` (which optimizers work on fragments or have a flat update) and ``build`` (from a config section).
 
-``sparse_attention`` stands apart: attention over chosen blocks of a sequence.
+``sparse_attention`` is independent of the rest: attention over selected blocks of a sequence.
 """
 
 from __future__ import annotations

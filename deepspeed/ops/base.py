@@ -102,7 +102,7 @@ class ClearsGradients(ElementwiseOptimizer):
     set_grad_none: bool
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears gradients; None does what ``set_grad_none`` was at construction."""
+        """Clears gradients; with None, as the constructor's ``set_grad_none`` says."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
@@ -162,7 +162,7 @@ def keep_saved_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
 
 
 def check_supported(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
-    """Refuses gradients and parameters, of any shape, that no optimizer of this package can use.
+    """Raises for gradients and parameters that no optimizer of this package can use.
 
     Raises:
         RuntimeError: The gradient is sparse, or the parameter is not floating-point.
@@ -200,7 +200,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _update_alone(kernel: Any, param: Tensor, grad: Tensor, states: list[Tensor]) -> None:
-    """Updates one parameter of any layout and dtypes through contiguous 1-D views, copies where there is none."""
+    """Updates one parameter of any layout and dtypes by contiguous 1-D views, or copies if there is no such view."""
     targets = [param, *states]
     flats = [target.detach().contiguous().view(-1) for target in targets]
     run_in_chunks(kernel, flats[0], grad.detach().contiguous().view(-1), flats[1:])
@@ -218,10 +218,10 @@ def check_hyperparameters(
     weight_decay: float = 0.0,
     amsgrad: bool = False,
 ) -> None:
-    """Refuses numbers that no step could use; a tensor ``lr`` must be a scalar (one element).
+    """Raises for hyperparameters out of range; a tensor ``lr`` must have one element.
 
     Raises:
-        ValueError: Names the optimizer, the argument and the value.
+        ValueError: A value is out of range, or ``amsgrad`` is requested.
     """
     name = type(optimizer).__name__
     if amsgrad:
@@ -241,13 +241,13 @@ def check_hyperparameters(
 
 @contextmanager
 def step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Calls the hooks of ``register_step_pre_hook`` and ``register_step_post_hook``, as ``step()`` would.
+    """Calls the step pre-hooks on entry and the step post-hooks on exit, as ``step()`` does.
 
-    They find the parameters of the groups, which are flat runs, without ``.grad``: the update reads its gradients from
-    buffers of its own.
+    In the hooks the parameters of the groups are flat runs without ``.grad``, because the flat update reads gradients
+    from separate buffers.
 
     Args:
-        optimizer: Whose step it is.
+        optimizer: The optimizer whose hooks are called.
     """
     _call_each(torch_optimizer._global_optimizer_pre_hooks, optimizer)
     _call_each(optimizer._optimizer_step_pre_hooks, optimizer)

@@ -1,9 +1,9 @@
-"""Which optimizers may be given flat fragments instead of whole parameters.
+"""Tells which optimizers work on flat fragments instead of whole parameters.
 
-ZeRO cuts parameters anywhere. That is right only for an optimizer that treats every element by itself. This cannot be
-detected from outside, so there is a list: known to be elementwise, known to need whole tensors, ours that request the
-segment table, and everything else, which is unknown. Of the elementwise ones some update a flat run at once
-(``ops.flat``), which :func:`flat_updater` finds.
+ZeRO cuts parameters anywhere, which is correct only for an elementwise optimizer. This cannot be detected, so there are
+lists: classes that are elementwise, classes that need whole tensors, and this package's classes that need the segment
+table. All others are unknown. Some elementwise optimizers can update a flat run at once (``ops.flat``), which
+:func:`flat_updater` returns.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class OptimizerKind(Enum):
 
 @dataclass(frozen=True)
 class ElementwiseResult:
-    """The result for one optimizer.
+    """The result of :func:`is_elementwise` for one optimizer.
 
     Attributes:
-        kind: The answer.
+        kind: The kind of the optimizer.
         reason: Why, as the rest of a sentence that starts with the optimizer's name; empty where it is elementwise.
     """
 
@@ -40,7 +40,7 @@ class ElementwiseResult:
     reason: str = ""
 
     def __bool__(self) -> bool:
-        """Returns True if fragments are right with nothing more than themselves."""
+        """Returns whether the optimizer works on fragments without further information."""
         return self.kind is OptimizerKind.ELEMENTWISE
 
 
@@ -62,16 +62,16 @@ def _torch_classes(names: tuple[str, ...]) -> tuple[type[torch.optim.Optimizer],
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> ElementwiseResult:
-    """Returns whether ``optimizer`` may be given fragments.
+    """Returns whether ``optimizer`` works on fragments.
 
-    A subclass counts as its parent as long as ``step`` and its inner halves are the parent's own functions; otherwise
-    it is unknown, whatever its parent was.
+    A subclass is of its parent's kind if it inherits ``step`` and the methods in :data:`_UPDATE_METHODS`; otherwise its
+    kind is unknown.
 
     Args:
         optimizer: An optimizer or its class.
 
     Returns:
-        A verdict that is true if fragments are right.
+        The kind and the reason; true if the optimizer is elementwise.
     """
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     if callable(getattr(cls, "attach_segments", None)):
@@ -110,9 +110,9 @@ _TORCH_RULES: dict[type[torch.optim.Optimizer], UpdateRule] = {
 def flat_updater(optimizer: torch.optim.Optimizer) -> FlatUpdate | None:
     """Returns the flat update of ``optimizer``, or None if it has none and its ``step`` must be called.
 
-    Optimizers of this package carry it themselves. Torch's Adam, AdamW, Adagrad and SGD get one that gives what
-    their fused kernels give, unless a group requests what those cannot do on a run (``amsgrad``, ``differentiable``,
-    ``dampening``). A subclass that overrides ``step`` has none: its ``step`` is what the user wrote.
+    Optimizers of this package implement it. Torch's Adam, AdamW, Adagrad and SGD get one with the results of their
+    fused kernels, unless a group requests what those cannot do on a run (``amsgrad``, ``differentiable``,
+    ``dampening``). A subclass that overrides ``step`` has none, so its own ``step`` is called.
     """
     if why_not_flat(optimizer) is not None:
         return None
@@ -122,7 +122,7 @@ def flat_updater(optimizer: torch.optim.Optimizer) -> FlatUpdate | None:
 
 
 def why_not_flat(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns what keeps ``optimizer`` from a flat update, in words; None where it has one."""
+    """Returns why ``optimizer`` has no flat update; None if it has one."""
     cls = type(optimizer)
     if isinstance(optimizer, FlatUpdate):
         ours = next((base for base in cls.__mro__ if base.__module__.startswith("deepspeed.")), None)
@@ -144,7 +144,7 @@ def supports_flat_update(optimizer: torch.optim.Optimizer) -> bool:
     return flat_updater(optimizer) is not None
 
 
-#: Methods that decide what a step does; ``_init_group`` and ``_update_group`` are torch's and our inner halves of it.
+#: Methods that determine a step. ``step`` calls ``_init_group`` in torch's classes, and ``_update_group`` in ours.
 _UPDATE_METHODS = ("step", "_init_group", "_update_group", "flat_update")
 
 
@@ -160,4 +160,4 @@ def same_update(cls: type, parent: type) -> bool:
 
 
 def _nothing() -> None:
-    """Stands for a method that a class does not have."""
+    """Placeholder for a method that a class does not have."""

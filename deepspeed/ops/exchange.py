@@ -1,4 +1,4 @@
-"""The small collectives of optimizers, each through the transport of its group and axis (``comm.job.job``)."""
+"""Small collectives of optimizers, each by the transport of its group and axis (``comm.job.job``)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def add_over_ranks(tensor: Tensor, group: object | None, purpose: str, axis: str
 
     Args:
         tensor: Contiguous, floating, of any shape that is equal on all ranks.
-        group: The process group; None: nothing is added.
-        purpose: Names the exchange in messages about ranks that do not come.
+        group: The process group; None: the tensor stays unchanged.
+        purpose: Names the collective in messages about timeouts.
         axis: Name of the axis along which the ranks lie, for the traffic counters.
     """
     if group is None:
@@ -28,7 +28,10 @@ def add_over_ranks(tensor: Tensor, group: object | None, purpose: str, axis: str
 
 
 def largest_over_ranks(tensor: Tensor, group: object | None, purpose: str, axis: str) -> None:
-    """Replaces ``tensor`` (any shape) by the elementwise maximum of all ranks; arguments as for adding."""
+    """Replaces ``tensor`` (any shape) by its elementwise maximum over the ranks of ``group``, in place.
+
+    Every rank of the group must call it. The arguments are those of :func:`add_over_ranks`.
+    """
     if group is not None:
         tensor.copy_(channel_along(group, tensor.device, axis).largest(tensor, purpose))
 
@@ -41,11 +44,11 @@ def exchange_parts(
     Every rank of the group must call it.
 
     Args:
-        incoming: 1-D; the parts in the order of the ranks they come from.
-        outgoing: 1-D; the parts in the order of the ranks they are for.
-        numels: Elements from each rank, elements for each rank.
+        incoming: 1-D; receives the parts in the order of their source ranks.
+        outgoing: 1-D; the parts in the order of their destination ranks.
+        numels: Numbers of elements from each rank, and for each rank.
         group: The process group.
-        purpose: Names the exchange in messages about ranks that do not come.
+        purpose: Names the collective in messages about timeouts.
         axis: Name of the axis along which the ranks lie, for the traffic counters.
     """
     received, sent = numels
@@ -55,8 +58,8 @@ def exchange_parts(
 def exchange_device(params: Iterable[Tensor], group: object | None) -> torch.device:
     """Returns the device of the tensors that a collective over ``group`` needs.
 
-    That of the parameters, unless they lie on the host and the group's backend works on accelerators only; a rank
-    without parameters follows the backend.
+    It is the device of the parameters. If they are on the host and the backend works on accelerators only, it is the
+    accelerator; a rank without parameters uses a device that the backend supports.
 
     Args:
         params: This rank's parameters, of any shape.

@@ -1,13 +1,13 @@
 """The fused flat update: one optimizer step on a 1-D run, gradient cast and 16-bit publication included.
 
-The ZeRO runtime holds fp32 masters and reduced gradients as long flat runs. An optimizer that offers
-:class:`FlatUpdate` takes both as they are. The optimizers of this package do it by an update rule: a rule defines which
-state an element has and how one step changes it, by torch's own kernels; it does not depend on parameters, runs or
-chunks. Hyperparameters are read from the param group at every step, so that schedulers and users may change them.
+The ZeRO runtime holds fp32 masters and reduced gradients as long flat runs. An optimizer that implements
+:class:`FlatUpdate` updates these directly. The optimizers of this package implement it by an update rule. A rule
+defines the state of an element and how one step changes it, with torch's own kernels; it does not depend on parameters,
+runs or chunks. Hyperparameters are read from the param group at every step, so schedulers and users may change them.
 
 :func:`run_in_chunks` updates a long flat tensor in chunks of the size of a cache. An update that casts the gradient,
-unscales it, steps and writes a 16-bit copy reads every element several times. Done on whole tensors each pass comes
-from memory; done chunk by chunk the later passes come from cache. The result does not depend on the chunk size: every
+unscales it, steps and writes a 16-bit copy reads every element several times. On whole tensors each pass reads from
+memory; chunk by chunk, later passes read from cache. The result does not depend on the chunk size: every
 operation is elementwise, and torch's fused CPU kernels give the same bits as long as cuts fall on multiples of 16
 elements, where their vectorised body ends (ours fall on multiples of 64).
 """
@@ -64,7 +64,7 @@ class FlatUpdate(Protocol):
             grad_scale: One fp32 multiplier for the gradient (unscaling times clipping); None is exactly 1.
             out: 1-D, receives the new master in its own dtype.
             advance_step: Count this call as a step. False for every slice of a run but the first.
-            rounding: Rounds a master and states of 16 bit; None: to nearest.
+            rounding: Rounds master and states of 16 bits; None: rounds to nearest.
         """
         ...
 
@@ -109,7 +109,7 @@ class FlatByRule:
 
 
 class RuleUpdate(FlatByRule):
-    """The flat update of an optimizer that has none itself.
+    """A flat update for an optimizer class that does not implement one.
 
     Args:
         rule: The arithmetic of its step.
@@ -156,7 +156,7 @@ class UpdateRule(Protocol):
 
     @property
     def counts_steps(self) -> bool:
-        """Returns whether the rule needs the number of steps taken."""
+        """Whether the rule needs the number of steps taken."""
         ...
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
@@ -427,7 +427,7 @@ def run_in_chunks(
         grad_scale: One multiplier for the gradient, rounded to fp32; a 0-dim tensor on the same device avoids a
             synchronisation. None: no multiplication.
         out: Receives the new ``master``, cast to its dtype.
-        rounding: Rounds what is not fp32; None: to nearest.
+        rounding: Rounds master and states that are not fp32; None: rounds to nearest.
 
     Raises:
         ValueError: The tensors do not fit together.
@@ -489,12 +489,14 @@ def _check(master: Tensor, grad: Tensor, states: Sequence[Tensor], out: Tensor |
     if out is not None:
         others["out"] = out
     if master.dim() != 1 or not master.is_contiguous():
-        raise ValueError(f"master must be 1-D and contiguous, but has shape {tuple(master.shape)}")
+        raise ValueError(
+            f"master: expected a 1-D contiguous tensor, found shape {tuple(master.shape)}; flatten it first"
+        )
     for name, tensor in others.items():
         if tensor.shape != master.shape or not tensor.is_contiguous():
             raise ValueError(
-                f"{name} must be contiguous with the shape of master, {tuple(master.shape)}, "
-                f"but has shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+                f"{name}: expected a contiguous tensor with the shape of master, {tuple(master.shape)}, found shape "
+                f"{tuple(tensor.shape)} and strides {tensor.stride()}; pass one of that shape"
             )
         if tensor.device != master.device or not tensor.is_floating_point():
             raise ValueError(
@@ -504,7 +506,7 @@ def _check(master: Tensor, grad: Tensor, states: Sequence[Tensor], out: Tensor |
 
 
 class _Scratch(threading.local):
-    """Scratch of one thread. Host updates may run on several threads at once."""
+    """Scratch buffers of one thread, because host updates may run on several threads at once."""
 
     def __init__(self) -> None:
         self.by_key: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
@@ -520,7 +522,7 @@ def scratch(role: str, numel: int, dtype: torch.dtype, device: torch.device) -> 
     Accelerators have caching allocators, so there a new tensor is made, which is also safe across streams.
 
     Args:
-        role: Two scratches that are alive together need different roles.
+        role: Name of the buffer. Buffers that are in use at the same time need different roles.
         numel: Elements.
         dtype: Its dtype.
         device: Its device.
@@ -536,6 +538,6 @@ def scratch(role: str, numel: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def drop_scratch(device: torch.device) -> None:
-    """Gives back what :func:`scratch` keeps for ``device`` and this thread."""
+    """Frees the buffers that :func:`scratch` keeps for ``device`` and this thread."""
     for key in [key for key in _buffers.by_key if key[2] == device]:
         del _buffers.by_key[key]

@@ -1,13 +1,13 @@
 """Stochastic rounding of fp32 results to 16 bits, which does not depend on how a parameter is cut.
 
-A value becomes one of its two neighbours in the narrow dtype, the upper one with the probability of its distance from
-the lower one. So nothing is lost on average, where rounding to the nearest neighbour loses every update that is less
-than half the distance between two.
+A value is rounded to one of its two neighbours in the narrow dtype. The probability of the upper one is the distance
+from the lower one, divided by the distance of the neighbours, so the result is unbiased. Rounding to nearest would lose
+every update smaller than half that distance.
 
-The random bits of an element follow from the number of the update, the name of its parameter, its place in the
-flattened parameter, and from what is rounded (the master or one of its states). Every stage, number of ranks, tier and
-device gives the same bits. They come from a table of one update, which every block of a parameter reads from another
-position on.
+The random bits of an element depend on the number of the update, the name of its parameter, its index in the flattened
+parameter, and what is rounded (the master or one of its states). So they are equal for every ZeRO stage, number of
+ranks, offload tier and device. They come from one table per update, which every block of a parameter reads from a
+different offset.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _tables: dict[torch.device, tuple[int, Tensor]] = {}
 
 @dataclass(frozen=True)
 class ParameterInterval:
-    """Elements of one parameter that lie side by side in a run.
+    """A contiguous interval of one parameter in a run.
 
     Attributes:
         name: The name of the parameter.
-        first: Place of the first one in the flattened parameter.
-        start: Place of the first one in the run.
-        numel: How many.
+        first: Index of the first element in the flattened parameter.
+        start: Index of the first element in the run.
+        numel: Number of elements.
     """
 
     name: str
@@ -56,7 +56,7 @@ class ElementRounding:
 
     Args:
         update: Number of the update; equal on all ranks.
-        intervals: What the run holds, in the order in which it lies there.
+        intervals: The intervals of parameters in the run, in ascending order.
     """
 
     def __init__(self, update: int, intervals: Sequence[ParameterInterval]) -> None:
@@ -64,13 +64,13 @@ class ElementRounding:
         self._intervals = [(zlib.crc32(interval.name.encode()), interval) for interval in intervals]
 
     def store(self, wide: Tensor, narrow: Tensor, *, role: str, start: int) -> None:
-        """Writes results into their tensor.
+        """Rounds ``wide`` into ``narrow``.
 
         Args:
-            wide: 1-D, fp32; not changed. What is not finite stays so.
-            narrow: 1-D, of the same length, bf16 or fp16 (otherwise results are rounded to nearest).
-            role: What is rounded.
-            start: Place of the first element in the run.
+            wide: 1-D, fp32; not changed. Non-finite values stay non-finite.
+            narrow: 1-D, of the same length, bf16 or fp16; other dtypes are rounded to nearest.
+            role: Name of what is rounded: ``master``, or one for each state.
+            start: Index of the first element in the run.
         """
         if narrow.dtype not in (torch.bfloat16, torch.float16) or wide.dtype is not torch.float32:
             narrow.copy_(wide)
@@ -80,8 +80,8 @@ class ElementRounding:
         noise = self._noise(role, start, wide, base)
         # bf16 is the upper half of fp32: noise is added to the lower half, which is cut off.
         rounded = noise.bitwise_and_(-(1 << 16)).view(torch.float32) if is_bf16 else _to_fp16(wide, noise)
-        # Noise could carry the largest mantissa of a NaN over into the sign. To look for one first is cheaper on the
-        # host; on a device the host would wait.
+        # Adding noise to a NaN could overflow into its sign bit. On the host, checking for NaN first is cheaper; on a
+        # device, the check would make the host wait.
         if wide.device.type != "cpu" or not math.isfinite(float(wide.sum())):
             rounded = torch.where(wide.isnan(), wide, rounded)
         narrow.copy_(rounded)
@@ -104,19 +104,22 @@ class ElementRounding:
                     torch.add(base[part], bits, out=noise[part])
                 lower, filled = lower + count, filled + count
         if filled != numel:
-            raise ValueError(f"{numel - filled} of {numel} elements of a run belong to no parameter that is known")
+            raise ValueError(
+                f"ElementRounding: {numel - filled} of {numel} elements of a run are in none of its intervals; pass "
+                "intervals that cover the run"
+            )
         return noise
 
 
 def _to_fp16(wide: Tensor, noise: Tensor) -> Tensor:
-    """Cuts 13 bits off; below the least normal number the distance between neighbours stays the same."""
+    """Truncates 13 bits after adding noise; subnormal results are rounded with their constant spacing."""
     small = (wide * 2.0**24 + noise * 2.0**-16).floor_().mul_(2.0**-24)
     cut = noise.bitwise_right_shift_(3).add_(wide.view(torch.int32)).bitwise_and_(-(1 << 13)).view(torch.float32)
     return torch.where(wide.abs() < _FP16_LEAST_NORMAL, small, cut)
 
 
 def _table(update: int, device: torch.device) -> Tensor:
-    """Returns the table of an update twice in a row, so that a block can be read from any position on."""
+    """Returns the table of an update, repeated once, so that a block can be read from any offset."""
     kept = _tables.get(device)
     if kept is not None and kept[0] == update:
         return kept[1]
@@ -132,7 +135,7 @@ def _table(update: int, device: torch.device) -> Tensor:
 
 
 def _mixed(number: int) -> int:
-    """Returns 32 bits in which each depends on all of ``number``."""
+    """Returns a 32-bit hash of ``number``."""
     number &= _MASK
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         number = ((number ^ (number >> shift)) * factor) & _MASK
@@ -140,10 +143,10 @@ def _mixed(number: int) -> int:
 
 
 class NarrowStates:
-    """A :class:`FlatUpdate` whose per-element states have the dtype of the master, where that has 16 bit.
+    """A :class:`FlatUpdate` whose per-element states have the dtype of the master if that has 16 bits.
 
     Args:
-        inner: The update.
+        inner: The wrapped update.
     """
 
     def __init__(self, inner: FlatUpdate) -> None:

@@ -1,9 +1,8 @@
-"""Which segments of which tensors a flat run holds.
+"""Tables of the segments of tensors that a flat run holds.
 
-Optimizers see 1-D runs. Most do not care where one tensor ends and the next begins; LAMB (a norm per tensor) and
-Muon (a matrix at a time) do, and learn it from the :class:`SegmentTable` handed to ``attach_segments``. It also lists
-what the other ranks hold (:class:`SharedTensor`), so that no communication is needed. Pure data: no tensors, no
-communication.
+Optimizers update 1-D runs. Most do not need to know the tensors in a run. LAMB (a norm per tensor) and Muon (a matrix
+at a time) do; ``attach_segments`` passes them a :class:`SegmentTable`. It also lists the segments of the other ranks
+(:class:`SharedTensor`), so they need not be exchanged. This module has no tensors and no communication.
 """
 
 from __future__ import annotations
@@ -57,16 +56,16 @@ class Segment:
 class SharedTensor:
     """One tensor of a flat buffer that is cut over ranks; the same on all of them.
 
-    The ranks are meant by position, the order in which they share the buffer.
+    Ranks are given by position: the order of their parts in the buffer.
 
     Attributes:
         name: The tensor's name, for messages.
-        index: The tensor's number, as of its segments.
+        index: The tensor's number, as in its segments.
         shape: Full shape of the tensor, as the model has it.
         param_group: Index of the param group of the runs that hold it.
         start: First element within the buffer.
-        bounds: Where in the buffer the part of each position starts, ascending, and where that of the last ends. For
-            equal parts a ``range``, which takes no memory however many there are.
+        bounds: Start of each position's part in the buffer, ascending, and the end of the last part. For equal parts a
+            ``range``, whose memory does not grow with the number of ranks.
     """
 
     name: str
@@ -82,33 +81,34 @@ class SharedTensor:
         return math.prod(self.shape)
 
     def positions(self) -> range:
-        """Returns the positions from the first that holds elements of it to the last."""
+        """Returns the range of positions that hold elements of the tensor."""
         if not self.numel:
             return range(0)
         first = bisect.bisect_right(self.bounds, self.start) - 1
         return range(first, bisect.bisect_left(self.bounds, self.start + self.numel, lo=first))
 
     def held_by(self, position: int) -> tuple[int, int]:
-        """Returns the extent of the flattened tensor that a position has; empty if it has none."""
+        """Returns ``(start, stop)`` of the flattened tensor's elements at a position; equal if it has none."""
         first, last = self.bounds[position] - self.start, self.bounds[position + 1] - self.start
         start = min(max(first, 0), self.numel)
         return start, max(start, min(last, self.numel))
 
     def numel_at(self, position: int) -> int:
-        """Returns the number of elements that a position has."""
+        """Returns the number of the tensor's elements at a position."""
         start, stop = self.held_by(position)
         return stop - start
 
 
 @dataclass(frozen=True)
 class CutTensors:
-    """Describes tensors of which each rank of a model-parallel group has a part.
+    """The tensors of which each rank of a model-parallel group has a part.
 
     Attributes:
         group: The process group of these ranks.
         columns: Indices of the tensors in the table of segments. The tensors come in the same order on all ranks;
             their indices may differ between ranks.
-        counts: For each tensor, whether this rank's part enters sums over ranks. Of ranks with equal parts one counts.
+        counts: For each tensor, whether this rank's part is added in sums over ranks. If ranks hold equal parts, only
+            one is added.
     """
 
     group: object
@@ -125,11 +125,11 @@ class SegmentTable:
         num_tensors: Number of tensors on all ranks together.
         group: The process group over which tensors are cut; None when every tensor is whole on this rank.
         axis: Name of the axis along which the ranks of ``group`` lie, for the traffic counters.
-        job_ranks: The rank in the job of each position; empty where that is not known.
+        job_ranks: The global rank of each position; empty if unknown.
         shared: Every tensor that has a param group, in ascending order of ``index``.
         ranks: The rank in the group of each position.
-        position: That of this rank.
-        cut: The tensors that are parts of larger ones; None where there are none. Their shapes are those of the parts.
+        position: The position of this rank.
+        cut: The tensors that are parts of larger ones; None if there are none. Their shapes are those of the parts.
     """
 
     by_param: dict[int, tuple[Segment, ...]]

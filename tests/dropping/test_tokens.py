@@ -270,7 +270,7 @@ def test_every_stage_trains_and_resumes_bit_for_bit(tmp_path):
 
 def _wrong():
     other = {**SECTION, "data_routing": {"enabled": True, "random_ltd": {**LTD, "random_ltd_layer_id": [1, 9]}}}
-    with pytest.raises(ValueError, match=r"\[9\] name.s. no converted layer, .* converted are layers.0, layers.1"):
+    with pytest.raises(ValueError, match=r"found \[9\]; converted layers are layers.0, layers.1"):
         convert_to_random_ltd(engine_of(Model(), 0, data_efficiency=other), Attention)
     with pytest.raises(CallOrderError, match="random_ltd_initialize: enable data_efficiency"):
         convert_to_random_ltd(engine_of(Model(), 0), Attention)

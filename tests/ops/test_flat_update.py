@@ -205,7 +205,7 @@ def test_empty_run_is_counted_too():
 @pytest.mark.parametrize(
     ("grad", "out", "message"),
     [
-        (torch.zeros(128), None, "grad must be contiguous with the shape of master"),
+        (torch.zeros(128), None, "grad: expected a contiguous tensor with the shape of master"),
         (torch.zeros(64, dtype=torch.int32), None, "grad: expected floating point"),
         (torch.zeros(64), torch.zeros(128)[::2], "out must be contiguous"),
     ],

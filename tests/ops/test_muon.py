@@ -140,7 +140,7 @@ def fragment_steps(layout, weights, gradients, group, rank, **options):
     return run.detach(), sorted(
         {
             segment.tensor.index
-            for exchange_round in optimizer._exchanges[0]._tours
+            for exchange_round in optimizer._exchanges[0]._rounds
             for segment in exchange_round.received
         }
     )
@@ -246,7 +246,7 @@ def test_matrices_of_one_stack_are_shared_out(monkeypatch):
         run = torch.nn.Parameter(layout.slice_of(weights, rank))
         optimizer = Muon([{"params": [run], "use_muon": True, "stacked": True}], **OPTIONS)
         optimizer.attach_segments(layout.table(run, rank, group))
-        (only,) = optimizer._exchanges[0]._tours
+        (only,) = optimizer._exchanges[0]._rounds
         return sum(only.send_numels) - only.send_numels[rank], len({p.tensor.index for p in only.received})
 
     assert group.run(body) == [(0, 2)] * 4, "whole matrices stay where they are"

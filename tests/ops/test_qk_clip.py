@@ -254,7 +254,7 @@ def _refused() -> None:
     engine.destroy()
     weight = nn.Parameter(torch.randn(3, 2))
     weight.grad = torch.randn(3, 2)
-    with pytest.raises(RuntimeError, match="nothing measures attention logits"):
+    with pytest.raises(RuntimeError, match="attention logits are not measured"):
         Muon([weight], qk_clip_threshold=1.0).step()
 
 

@@ -1,4 +1,4 @@
-"""Adagrad for parameters in host memory, and torch's for parameters that may be sharded already."""
+"""Adagrad for parameters in host memory, and torch's Adagrad for parameters that may be sharded already."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from deepspeed.ops.flat import AdagradRule
 
 
 class Adagrad(torch.optim.Adagrad):
-    """``torch.optim.Adagrad`` whose state is made at the first update, for the part of it that this rank holds.
+    """``torch.optim.Adagrad`` without state at construction; the engine makes it at the first update.
 
-    Torch's makes it at once and of each parameter's shape, for which a parameter that ``zero.Init`` has sharded has
-    no values. Arguments and results are torch's; only ``step`` by itself, outside an engine, needs torch's class.
+    Torch's class makes the state at construction, in the shapes of the parameters, but a parameter that ``zero.Init``
+    has sharded is empty then. Arguments and results are those of torch. Outside an engine, use torch's class: ``step``
+    needs the state.
 
     Args:
         params: Parameters or group dictionaries.

@@ -54,7 +54,7 @@ class DeepSpeedCPUAdam(AdamOptimizer):
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
-        """Does what ``step`` does for the param group number ``subgroup_id`` alone."""
+        """Updates only the param group with number ``subgroup_id``; returns what ``closure`` returned, or None."""
         loss = evaluate(closure)
         self._update_group(self._group(subgroup_id))
         return loss
@@ -63,8 +63,8 @@ class DeepSpeedCPUAdam(AdamOptimizer):
     def rollback_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
         """Undoes the latest step of one param group, up to rounding.
 
-        The gradients and hyperparameters of that step must still be in place: the update is solved backwards, no
-        copy is kept.
+        The gradients and hyperparameters of that step must be unchanged, because the update is inverted; no copy is
+        kept.
 
         Raises:
             RuntimeError: No step has been taken, or a beta of 0 erased the previous moment.
@@ -91,7 +91,7 @@ class DeepSpeedCPUAdam(AdamOptimizer):
 
 
 def _undo(group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any], *, decoupled: bool) -> None:
-    """Solves one Adam step for the values before it."""
+    """Inverts one Adam step: restores parameter, moments and step count, in place."""
     beta1, beta2 = group["betas"]
     lr, weight_decay, step = float(group["lr"]), float(group["weight_decay"]), float(state["step"])
     corrections = (1 - beta1**step, 1 - beta2**step) if group.get("bias_correction", True) else (1.0, 1.0)

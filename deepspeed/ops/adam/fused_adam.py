@@ -1,4 +1,4 @@
-"""Adam on torch's fused kernels, and what both Adam classes share: which kind of weight decay they use."""
+"""Adam on torch's fused kernels, and the base class of both Adam optimizers, which selects the weight decay."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ class FusedAdam(AdamOptimizer, ClearsGradients):
 
         Args:
             closure: Recomputes the loss.
-            grads: Historical, like the next four: must be None.
+            grads: Must be None, like the next four arguments, which only exist for compatibility.
             output_params: Must be None.
             scale: Must be None.
             grad_norms: Must be None.
             grad_scaler: Must be None.
 
         Raises:
-            RuntimeError: One of the historical arguments is given.
+            RuntimeError: An argument that must be None is given.
         """
         historical = {
             "grads": grads,

@@ -1,10 +1,8 @@
 """LAMB on whole tensors and on fragments of them.
 
-Sums per tensor over a flat run are taken by blocks of 64 elements.
-
-Tensors start at multiples of 64 elements and are cut only there, so a block never holds two tensors and is the same
-64 elements under any sharding. Norms are taken per block in fp32 and their squares added per tensor in fp64: the
-result does not depend on how the run is cut beyond the last bits of fp64.
+Sums per tensor over a flat run are computed in blocks of 64 elements. Tensors start at multiples of 64 elements and are
+cut only there, so a block belongs to one tensor and has the same elements under any sharding. Norms are computed per
+block in fp32 and their squares added per tensor in fp64, so the cuts change only the last bits of the fp64 sums.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class FusedLamb(KeepsStateDtypes):
 
     Raises:
         ValueError: ``amsgrad`` is requested, or a number is out of range.
-        NotYetSupportedError: ``max_grad_norm`` is above 0.
+        NotYetSupportedError: ``max_grad_norm`` is not 0.
     """
 
     _adds_norms_of_parts = True  # not of classes derived from it
@@ -94,7 +92,7 @@ class FusedLamb(KeepsStateDtypes):
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a copy without a segment table: the table names runs by identity."""
+        """Restores a copy, without a segment table, because the table refers to runs by id."""
         super().__setstate__(state)
         self._table, self._maps, self._coeffs = None, {}, None
 
@@ -184,7 +182,7 @@ class FusedLamb(KeepsStateDtypes):
 
 
 def _add_over_parts(squares: Tensor, table: SegmentTable) -> None:
-    """Makes the sums of tensors that are cut over ranks those of the whole tensors; a collective where there are any.
+    """Adds the sums of tensor-parallel parts over their ranks; a collective if there are such tensors.
 
     Args:
         squares: 2 x num_tensors, of this rank's parts; completed in place.
@@ -208,7 +206,7 @@ def _ratios(squares: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Update:
-    """One step of one parameter, in its two halves around the reduction of norms."""
+    """One step of one parameter, in two halves: before and after the reduction of norms."""
 
     group: dict[str, Any]
     param: Tensor
@@ -242,7 +240,7 @@ class _Update:
         return self.block_map.sums(squares)
 
     def apply(self, ratios: Tensor) -> None:
-        """Moves the weights along the direction times the ratio of their tensor."""
+        """Subtracts the direction, times the learning rate and the ratio of each tensor, from the weights."""
         factors = self.block_map.spread(ratios.to(self.param.device, torch.float32), fill=0.0)
         lr = self.group["lr"]
         lr = lr.item() if isinstance(lr, Tensor) else lr
@@ -291,7 +289,7 @@ class BlockMap:
         segments: The run's tensors in order, starting at multiples of 64; gaps and the tail are padding.
         numel: Elements of the run.
         num_tensors: How many tensors there are on all ranks.
-        device: Where the run lives.
+        device: The device of the run.
 
     Raises:
         ValueError: A tensor does not start at a multiple of 64, in the run or of its own elements.

@@ -1,4 +1,4 @@
-"""What the engine does for the optimizer ``Muon``: names the matrices among the parameters, and the rows to clip."""
+"""Muon as a feature of the engine: marks the parameters that are matrices, and installs QK-clip."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _clips(setup: EngineSetup) -> bool:
 
 
 class MuonFlags(EngineFeature):
-    """The flag ``use_muon`` of parameters, and the attention logits of QK-clip."""
+    """Sets ``use_muon`` on parameters, and measures attention logits for QK-clip."""
 
     title = "Muon"
     setting = "optimizer.type Muon"
@@ -45,7 +45,7 @@ class MuonFlags(EngineFeature):
             KEY,
             _clips,
             other,
-            "the ranks that hold the weights of a head do not all compute all of its logits",
+            "the ranks that hold the weights of a head do not compute all of its logits",
             "leave the key out",
         )
         for other in (STAGES, SEQUENCE_RANKS, ISLANDS)
@@ -63,14 +63,14 @@ class MuonFlags(EngineFeature):
             if setup.optimizer.qk_clip_threshold is not None and not is_measured(setup.model):
                 raise DeepSpeedConfigError(
                     "initialize(optimizer=...): expected Muon(qk_clip_threshold=...) itself, found a "
-                    "callable, which is called too late, after the model was prepared; pass the optimizer"
+                    "callable, which is called only after the model was prepared; pass the optimizer"
                 )
 
     @override
     def settle(self, setup: EngineSetup) -> Mapping[str, bool]:
         if setup.optimizer is None:
             set_optimizer_flags(setup.root, setup.model)
-        else:  # it may be a callable that makes one
+        else:  # an optimizer, or a callable that makes one
             mark_convolutions(setup.model)
         return {}
 

@@ -1,4 +1,4 @@
-"""Which parameters Muon treats as matrices."""
+"""Determines which parameters Muon treats as matrices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONVOLUTIONS = (
 def is_matrix_parameter(name: str, param: Tensor) -> bool:
     """Returns whether Muon orthogonalises a parameter's update: two dimensions or more, no embedding or output layer.
 
-    The biases of stacked experts have two dimensions and are no matrix either.
+    Biases of stacked experts have two dimensions but are not matrices.
 
     Args:
         name: Qualified name.
@@ -36,10 +36,10 @@ def is_matrix_parameter(name: str, param: Tensor) -> bool:
 
 
 def is_stack_of_matrices(param: Tensor) -> bool:
-    """Returns whether the last two dimensions of a parameter are one matrix of many, as those of stacked experts.
+    """Returns whether a parameter is a stack of matrices (its last two dimensions), as with stacked experts.
 
-    Its attribute ``muon_stacked`` decides. Without it, a parameter of three dimensions is a stack, and one of more is
-    the kernel of a convolution.
+    Its attribute ``muon_stacked`` determines it. Without it, a parameter of three dimensions is a stack, and one of
+    more is a convolution kernel.
 
     Args:
         param: The parameter; while it is sharded its true shape is ``ds_shape``.
@@ -58,8 +58,9 @@ def mark_convolutions(model: nn.Module) -> None:
 def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
     """Sets ``use_muon`` on every trainable parameter of ``model``, if the config's optimizer is Muon.
 
-    Kernels of torch's convolutions also get ``muon_stacked`` false: three dimensions are otherwise a stack of matrices.
-    Names of a pipeline of a Transformers model are those of that model: its own do not identify embeddings.
+    Kernels of torch's convolutions also get ``muon_stacked`` false, because parameters of three dimensions are
+    otherwise stacks of matrices. For a pipeline of a Transformers model, the parameter names of that model are used,
+    because those of the pipeline do not identify embeddings.
 
     Args:
         config_class: The config: its dict, or an object that has ``optimizer_name`` or ``root.optimizer``.

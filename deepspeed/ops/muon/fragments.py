@@ -3,15 +3,12 @@
 Momentum is elementwise and stays where the fragments are. The update of each matrix is gathered to its owner,
 orthogonalised there, and the fragments are sent back: two exchanges per round.
 
-Who orthogonalises which matrix, and what is sent to get it there, is pure arithmetic, equal on all ranks.
+Every rank knows how all tensors are cut (``SharedTensor``), so each computes the same owners and the same transfers
+without communication. Ranks are given by position: the order of their parts in the buffers.
 
-Every rank has the cuts of all tensors (``SharedTensor``), so every rank can compute which rank holds what, without an
-exchange. Ranks are meant by position here, in the order in which the buffers are cut.
-
-A matrix that lies wholly on one rank stays there if that rank has space; one that is cut goes to the rank that holds
-most of it. No rank gets more than its fair share of elements, within one matrix. Matrices are handled in rounds, so
-that the buffers are bounded. The cost grows with the matrices and the logarithm of the ranks, beside one number per
-rank and round.
+A matrix goes to the rank that holds most of it, unless that rank would get more than its fair share of elements; then
+it goes to the least loaded rank. Matrices are handled in rounds, which bounds the buffers. The cost of planning grows
+with the number of matrices and the logarithm of the number of ranks, besides one number per rank and round.
 """
 
 from __future__ import annotations
@@ -42,13 +39,13 @@ class _SegmentInterval:
 
 
 class _ExchangeRound:
-    """One round as this rank takes part in it.
+    """The part of this rank in one round.
 
     Attributes:
-        sent: Its segments, in the order in which they lie in the send buffer.
-        received: Segments of the matrices it orthogonalises, in the order in which they lie in the receive buffer.
-        send_numels: Elements for each rank.
-        receive_numels: Elements from each rank.
+        sent: Segments that this rank sends, in the order of the send buffer.
+        received: Segments of the matrices that it orthogonalises, in the order of the receive buffer.
+        send_numels: Numbers of elements for each rank.
+        receive_numels: Numbers of elements from each rank.
     """
 
     def __init__(self, planned: MuonRound, table: SegmentTable) -> None:
@@ -71,27 +68,27 @@ class _ExchangeRound:
 class FragmentExchange:
     """Gathers and returns the matrices of a segment table.
 
-    Each matrix of a stack has an owner of its own. Those of one stack that a rank owns are orthogonalised together.
+    Each matrix of a stack has its own owner. The matrices of a stack that a rank owns are orthogonalised in one batch.
 
-    Every rank of the table's group must construct it with the same matrices; nothing is exchanged for that.
+    Every rank of the table's group must construct it with the same matrices; that needs no communication.
 
     Attributes:
-        heaviest_rank: The rank in the job (in the group where the table names none) that needs most memory for a step;
-            None without matrices.
+        heaviest_rank: The global rank (or the rank in the group, if the table has no global ranks) that needs most
+            memory for a step; None without matrices.
         heaviest_numels: Elements of its largest matrix, and of all its matrices in that round.
         num_matrices: Matrices on all ranks together.
         is_exchanged: Whether there are other ranks.
-        sent_bytes: What this rank sends to others in a step: fp32, on the way to the owners and back.
-        all_sent_bytes: What all ranks send.
+        sent_bytes: Bytes that this rank sends to others in a step: fp32, to the owners and back.
+        all_sent_bytes: Bytes that all ranks send in a step.
 
     Args:
-        table: Which matrix segments the runs hold.
+        table: The segment table.
         runs: The runs of the matrix groups.
         groups: Indices of the matrix groups.
-        stacks: Those of them whose tensors are stacks of matrices.
+        stacks: Indices of the matrix groups whose tensors are stacks of matrices.
 
     Raises:
-        ValueError: The same on every rank: a tensor that is no matrix. On this rank: the runs do not hold what the
+        ValueError: On every rank: a tensor is not a matrix. On this rank: the runs do not hold the segments that the
             table lists for its position.
     """
 
@@ -119,7 +116,7 @@ class FragmentExchange:
             for part in _matrix_segments(segment, by_tensor.get(segment.index, []))
         }
         planned = plan_rounds(matrices, len(table.ranks), ROUND_NUMEL_PER_RANK * len(table.ranks))
-        self._tours = [_ExchangeRound(members, table) for members in planned]
+        self._rounds = [_ExchangeRound(members, table) for members in planned]
         heaviest, self.heaviest_numels = heaviest_position(planned)
         self.heaviest_rank = None if heaviest is None else (table.job_ranks or table.ranks)[heaviest]
         self.num_matrices, self.is_exchanged = len(matrices), table.group is not None
@@ -131,7 +128,7 @@ class FragmentExchange:
     def _check_locations(self) -> None:
         wanted = {
             segment.tensor.index: (segment.start, segment.stop)
-            for exchange_round in self._tours
+            for exchange_round in self._rounds
             for segment in exchange_round.sent
         }
         present = {
@@ -156,10 +153,11 @@ class FragmentExchange:
 
         Args:
             update_of: ``(run, elements) -> `` fp32 update of those elements, before orthogonalising.
-            orthogonalize: Matrix in its full shape to matrix; of a stack, 3-D, to a stack.
+            orthogonalize: Function from a matrix in its full shape to the orthogonalised one; with ``is_stack=True``,
+                from a 3-D stack to a stack.
             apply: ``(run, elements, orthogonalised update, full shape)``: changes the weights.
         """
-        for exchange_round in self._tours:
+        for exchange_round in self._rounds:
             self._run(exchange_round, update_of, orthogonalize, apply)
 
     def _run(self, exchange_round: _ExchangeRound, update_of: Any, orthogonalize: Any, apply: Any) -> None:
@@ -186,7 +184,7 @@ class FragmentExchange:
     def _orthogonalize_all(
         self, segments: list[tuple[MatrixSegment, Tensor]], orthogonalize: Callable[..., Tensor]
     ) -> None:
-        """Puts each matrix together, orthogonalises it, and writes the result back over its segments."""
+        """Joins the segments of each matrix, orthogonalises it, and writes the result back to the segments."""
         by_matrix: dict[int, list[tuple[MatrixSegment, Tensor]]] = {}
         for segment, view in segments:
             by_matrix.setdefault(segment.tensor.index, []).append((segment, view))
@@ -204,7 +202,7 @@ class FragmentExchange:
 
 
 def _sent_numel(tensor: SharedTensor, owner: int, position: int) -> int:
-    """Returns the elements that a rank sends for a matrix: its part to the owner, or as the owner the others' parts."""
+    """Returns the elements that a rank sends for a matrix: its part; or, as the owner, the parts of the others."""
     own = tensor.numel_at(position)
     return tensor.numel - own if owner == position else own
 
@@ -222,7 +220,7 @@ def _matrices_of(tensor: SharedTensor, first: int, *, is_stack: bool) -> list[Sh
 
 
 def _matrix_segments(segment: Segment, matrices: list[SharedTensor]) -> Iterator[Segment]:
-    """Cuts a segment of a tensor, which is not empty, at the ends of its matrices."""
+    """Yields the parts of a non-empty segment of a tensor, cut at the boundaries of its matrices."""
     numel = matrices[0].numel if matrices else 0
     for number in range(segment.tensor_start // numel, -(-segment.tensor_stop // numel)) if numel else ():
         first, last = max(segment.tensor_start, number * numel), min(segment.tensor_stop, (number + 1) * numel)
@@ -255,7 +253,7 @@ def _views(buffer: Tensor, segments: list[MatrixSegment]) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class MatrixSegment:
-    """Elements ``[start, stop)`` of the flattened ``tensor``, sent from or to the rank at position ``peer``."""
+    """Elements ``[start, stop)`` of the flattened ``tensor``, which the rank at position ``peer`` sends or receives."""
 
     tensor: SharedTensor
     start: int
@@ -283,7 +281,7 @@ class MuonRound:
         return [tensor for tensor, owner in self.owners if owner == position]
 
     def sent_by(self, position: int) -> list[MatrixSegment]:
-        """Returns what a rank holds of each matrix; ``peer`` is the owner."""
+        """Returns the part of each matrix that a rank holds; ``peer`` is the owner."""
         return [
             MatrixSegment(tensor, *tensor.held_by(position), owner)
             for tensor, owner in self.owners
@@ -301,7 +299,7 @@ class MuonRound:
 
 
 def plan_rounds(tensors: Iterable[SharedTensor], world_size: int, round_numel: int) -> list[MuonRound]:
-    """Plans the exchange.
+    """Assigns matrices to rounds and owners. The result is the same on all ranks, without communication.
 
     Args:
         tensors: The matrices, with the same numbers on all ranks.
@@ -322,7 +320,7 @@ def plan_rounds(tensors: Iterable[SharedTensor], world_size: int, round_numel: i
 
 
 def heaviest_position(rounds: Iterable[MuonRound]) -> tuple[int | None, tuple[int, int]]:
-    """Returns the owner of the largest matrix; among several, the one with most other elements in that round.
+    """Returns the owner of the largest matrix; among several, the one with the most elements in that round.
 
     Returns:
         Its position, None without matrices; and the elements of that matrix and of all its matrices in the round.
@@ -339,7 +337,7 @@ def heaviest_position(rounds: Iterable[MuonRound]) -> tuple[int | None, tuple[in
 
 
 def _rounds_of(tensors: list[SharedTensor], round_numel: int) -> list[list[SharedTensor]]:
-    """Puts matrices into rounds, the largest first, so that those of one round are alike and balance well."""
+    """Assigns matrices to rounds, the largest first, so that sizes in a round are similar and balance well."""
     rounds: list[list[SharedTensor]] = []
     filled = 0
     for tensor in sorted(tensors, key=lambda tensor: (-tensor.numel, tensor.index)):
@@ -352,15 +350,18 @@ def _rounds_of(tensors: list[SharedTensor], round_numel: int) -> list[list[Share
 
 
 def _with_owners(members: list[SharedTensor], world_size: int) -> MuonRound:
-    """Returns the rank with the largest part, unless that would give it more than its share; then the least loaded."""
+    """Returns the round of ``members`` with their owners.
+
+    The owner is the rank with the largest part, unless it would get more than its fair share; then the least loaded.
+    """
     loads = _SegmentTree(world_size)
     fair = sum(tensor.numel for tensor in members) / world_size
     owners = []
     for tensor in members:
-        having = tensor.positions()
-        # The first rank with a part, the last, the best of those between, whose parts are equal; the best of all.
+        holders = tensor.positions()
+        # The first and the last holder, the least loaded of those in between (their parts are equal), and of all ranks.
         candidates = []
-        for positions in (having[:1], having[1:-1], having[-1:], range(world_size)):
+        for positions in (holders[:1], holders[1:-1], holders[-1:], range(world_size)):
             if positions:
                 load, position = loads.least(positions)
                 candidates.append((load, -tensor.numel_at(position), position))
@@ -373,10 +374,10 @@ def _with_owners(members: list[SharedTensor], world_size: int) -> MuonRound:
 
 
 class _SegmentTree:
-    """Elements by position, all 0 at first; finds the least of a range in logarithmic time.
+    """The load of each position, in elements, initially 0; finds the minimum of a range in logarithmic time.
 
-    A binary tree in a list: the leaves are the positions, a node is the least of the two below. Load and position are
-    one number, so that of equal loads the first position is the least.
+    A binary tree in a list: leaves are positions, and a node is the minimum of its two children. Load and position are
+    encoded in one number, so among equal loads the first position is the minimum.
     """
 
     def __init__(self, size: int) -> None:

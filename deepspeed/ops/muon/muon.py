@@ -39,15 +39,15 @@ class ScaledRows(NamedTuple):
 class Muon(KeepsStateDtypes):
     """Momentum whose update is orthogonalised, for matrices; AdamW for every other parameter.
 
-    See `K. Jordan et al. <https://kellerjordan.github.io/posts/muon/>`_. The update of an m x n matrix (of a kernel of
-    a convolution, further dimensions count as columns) is scaled by ``sqrt(max(1, m / n))``; weight decay is decoupled.
-    A stack of matrices, such as the weights of stacked experts, is this many matrices.
+    See `K. Jordan et al. <https://kellerjordan.github.io/posts/muon/>`_. The update of an m x n matrix (for a
+    convolution kernel, n is the product of all dimensions but the first) is scaled by ``sqrt(max(1, m / n))``. Weight
+    decay is decoupled. The matrices of a stack, such as the weights of stacked experts, are updated separately.
 
     The key ``use_muon`` of a group selects the part it belongs to. A group without the key is divided: a parameter is
     a matrix if it has an attribute ``use_muon`` that is true (:func:`~deepspeed.ops.muon.set_optimizer_flags`), or
-    no such attribute and at least two dimensions. Likewise its key ``stacked`` states whether the parameters of a
-    matrix group are stacks of matrices. A matrix group without it is divided: a parameter with three dimensions is a
-    stack, unless its attribute ``muon_stacked`` is set otherwise.
+    no such attribute and at least two dimensions. The key ``stacked`` of a matrix group states whether its parameters
+    are stacks of matrices. A matrix group without it is divided too: a parameter with three dimensions is a stack,
+    unless its attribute ``muon_stacked`` is false; one with more is a stack if that attribute is true.
 
     Works on ordinary parameters, and after :meth:`attach_segments` on 1-D runs holding segments of tensors: each matrix
     is gathered to one rank, orthogonalised there, and its segments are sent back. State is elementwise:
@@ -61,10 +61,10 @@ class Muon(KeepsStateDtypes):
         ns_method: ``gram`` or ``standard``, see :func:`~deepspeed.ops.muon.muon.orthogonalize`.
         betas: Decay of the moments (rest).
         eps: Added to the root of the second moment (rest).
-        muon_lr: Step size of matrices, before ``lr``.
-        adam_lr: Step size of the rest, before ``lr``.
+        muon_lr: Step size of matrices; None means ``lr``.
+        adam_lr: Step size of the rest; None means ``lr``.
         ns_steps: Iterations of the orthogonalisation.
-        nesterov: Look ahead along the momentum.
+        nesterov: Use Nesterov momentum.
         qk_clip_threshold: Attention logits above it are brought down to it after each step (MuonClip), see
             :mod:`~deepspeed.ops.muon.qk_clip`; inside an engine only. None: they are not measured.
 
@@ -121,7 +121,7 @@ class Muon(KeepsStateDtypes):
         super().__init__(params, {})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what pickles and copies keep: also the defaults, but no segment table (it names runs by id)."""
+        """Returns the state for pickles and copies, without segment tables, because these refer to runs by id."""
         kept = {"_part_defaults": self._part_defaults, "qk_clip_threshold": self.qk_clip_threshold}
         return {**super().__getstate__(), **kept}
 
@@ -182,15 +182,15 @@ class Muon(KeepsStateDtypes):
             if found.num_matrices and found.is_exchanged:
                 log_dist_once(
                     f"Muon: each of {found.num_matrices} matrices is orthogonalised by one of {len(table.ranks)} "
-                    f"ranks; an update exchanges {found.all_sent_bytes:,} bytes of them between these, of which this "
-                    f"rank sends {found.sent_bytes:,}"
+                    f"ranks; these exchange {found.all_sent_bytes:,} bytes in each update, of which this rank sends "
+                    f"{found.sent_bytes:,}"
                 )
 
     def scale_rows_after_step(self, rows: Mapping[str, Sequence[ScaledRows]]) -> None:
         """Sets the rows of tensors that the next :meth:`step` multiplies after it has updated them.
 
         Args:
-            rows: By the name of the tensor in the segment table; names that it does not have are passed over.
+            rows: The rows by name of the tensor in the segment tables; other names are ignored.
         """
         self._scaled_rows = rows
 
@@ -201,9 +201,9 @@ class Muon(KeepsStateDtypes):
 
     @property
     def heaviest_rank(self) -> int | None:
-        """The rank in the job that needs most memory for a step; None if all are alike.
+        """The global rank that needs most memory for a step; None if all ranks need the same.
 
-        Of several segment tables (experts have one of their own) the one with the largest matrix counts.
+        With several segment tables (experts have their own), the one with the largest matrix determines it.
         """
         exchanges = [exchange for exchange in self._exchanges or () if exchange.is_exchanged]
         owned = [exchange for exchange in exchanges if exchange.heaviest_rank is not None]
@@ -237,8 +237,8 @@ class Muon(KeepsStateDtypes):
     def _scale_rows(self) -> None:
         if self._scaled_rows is None or not self._tables:
             raise RuntimeError(
-                "Muon(qk_clip_threshold=...): nothing measures attention logits; give the optimizer itself, not a "
-                "callable that makes it, to deepspeed.initialize, and step by the engine"
+                "Muon(qk_clip_threshold=...): attention logits are not measured; pass the optimizer itself, not a "
+                "callable that makes it, to deepspeed.initialize, and call engine.step()"
             )
         for run in (run for group in self.param_groups for run in group["params"] if self._scaled_rows):
             for segment in _table_of(run, self._tables).of(run):
@@ -282,7 +282,9 @@ class Muon(KeepsStateDtypes):
         def update_of(run: Tensor, elements: slice) -> Tensor:
             if id(run) in updates:
                 return updates[id(run)](elements)
-            return run.new_zeros(elements.stop - elements.start)  # takes part, because the other ranks wait for it
+            return run.new_zeros(
+                elements.stop - elements.start
+            )  # sends zeros, because the other ranks wait for this part
 
         def apply(run: Tensor, elements: slice, direction: Tensor, shape: tuple[int, ...]) -> None:
             if id(run) in updates:
@@ -293,7 +295,7 @@ class Muon(KeepsStateDtypes):
             exchange.step(update_of, how, apply)
 
     def _advance(self, group: dict[str, Any], param: Tensor) -> Callable[[slice], Tensor]:
-        """Updates the momentum; returns what gives the fp32 update of a slice of elements (rows of a tensor)."""
+        """Updates the momentum; returns a function from a slice of the first dimension to its fp32 update."""
         check_supported(self, param)
         state = self.state[param]
         if "momentum_buffer" not in state:
@@ -313,7 +315,7 @@ def _table_of(run: Tensor, tables: tuple[SegmentTable, ...]) -> SegmentTable:
     """Returns the table that contains a run.
 
     Raises:
-        KeyError: None does.
+        KeyError: No table contains it.
     """
     found = next((table for table in tables if id(run) in table.by_param), None)
     if found is None:
@@ -330,7 +332,7 @@ def _is_flagged(param: Tensor) -> bool:
 
 
 def _apply(group: dict[str, Any], weight: Tensor, direction: Tensor, shape: tuple[int, ...]) -> None:
-    """Applies decoupled decay, then the step. The scale depends on the rows and columns of the whole matrix."""
+    """Applies decoupled weight decay, then the step, to ``weight``, a part of a matrix of this ``shape``, in place."""
     lr = float(group["lr"])
     if group["weight_decay"]:
         weight.mul_(1 - lr * group["weight_decay"])
@@ -353,14 +355,14 @@ def orthogonalize(matrix: Tensor, *, method: str = "gram", num_steps: int = 5, i
             on its product with its own transpose, in fp32: the same polynomial with most multiplications on the short
             side, so the longer the matrix the cheaper it is in comparison.
         num_steps: Iterations.
-        is_stack: ``matrix`` is a stack of matrices, 3-D or more: each one of the last two dimensions is orthogonalised
-            by itself, all in one batch.
+        is_stack: Whether ``matrix`` is a stack of matrices, 3-D or more. Each matrix of the last two dimensions is
+            orthogonalised separately, all in one batch.
 
     Returns:
         A tensor of the shape of ``matrix``, fp32.
 
     Raises:
-        ValueError: Fewer than 2 dimensions (3 of a stack), or an unknown method.
+        ValueError: ``matrix`` has fewer than 2 dimensions (3 for a stack), or the method is unknown.
     """
     if matrix.dim() < (3 if is_stack else 2):
         what = "stacks of matrices" if is_stack else "matrices"
@@ -398,7 +400,7 @@ def _gram(wide: Tensor, num_steps: int) -> Tensor:
         gathered = polynomial if gathered is None else polynomial @ gathered
         if step + 1 < num_steps:
             gram = polynomial @ gram @ polynomial
-            # Rounding makes it slightly unsymmetric, which the next steps would amplify.
+            # Rounding makes it slightly asymmetric, which the next steps would amplify.
             gram = (gram + gram.mT).mul_(0.5)
     return wide if gathered is None else gathered @ wide
 

@@ -1,9 +1,9 @@
-"""QK-clip: scales the weights of queries and keys down whose attention logits have become too large.
+"""QK-clip: scales down the query and key weights of heads whose attention logits are too large.
 
-Muon lets attention logits grow; beyond some size training becomes unstable. After an update, each head whose largest
-logit of the step was above a threshold gets weights that would have made it the threshold (`Kimi K2
-<https://arxiv.org/abs/2507.20534>`_, section 2.1 and algorithm 1). Fused attention keeps no logits, so they are
-computed once more, in blocks, without a graph.
+With Muon attention logits can grow until training becomes unstable. After an update, the weights of each head whose
+largest logit in the step was above a threshold are scaled so that this logit would have been the threshold (`Kimi K2
+<https://arxiv.org/abs/2507.20534>`_, section 2.1 and algorithm 1). Fused attention does not store logits, so
+they are computed again, in blocks, without a graph.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from deepspeed.uncompiled import uncompiled
 KEY = "optimizer.params.qk_clip_threshold"
 _ENDING = "_qk_clip"
 _RECORD = "_qk_clip"  # in the __dict__ of attention modules
-_BLOCK_NUMEL = 1 << 24  # logits that are computed together
+_BLOCK_NUMEL = 1 << 24  # logits per block
 _NORMS = (
     "q_norm", "k_norm", "qk_norm", "q_layernorm", "k_layernorm", "qk_layernorm", "query_layernorm", "key_layernorm",
     "q_layer_norm", "k_layer_norm",
@@ -62,11 +62,11 @@ class LogitRecord:
 
 
 def measure_attention(model: nn.Module) -> None:
-    """Lets the attention layers of a Transformers model keep the largest logit of each head, in place.
+    """Makes the attention layers of a Transformers model record the largest logit of each head, in place.
 
     Raises:
-        DeepSpeedConfigError: It is no such model, its attention cannot be exchanged, or a layer is of a kind whose
-            logits do not follow its weights.
+        DeepSpeedConfigError: The model is not from Transformers, its attention function cannot be replaced, or a layer
+            normalises queries or keys, so that its logits do not grow with its weights.
     """
     outermost: Any = next((module for module in model.modules() if takes_attention_by_name(module)), None)
     if outermost is None:
@@ -94,7 +94,7 @@ def is_measured(model: nn.Module) -> bool:
 
 
 def _projections(module: nn.Module) -> tuple[str, str] | None:
-    """Returns the names of the layers that give queries and keys; None where there are no such layers."""
+    """Returns the names of the query and key projections of an attention layer; None for other modules."""
     for query, key in (("q_proj", "k_proj"), ("q_b_proj", "kv_b_proj"), ("q_proj", "kv_b_proj")):
         if all(isinstance(getattr(module, name, None), nn.Module) for name in (query, key)):
             return query, key
@@ -135,7 +135,7 @@ def _measure(layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
         return
     if more.get("cu_seq_lens_q") is not None:
         raise DeepSpeedConfigError(
-            f"{KEY}: {type(layer).__name__} gets cu_seq_lens_q, so tokens of several documents stand in one row; pass "
+            f"{KEY}: {type(layer).__name__} gets cu_seq_lens_q, so a sequence contains several documents; pass "
             'position_ids alone, with attn_implementation="sdpa"'
         )
     if record.rows is None:
@@ -221,10 +221,10 @@ def _hidden(mask: Any, places: Tensor, keys: int, *, is_causal: bool, window: in
 def _rows_of_heads(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, heads: int
 ) -> list[list[tuple[str, int, int, float]]]:
-    """Returns the rows of query and key projections that each head's logits depend on, see :class:`LogitRecord`.
+    """Returns the weight rows of query and key projections that determine each head's logits, see :class:`LogitRecord`.
 
-    What several heads share is left as it is, so that no head changes because of another; then the queries take the
-    whole factor instead of its root.
+    Keys that several heads share are not scaled, so that no head changes because of another one. Then the queries get
+    the whole factor instead of its root.
     """
     names = _projections(layer)
     assert names is not None
@@ -264,12 +264,12 @@ def _rows(projection: Any) -> int:
 
 
 class QKClipHooks(EngineHooks):
-    """Gives Muon, before each update, the rows to scale after it.
+    """Passes to Muon, before each update, the weight rows to scale after it.
 
     Args:
-        model: Whose attention is measured.
-        peers: The ranks that see other samples.
-        optimizer: Returns the optimizer.
+        model: The model whose attention is measured.
+        peers: The data-parallel ranks.
+        optimizer: A function that returns the optimizer.
     """
 
     def __init__(self, model: nn.Module, peers: Transport, optimizer: Any) -> None:
@@ -290,7 +290,7 @@ class QKClipHooks(EngineHooks):
             unknown.expand(record.heads) if record.largest is None else record.largest
             for record in self._records.values()
         ]
-        rows = self._peers.gather_small(  # one wait for the device, regardless of the number of layers
+        rows = self._peers.gather_small(  # one device synchronisation for all layers
             torch.cat(mine).double().cpu(), channel="step", label="the largest attention logits (QK-clip)"
         )
         largest = rows.amax(0)
@@ -327,8 +327,8 @@ def factors(records: Mapping[str, LogitRecord], largest: Tensor, threshold: floa
 
     Args:
         records: Records of the attention layers, by name.
-        largest: Largest logit of each head of each layer, in that order: 1-D.
-        threshold: Logits above it are brought down to it.
+        largest: Largest logit of each head, in the order of ``records``: 1-D.
+        threshold: Heads with a logit above it are scaled down to it.
     """
     found: dict[str, list[ScaledRows]] = {}
     first = 0

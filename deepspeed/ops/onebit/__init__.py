@@ -1,4 +1,4 @@
-"""The 1-bit family: optimizers that exchange their momentum in one bit for each element."""
+"""Optimizers of the 1-bit family, which exchange their momentum with one bit per element."""
 
 from __future__ import annotations
 

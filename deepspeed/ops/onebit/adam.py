@@ -15,10 +15,10 @@ from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, refuse_s
 
 
 class FrozenAdamRule:
-    """The step of 1-bit Adam after its warm-up: the variance stays, and what comes as gradient *is* the new momentum.
+    """The step of 1-bit Adam after its warm-up. The variance is frozen; the gradient argument holds the new momentum.
 
     Args:
-        frozen_at: Updates after which the variance is what it is.
+        frozen_at: Number of updates after which the variance was frozen.
     """
 
     counts_steps = True
@@ -66,38 +66,38 @@ class FrozenAdamRule:
 
 
 class OneBitAdam(ElementwiseOptimizer):
-    """Adam that exchanges its momentum in one bit for each element once its variance has settled.
+    """Adam that exchanges its momentum with one bit per element once its variance is stable.
 
-    `1-bit Adam <https://arxiv.org/abs/2102.02888>`_. The first ``freeze_step`` updates are AdamW's. From then on the
-    variance stays, each rank adds its own gradient to the momentum, and the mean of these momenta is taken by the
-    compressed all-reduce (``comm.codecs.one_bit``). Weight decay is decoupled. What had no gradient in the warm-up
-    stays where it is. Without an engine it cannot step.
+    `1-bit Adam <https://arxiv.org/abs/2102.02888>`_. The first ``freeze_step`` updates are AdamW's. Afterwards the
+    variance is frozen, each rank adds its own gradient to the momentum, and a compressed all-reduce averages these
+    momenta (``comm.codecs.one_bit``). Weight decay is decoupled. Elements without a gradient in the warm-up are not
+    updated afterwards. It needs an engine to step.
 
     Args:
         params: Parameters or group dictionaries; a group may have ``exp_avg_mask``, 0 for elements whose momentum stays
-            0 (rows that never get a gradient: a sign cannot say zero), in the shape of its one parameter or flat over
-            all of them.
-        deepspeed: The engine, as the original takes it; of no use here.
+            0 (such as rows that never get a gradient; a sign cannot represent zero), in the shape of its one parameter
+            or flat over all of them.
+        deepspeed: Ignored; accepted for compatibility with upstream.
         lr: Step size.
         freeze_step: Updates of the warm-up, 15 to 25 % of all.
-        bias_correction: Correct the moments for their start at zero; the publication does not.
+        bias_correction: Correct the moments for their start at zero; the paper does not.
         betas: Decay of the momentum and of the variance.
         eps: Added to the root of the variance.
         eps_inside_sqrt: Must be False.
         weight_decay: Decoupled weight decay.
         max_grad_norm: Must be 0; ``gradient_clipping`` clips, by the norm of the mean gradient.
         amsgrad: Must be False.
-        cuda_aware: Not used: messages are tensors of the process group's own backend.
-        comm_backend_name: Not used: the process group is the engine's.
-        precondition: Divide momentum by the root of the variance before it is sent, and multiply what arrives, so that
-            what a sign gets wrong is of one size in all weights; and bound what is sent, with what is still owed, by
-            what Adam could move at most (``phases.largest_update``), so that an element whose frozen variance is far
-            too small for a later gradient neither moves further nor raises the scale of all others. What is cut off
-            is lost, as of a gradient that is clipped. As published momentum is sent as it is: one scale for elements
-            of all sizes, where the frozen variance then makes giants of the errors of small ones.
+        cuda_aware: Ignored: messages are tensors of the process group's backend.
+        comm_backend_name: Ignored: the engine provides the process group.
+        precondition: Divide the momentum by the root of the variance before sending, and multiply after receiving, so
+            that compression errors are equally large for all weights. Also clamp the sum of what is sent and the
+            error-feedback residual to the largest update of Adam (``phases.largest_update``). Otherwise an element
+            whose frozen variance is too small for later gradients would move too far and raise the scale of all
+            others. The clamped part is lost, as with gradient clipping. False: send the plain momentum, as in the
+            paper; one scale for elements of all sizes then gives large errors where the frozen variance is small.
 
     Raises:
-        ValueError: A number is out of range, or something is requested that does not exist.
+        ValueError: A number is out of range, or an argument that must be False or 0 is not.
     """
 
     _ds_driver = "deepspeed.zero.onebit.momentum:MomentumExchange"
@@ -155,14 +155,14 @@ class OneBitAdam(ElementwiseOptimizer):
 
 
 def check_family(optimizer: object, *, eps_inside_sqrt: bool, max_grad_norm: float, freeze_step: int) -> None:
-    """Refuses arguments that the originals take and ignore, and a warm-up of nothing.
+    """Raises for arguments that upstream accepts but ignores, and for a warm-up without updates.
 
     Raises:
-        ValueError: Names the optimizer, the argument and what to do.
+        ValueError: ``eps_inside_sqrt`` or ``max_grad_norm`` is set, or ``freeze_step`` is below 1.
     """
     name = type(optimizer).__name__
     if eps_inside_sqrt:
-        raise ValueError(f"{name}: eps_inside_sqrt has no effect upstream and none here; leave it out")
+        raise ValueError(f"{name}: expected eps_inside_sqrt=False, found True, which has no effect; leave it out")
     if max_grad_norm:
         raise ValueError(
             f"{name} does not clip (max_grad_norm={max_grad_norm}); set gradient_clipping in the config, which clips "

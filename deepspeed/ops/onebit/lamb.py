@@ -17,12 +17,12 @@ from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, refuse_s
 from deepspeed.ops.segments import Segment, SegmentTable
 
 _MEMORY = "onebit_lamb"
-"""Key of the param groups: by tensor, its scaling coefficient, the average of its warm-up, and the last factor."""
+"""Key of the param groups. By tensor: its scaling coefficient, its average trust ratio, and its last factor."""
 
 
 @dataclass
 class _LambTensorState:
-    """Holds the state that 1-bit LAMB keeps of one tensor."""
+    """The state of 1-bit LAMB for one tensor."""
 
     scaling: float = 0.0
     average: float = 0.0
@@ -30,22 +30,22 @@ class _LambTensorState:
 
 
 class OneBitLamb(FusedLamb):
-    """LAMB that exchanges its momentum in one bit for each element once its variance has settled.
+    """LAMB that exchanges its momentum with one bit per element once its variance is stable.
 
     `1-bit LAMB <https://arxiv.org/abs/2104.06069>`_. The first ``freeze_step`` updates are LAMB's without bias
-    correction; each tensor's trust ratio is averaged. Then variance and averages stay, momenta are scaled alike and
-    averaged by the compressed all-reduce, and each tensor's ratio is its average times a factor: how much the frozen
-    variance exceeds a second one, which is updated from the gradients that the momenta stand for. It needs an engine to
-    step.
+    correction, and average the trust ratio of each tensor. Afterwards variance and averages are frozen. Momenta are
+    scaled to equal size and averaged by a compressed all-reduce. The trust ratio of a tensor is its average times a
+    factor: the ratio of the roots of the frozen variance and of a second variance. That one is updated with the
+    gradients that follow from the momenta. It needs an engine to step.
 
-    State beside LAMB's: ``exp_avg_sq_fresh``, that second variance.
+    State besides that of LAMB: ``exp_avg_sq_fresh``, the second variance.
 
     Args:
         params: Parameters or group dictionaries; ``exp_avg_mask`` as in :class:`~deepspeed.ops.onebit.OneBitAdam`.
-        deepspeed: The engine, as the original takes it; of no use here.
+        deepspeed: Ignored; accepted for compatibility with upstream.
         lr: Step size.
         freeze_step: Updates of the warm-up.
-        bias_correction: Must be False, as published; True, which the original ignores, is ignored here too.
+        bias_correction: Ignored, as upstream: there is no bias correction.
         betas: Decay of the momentum and of the variances.
         eps: Added to the root of the variances.
         eps_inside_sqrt: Must be False.
@@ -54,21 +54,21 @@ class OneBitLamb(FusedLamb):
         max_coeff: Greatest trust ratio of the warm-up.
         min_coeff: Least trust ratio of the warm-up.
         amsgrad: Must be False.
-        cuda_aware: Not used.
-        comm_backend_name: Not used: the process group is the engine's.
+        cuda_aware: Ignored.
+        comm_backend_name: Ignored: the engine provides the process group.
         coeff_beta: Decay of the average of trust ratios.
         factor_max: Greatest factor.
         factor_min: Least factor.
-        factor_threshold: By how much of itself a factor may change in one update.
+        factor_threshold: Largest relative change of a factor in one update.
 
     Raises:
-        ValueError: A number is out of range, or something is requested that does not exist.
+        ValueError: A number is out of range, or an argument that must be False or 0 is not.
     """
 
     _ds_driver = "deepspeed.zero.onebit.momentum:MomentumExchange"
     _keeps_own_states = True
     precondition = False
-    """Its coefficients scale whole tensors, as published."""
+    """False: the coefficients scale whole tensors, as in the paper."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class OneBitLamb(FusedLamb):
         self.reminder = PhaseCheck(self, "1-bit LAMB", freeze_step)
 
     def begin_update(self, before: int) -> None:
-        """Chooses the phase of the next update. Every rank must call it: a change of phase is a collective."""
+        """Sets the phase of the next update. Every rank must call it: the end of the warm-up is a collective."""
         former, self.phase = self.phase, Phase.WARM_UP if before < self.freeze_step else Phase.MOMENTUM
         if self.phase is Phase.WARM_UP:
             if former is Phase.MOMENTUM:  # an earlier checkpoint was loaded
@@ -135,10 +135,10 @@ class OneBitLamb(FusedLamb):
         kept = ("freeze_step", "coeff_beta", "factor_bounds", "factor_threshold", "phase")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
-    # -- what is remembered of tensors ---------------------------------------------------------------------------------
+    # -- state of tensors ----------------------------------------------------------------------------------------------
 
     def _remembered(self) -> dict[str, _LambTensorState]:
-        """Returns the state of each updated tensor, equal on all ranks. The param groups hold it, so it is saved."""
+        """Returns the state of each updated tensor by name, equal on all ranks. It is saved with the param groups."""
         found: dict[str, _LambTensorState] = {}
         for group in self.param_groups:
             found.update({name: _LambTensorState(*numbers) for name, numbers in group.get(_MEMORY, {}).items()})
@@ -150,14 +150,14 @@ class OneBitLamb(FusedLamb):
             group[_MEMORY] = dict(numbers)
 
     def _names(self) -> dict[int, str]:
-        """Returns the tensors by their numbers."""
+        """Returns the names of the tensors by their indices."""
         return {shared.index: shared.name for shared in self._attached().shared}
 
     def _find_scaling(self) -> None:
-        """Returns the factors that make momenta equally large: 1 / their root mean square.
+        """Sets the scaling coefficient of each tensor to 1 / (root mean square of its momentum). A collective.
 
-        In the publication it is the mean of these over all tensors that is divided. That is one factor on everything
-        that is sent, so it cancels out; without it stages of a pipeline need no exchange.
+        The paper multiplies it by the mean of the root mean squares over all tensors. That factor is common to
+        everything that is sent, so it cancels out; without it, pipeline stages need no exchange.
         """
         table = self._attached()
         members = [param for group in self.param_groups for param in group["params"]]
@@ -193,13 +193,13 @@ class OneBitLamb(FusedLamb):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient. A collective when the tensors are cut over a group.
 
-        After the warm-up the "gradient" is the new momentum.
+        After the warm-up the gradient of a parameter holds the new momentum.
 
         Args:
-            closure: Recomputes the loss; called with gradients enabled.
+            closure: Recomputes the loss; called with gradients enabled, but only in the warm-up.
 
         Returns:
-            What ``closure`` returned, or None.
+            What ``closure`` returned; None without one, and after the warm-up.
         """
         table = self._attached()
         if self.phase is Phase.MOMENTUM:
@@ -210,7 +210,7 @@ class OneBitLamb(FusedLamb):
         return loss
 
     def _average_ratios(self) -> None:
-        """Averages the trust ratios of the update that is over; those of 1 mean nothing."""
+        """Updates the averages with the trust ratios of the latest update; skips ratios of 1, which mean no ratio."""
         assert self._coeffs is not None
         remembered = self._remembered()
         ratios = self._coeffs.tolist()
@@ -249,7 +249,7 @@ class OneBitLamb(FusedLamb):
         low, high = self.factor_bounds
         for index, name in self._names().items():
             if found[index] == 0:
-                continue  # of no rank's gradients
+                continue  # no rank has a gradient of this tensor
             one = remembered.setdefault(name, _LambTensorState())
             factor = found[index]
             if whole[index] > 0:
@@ -258,7 +258,7 @@ class OneBitLamb(FusedLamb):
             factor = min(max(factor, low), high)
             bounds = (1 - self.factor_threshold) * one.last_factor, (1 + self.factor_threshold) * one.last_factor
             one.last_factor = min(max(factor, bounds[0]), bounds[1])
-            # A tensor whose ratio never was anything but 1 has no average.
+            # A tensor whose ratio was always 1 in the warm-up has no average.
             ratios[index] = (one.average or 1.0) * one.last_factor
         self._remember(remembered)
         return ratios
@@ -266,7 +266,7 @@ class OneBitLamb(FusedLamb):
 
 @dataclass(frozen=True)
 class _FrozenUpdate:
-    """An update of one parameter after the warm-up, in its two halves around the reductions."""
+    """An update of one parameter after the warm-up, in two halves: before and after the reductions."""
 
     group: dict[str, Any]
     param: Tensor
@@ -276,7 +276,7 @@ class _FrozenUpdate:
     segments: tuple[Segment, ...]
 
     def advance(self) -> tuple[Tensor, Tensor]:
-        """Takes the new momentum and continues with the second variance.
+        """Stores the new momentum and updates the second variance.
 
         Returns:
             2 x num_tensors fp64: the squared norms of the direction without and with weight decay; and per tensor the
@@ -298,7 +298,7 @@ class _FrozenUpdate:
         exp_avg.copy_(momentum)
         frozen = self._denominator()
         excess = frozen.div(fresh.sqrt().add_(eps)).masked_fill_(frozen.isinf(), 0.0)
-        for segment in self.segments:  # what follows up to the next block is no element
+        for segment in self.segments:  # the rest of a tensor's last block is padding
             excess[segment.stop : -(-segment.stop // BLOCK_NUMEL) * BLOCK_NUMEL] = 0.0
         largest = self.block_map.most(block_most(excess))
         squares = torch.zeros(2, self.block_map.num_blocks, dtype=torch.float64, device=self.param.device)
@@ -308,7 +308,7 @@ class _FrozenUpdate:
         return self.block_map.sums(squares), largest
 
     def apply(self, ratios: Tensor) -> None:
-        """Moves the weights along the direction times the ratio of their tensor."""
+        """Subtracts the direction, times the learning rate and the ratio of each tensor, from the weights."""
         factors = self.block_map.spread(ratios.to(self.param.device, torch.float32), fill=0.0)
         lr = self.group["lr"]
         direction = self.state["exp_avg"].view(-1) / self._denominator()

@@ -1,8 +1,8 @@
-"""What an optimizer of the 1-bit family reports to its driver: the phase of an update, and what ranks exchange in it.
+"""The interface between an optimizer of the 1-bit family and its driver: the phases of updates.
 
-These optimizers are not fed with mean gradients alone. After their warm-up each rank adds its *own* gradient to the
-momentum that all have, and it is these momenta that are averaged, with one bit for each element. So reducing the
-gradients, clipping and updating are not steps one after the other, and ``zero.onebit`` does them in their order.
+After the warm-up, gradients are not averaged. Each rank adds its *own* gradient to the common momentum, and these
+momenta are averaged with one bit per element. So the usual sequence (reduce gradients, clip, update) does not apply;
+``zero.onebit`` implements the sequence of these optimizers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from deepspeed.logging import logger
 
 
 class Phase(Enum):
-    """Chooses what an update does with the gradients of the ranks."""
+    """Which gradient an update uses, and what ranks exchange."""
 
-    WARM_UP = "warm-up"  #: their mean, as every optimizer gets it
-    LOCAL = "local"  #: each rank's own, which stays its own until ranks come together
-    MOMENTUM = "momentum"  #: each rank's own, whose momentum is sent in one bit for each element
+    WARM_UP = "warm-up"  #: the mean gradient, as in other optimizers
+    LOCAL = "local"  #: each rank's own gradient; ranks exchange their movements only in some updates
+    MOMENTUM = "momentum"  #: each rank's own gradient; momenta are sent with one bit per element
 
 
 @runtime_checkable
@@ -32,11 +32,11 @@ class ExchangesMomentum(Protocol):
     """An optimizer that exchanges its momentum instead of gradients."""
 
     phase: Phase
-    """Of the update that :meth:`begin_update` announced."""
+    """Phase of the update that :meth:`begin_update` has prepared."""
     precondition: bool
-    """Whether what is sent is divided by the root of the variance, bounded, and multiplied by it as it arrives."""
+    """Whether momenta are divided by the root of the variance and clamped before sending, see ``OneBitAdam``."""
     reminder: PhaseCheck
-    """Logs at the end that nothing was compressed, where that is so."""
+    """Logs at the end of the run if nothing was compressed."""
 
     def begin_update(self, before: int) -> None:
         """Prepares the phase of the next update.
@@ -54,8 +54,8 @@ class ExchangesMomentum(Protocol):
 def frozen_root(variance: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns the root of a variance that is not updated now, infinite where it is 0.
 
-    An element without a gradient during the updates has no scale. Divided by ``eps`` alone, the least momentum would
-    move it far away, and signs give every element a momentum. With an infinite divisor it stays where it is.
+    An element without a gradient in the warm-up has a variance of 0. Divided by ``eps`` alone, the smallest momentum
+    would give it a huge update, and one-bit codes give every element a momentum. An infinite divisor keeps it constant.
 
     Args:
         variance: fp32 or fp64, any shape.
@@ -65,7 +65,7 @@ def frozen_root(variance: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def refuse_step(optimizer: object) -> None:
-    """Raises, since these optimizers cannot step without an engine, which has the ranks.
+    """Raises, because these optimizers need an engine to step.
 
     Raises:
         CallOrderError: Always.
@@ -77,19 +77,19 @@ def refuse_step(optimizer: object) -> None:
 
 
 def largest_update(betas: tuple[float, float], rate: float = 1.0) -> float:
-    """Returns what ``rate * |momentum| / sqrt(variance)`` of Adam never exceeds: 7.27 for betas 0.9 and 0.999.
+    """Returns an upper bound of ``rate * |momentum| / sqrt(variance)`` in Adam: 7.27 for betas 0.9 and 0.999.
 
     Both are sums over past gradients, without correction for their start, and by Cauchy and Schwarz the quotient is at
     most ``(1 - beta1) / sqrt(1 - beta2) / sqrt(1 - beta1 ** 2 / beta2)`` (Adam, arXiv 1412.6980, section 2.1, has the
-    simpler bound of a single gradient after zeros). A variance that is frozen bounds nothing: what had small gradients
-    until then may get any that is larger.
+    simpler bound of a single gradient after zeros). A frozen variance gives no bound, because later gradients may be
+    arbitrarily larger.
 
     Args:
         betas: Decay of the momentum and of the variance.
-        rate: Learning rate, or the sum of those of several updates.
+        rate: Learning rate, or the sum of the learning rates of several updates.
 
     Returns:
-        Infinity, also for a rate of 0, where momentum remembers longer than the variance does, ``beta1 ** 2 >= beta2``.
+        The bound; infinity (also for a rate of 0) if ``beta1 ** 2 >= beta2``, because there is none then.
     """
     beta1, beta2 = betas
     if beta1**2 >= beta2:
@@ -107,10 +107,10 @@ class PhaseCheck:
     """Logs at the end of a run that it never reached its compression phase.
 
     Args:
-        optimizer: Whose run; the line comes when it is collected, or when the process ends.
-        name: What to call it.
+        optimizer: The optimizer of the run; logs when it is garbage-collected or the process ends.
+        name: Name of the optimizer in the log.
         freeze_step: Updates of the warm-up.
-        line: The line's text on the number of updates and of ``freeze_step``; None: that nothing was compressed.
+        line: Log format with two numbers: updates and ``freeze_step``; None: a line that nothing was compressed.
     """
 
     def __init__(self, optimizer: object, name: str, freeze_step: int, line: str | None = None) -> None:
@@ -118,11 +118,11 @@ class PhaseCheck:
         self._end = weakref.finalize(optimizer, _remind, self._progress, name, freeze_step, line or _UNCOMPRESSED)
 
     def note(self, updates: int, *, logs: bool) -> None:
-        """Records how many updates there were; ``logs``: this rank writes the reminder into its log."""
+        """Records the number of updates, and whether this rank logs the line."""
         self._progress["updates"], self._progress["logs"] = updates, logs
 
     def __call__(self) -> None:
-        """Called when the run is over."""
+        """Logs the line now if it is due, and not again later."""
         self._end()
 
 
@@ -136,11 +136,11 @@ def mask_of(group: dict[str, Any], numel: int, where: str) -> Tensor | None:
 
     Args:
         group: One of the optimizer's groups.
-        numel: Elements that it must have.
-        where: For messages.
+        numel: Number of elements that the mask must have.
+        where: Names the parameters in messages.
 
     Raises:
-        ValueError: It has another number of elements.
+        ValueError: The mask has another number of elements.
     """
     mask = group.get("exp_avg_mask")
     if mask is None:

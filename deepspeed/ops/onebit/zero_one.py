@@ -16,27 +16,29 @@ from deepspeed.ops.onebit.adam import check_family
 from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, largest_update, refuse_step
 
 LR_EXCHANGED, LR_SUM, LR_OWED = "lr_travelled", "lr_since_exchange", "lr_owed"
-"""Keys of the param groups: by what the sum that has just come is to be divided, that sum as it grows, and that of the
-last message, of whose size errors are."""
+"""Keys of the param groups for sums of learning rates: the divisor of the movement that was just exchanged, the sum
+since the latest exchange, and the sum at the latest message, to which the error-feedback residuals belong."""
 
 
 class ZeroOneRule:
-    """The steps of 0/1 Adam; what comes as gradient depends on the step.
+    """The steps of 0/1 Adam. The meaning of the gradient argument depends on the step.
 
-    Where the variance is updated it is the mean gradient, and the step is AdamW's; as long as no step was of another
-    kind, bit for bit. In other steps that are exchanged it is the new momentum. Later it is this rank's own gradient,
-    or, as ranks come together, the mean of what they have moved. Weights are always ``anchor``, where all ranks stood
-    when they last came together, less ``moved / (sqrt(v) + eps)``; weight decay shrinks the anchor. Where movements are
-    bounded, that is at most what Adam could have moved in these steps: what is sent later is
-    (``zero.onebit.bucket_momentum``).
+    - Steps that update the variance: the mean gradient. The step is AdamW's, bit for bit as long as there was no other
+      kind of step before.
+    - Other steps before the variance is frozen: the new momentum.
+    - Local steps: this rank's own gradient, or, if ranks synchronise in this step, the mean of their movements.
+
+    The weights are always ``anchor - moved / (sqrt(v) + eps)``. The anchor is the weights of all ranks at their latest
+    synchronisation; weight decay shrinks it. If movements are bounded, the quotient is clamped to what Adam could have
+    moved in these steps, as are the movements that are sent later (``zero.onebit.bucket_momentum``).
 
     Args:
         phase: See :class:`~deepspeed.ops.onebit.phases.Phase`.
-        takes_mean: The step gets the mean gradient.
-        comes_together: Ranks do in this step.
+        takes_mean: Whether the step gets the mean gradient.
+        comes_together: Whether ranks synchronise in this step.
         updates: Number of updates, this one included.
         of_variance: Number of those that updated the variance.
-        is_bounded: Movements are.
+        is_bounded: Whether movements are clamped.
     """
 
     counts_steps = True
@@ -58,7 +60,7 @@ class ZeroOneRule:
         self._updates, self._of_variance = updates, of_variance
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """Returns Adam's states, the sum of updates since the ranks last agreed, and the parameters at that time."""
+        """Returns the initial values: Adam's moments, ``moved`` and ``anchor``, all 0."""
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0, "moved": 0.0, "anchor": 0.0}
 
     def runs_lists_at_once(self, device: torch.device) -> bool:
@@ -115,7 +117,7 @@ class ZeroOneRule:
             exp_avgs, exp_avg_sqs, _, anchors = states
             if self._updates == self._of_variance:
                 adamw(params, grads, [exp_avgs, exp_avg_sqs])
-            else:  # the corrections differ, and momentum may be codes where there never was a gradient
+            else:  # the bias corrections differ, and elements without any gradient may have a momentum from codes
                 for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
                     exp_avg.lerp_(grad, 1 - beta1)
                     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -129,7 +131,7 @@ class ZeroOneRule:
 
 
 def denominator_of(variance: Tensor, group: dict[str, Any], updates: int, out: Tensor | None = None) -> Tensor:
-    """Returns what movements are divided by, in the shape of ``variance``.
+    """Returns the divisor of movements, in the shape of ``variance``.
 
     Args:
         variance: Variance of some elements, any shape.
@@ -144,7 +146,12 @@ def denominator_of(variance: Tensor, group: dict[str, Any], updates: int, out: T
 
 
 def farthest_of(group: dict[str, Any], updates: int) -> float:
-    """Returns how far Adam could be from the anchor after the learning rates since then; arguments as above."""
+    """Returns the largest distance from the anchor that Adam could reach with the learning rates since then.
+
+    Args:
+        group: The param group.
+        updates: Updates of the variance so far, at least 1.
+    """
     bound = largest_update(group["betas"], float(group.get(LR_SUM) or 0.0))
     # Denominators contain the bias correction of the variance; the bound does not.
     return bound * _correction(group, updates) if group["bias_correction"] else bound
@@ -162,26 +169,26 @@ def apart(moved: Tensor, denominator: Tensor, farthest: float) -> Tensor:
 
 
 class ZeroOneAdam(ElementwiseOptimizer):
-    """Adam that exchanges ever more seldom, and mostly in one bit for each element.
+    """Adam whose ranks exchange less and less often, mostly with one bit per element.
 
-    `0/1 Adam <https://arxiv.org/abs/2202.06009>`_. Until ``var_freeze_step`` the variance is updated in ever fewer
-    steps. Such a step exchanges the exact mean gradient, which momentum and variance take, as Adam's do; the first step
-    is AdamW's. The movement of every other step is averaged by the compressed all-reduce. Then ranks
-    take steps of their own, and average what they have moved after ever more of them; in between their weights differ.
-    Weight decay is decoupled: no part of what is sent. ZeRO stage 0 only. Without an engine it cannot step.
+    `0/1 Adam <https://arxiv.org/abs/2202.06009>`_. Until ``var_freeze_step`` the variance is updated at growing
+    intervals. Such a step exchanges the uncompressed mean gradient, which updates momentum and variance as in Adam; the
+    first step is AdamW's. In the other steps a compressed all-reduce averages the momenta. Afterwards ranks make local
+    steps, and average their movements at growing intervals; in between their weights differ. Weight decay is decoupled
+    and not part of what is sent. ZeRO stage 0 only. It needs an engine to step.
 
-    Where the publication updates the variance at the end of a step, it is here, as in Adam, updated before it is used:
-    at the first step it would be 0.
+    The paper updates the variance at the end of a step. Here it is updated before it is used, as in Adam, because it
+    would be 0 in the first step.
 
-    State beside Adam's: ``moved``, this rank's movement since ranks came together, times the root of the variance; and
-    ``anchor``, the weights of that moment.
+    State besides that of Adam: ``moved``, this rank's movement since the latest synchronisation, times the root of the
+    variance; and ``anchor``, the weights at that time.
 
     Args:
         params: Parameters or group dictionaries; ``exp_avg_mask`` as in :class:`~deepspeed.ops.onebit.OneBitAdam`.
-        deepspeed: The engine, as the original takes it; of no use here.
+        deepspeed: Ignored; accepted for compatibility with upstream.
         lr: Step size.
         bias_correction: Correct the variance for its start at zero, and the momentum until the variance is frozen; the
-            publication does not.
+            paper does not.
         betas: Decay of the momentum and of the variance.
         eps: Added to the root of the variance.
         eps_inside_sqrt: Must be False.
@@ -190,16 +197,16 @@ class ZeroOneAdam(ElementwiseOptimizer):
             (``zero.onebit.momentum``).
         var_freeze_step: Last update that may update the variance.
         var_update_scaler: After this many updates of the variance the gap between them doubles.
-        local_step_scaler: After this many updates of the ranks' own the gap between exchanges doubles.
+        local_step_scaler: After this many local steps the gap between exchanges doubles.
         local_step_clipper: Largest gap between exchanges.
         amsgrad: Must be False.
-        cuda_aware: Not used.
-        comm_backend_name: Not used: the process group is the engine's.
-        precondition: See :class:`~deepspeed.ops.onebit.OneBitAdam`; the bound is that of one step times the learning
-            rates since ranks came together, and holds for the ranks' own steps in between too.
+        cuda_aware: Ignored.
+        comm_backend_name: Ignored: the engine provides the process group.
+        precondition: See :class:`~deepspeed.ops.onebit.OneBitAdam`; the bound of one step is multiplied by the sum of
+            the learning rates since the latest synchronisation, and applies to local steps too.
 
     Raises:
-        ValueError: A number is out of range, or something is requested that does not exist.
+        ValueError: A number is out of range, or an argument that must be False or 0 is not.
     """
 
     _ds_driver = "deepspeed.zero.onebit.local_steps:LocalSteps"
@@ -251,8 +258,8 @@ class ZeroOneAdam(ElementwiseOptimizer):
             self,
             "0/1 Adam",
             var_freeze_step,
-            "all %d updates were before the variance is frozen, so ranks exchanged at each of them: in 1 bit, "
-            "or uncompressed where the variance was updated. Ranks make local steps after %d. Lower "
+            "all %d updates were before the variance is frozen, so ranks exchanged at each of them: with 1 bit per "
+            "element, or uncompressed if the variance was updated. Ranks make local steps after %d. Lower "
             "var_freeze_step, usually to the end of the learning rate's warm-up",
         )
         numbers = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -260,7 +267,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
 
     @property
     def rule(self) -> UpdateRule:
-        """The arithmetic of the announced update."""
+        """The arithmetic of the update that :meth:`begin_update` has prepared."""
         return ZeroOneRule(
             self.phase,
             takes_mean=self.takes_mean,
@@ -290,13 +297,13 @@ class ZeroOneAdam(ElementwiseOptimizer):
 
 
 def updates_of_variance(last: int, scaler: int) -> frozenset[int]:
-    """Returns the updates, counted from 1, in which the variance is updated.
+    """Returns the numbers of the updates, counted from 1, in which the variance is updated.
 
-    The gap after the *j*-th of them, counted from 0, is ``2 ** (j // scaler)``: about ``scaler * log2(last / scaler)``
-    updates.
+    The gap after the *j*-th of them, counted from 0, is ``2 ** (j // scaler)``, so there are about
+    ``scaler * log2(last / scaler)`` of them.
 
     Args:
-        last: None is after it.
+        last: The last update that may be one of them.
         scaler: After this many updates of the variance the gap doubles.
     """
     found, number = [], 1
