@@ -1,9 +1,9 @@
-"""Modules that exist only because programs import them by these paths, as one table; re-exports only.
+"""A table of modules that only re-export names, under the paths by which programs import them.
 
-None of them is a file. :func:`install`, which ``import deepspeed`` calls, adds a finder that makes each when it is
-imported: an ordinary module in ``sys.modules`` whose names are looked up when first requested (:mod:`deepspeed.lazy`),
-so ``import``, attribute walks, pickles and replaced attributes work as with files. The ``.pyi`` files below their names
-show type checkers that such a package has modules.
+None of them is a file. ``import deepspeed`` calls :func:`install`, which adds a finder that makes each module when it
+is imported: an ordinary module in ``sys.modules`` whose names are resolved at first use (:mod:`deepspeed.lazy`). So
+``import``, attribute access, pickles and replaced attributes work as with files. The ``.pyi`` files in the packages
+make type checkers accept their modules.
 """
 
 from __future__ import annotations
@@ -448,7 +448,7 @@ PATHS: dict[str, dict[str, str]] = {
     },
 }
 
-# Paths that stand for a whole module.
+# Paths that are other names of a whole module.
 MODULES: dict[str, str] = {
     "comm.comm": "deepspeed.comm",
     "runtime.activation_checkpointing.checkpointing": "deepspeed.activation_checkpointing.checkpointing",
@@ -458,17 +458,17 @@ MODULES: dict[str, str] = {
 
 
 def children_of(path: str) -> list[str]:
-    """Returns the names of the modules right below a path of the table; ``""`` is ``deepspeed`` itself."""
+    """Returns the names of the direct submodules of a path in the table; ``""`` is ``deepspeed`` itself."""
     prefix = f"{path}." if path else ""
     below = [name.removeprefix(prefix) for name in (*PATHS, *MODULES) if name.startswith(prefix)]
     return sorted(name for name in below if "." not in name)
 
 
 def install() -> None:
-    """Adds the finder. May be called again.
+    """Adds the finder to ``sys.meta_path``; further calls have no effect.
 
-    It stands before the finder of files: a folder that an earlier version has left behind, with nothing but compiled
-    files in it, would be found as a namespace package otherwise.
+    It is placed before the finder of files, because that would find a folder with only bytecode, left by an earlier
+    version, as a namespace package.
     """
     if not any(isinstance(finder, KnownPathFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, KnownPathFinder())
@@ -487,10 +487,10 @@ class KnownPathFinder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin=f"the table of {__name__}", is_package=bool(children_of(inner)))
 
     def get_code(self, fullname: str) -> CodeType:
-        """Returns what ``python -m`` runs by a path of the table: the ``main`` that the table names there.
+        """Returns the code that ``python -m`` runs for a path in the table: it calls the ``main`` listed there.
 
         Raises:
-            ImportError: It names none.
+            ImportError: The table lists no ``main`` for the path.
         """
         for home, names in PATHS.get(_path_of(fullname), {}).items():
             if "main" in names.split():

@@ -1,4 +1,4 @@
-"""What all schedules share: the count of steps, and writing rates into the param groups."""
+"""Base class of the schedules: counts steps and writes learning rates to the param groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LrSchedule:
         last_batch_iteration: The step whose rate is set; -1 before the first.
 
     Raises:
-        TypeError: ``optimizer`` is neither.
+        TypeError: ``optimizer`` is neither of these.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
@@ -38,16 +38,16 @@ class LrSchedule:
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """Returns the rates written last.
+        """Returns the learning rates that were written last.
 
         Raises:
-            AssertionError: None has been written, because the schedule continues from a later step.
+            AssertionError: None has been written yet, because the schedule resumes from a later step.
         """
         assert self._last_lr is not None, "need to call step() first: no learning rate has been set yet"
         return self._last_lr
 
     def step(self, iteration: int | None = None) -> None:
-        """Goes to the next step, or to step ``iteration``, and writes its rates."""
+        """Advances to the next step, or to step ``iteration``, and writes its learning rates."""
         self.last_batch_iteration = self.last_batch_iteration + 1 if iteration is None else iteration
         self._write(self.get_lr())
 

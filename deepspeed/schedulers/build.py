@@ -1,4 +1,4 @@
-"""A schedule from its config section: ours by name, else a class of ``torch.optim.lr_scheduler``."""
+"""Builds the schedule of a config section: one of this package, or a class of ``torch.optim.lr_scheduler``."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def build_scheduler(name: str, params: dict[str, Any], optimizer: Any) -> Any:
     Args:
         name: A name in :data:`VALID_LR_SCHEDULES` or of a scheduler class in ``torch.optim.lr_scheduler``, in exactly
             this spelling.
-        params: Its keyword arguments. ``warmup_num_steps`` 0, which integrations send for "no warm-up", counts as the
-            smallest rise there is.
+        params: Its keyword arguments. A ``warmup_num_steps`` of 0, which integrations pass for "no warm-up", is
+            treated as 1.
         optimizer: A torch optimizer, or anything whose ``optimizer`` attribute is one.
 
     Raises:
-        DeepSpeedConfigError: The name, a parameter or a value cannot be used; names what can.
-        TypeError: There is no torch optimizer.
+        DeepSpeedConfigError: The name, a parameter or a value is not supported.
+        TypeError: ``optimizer`` is not, and does not contain, a torch optimizer.
     """
     torch_optimizer = get_torch_optimizer(optimizer)
     cls = SCHEDULES.get(name) or _torch_scheduler(name)
@@ -50,7 +50,7 @@ def build_scheduler(name: str, params: dict[str, Any], optimizer: Any) -> Any:
         if key not in accepted
     ]
     problems += [
-        f"scheduler.params.{key}: {name} needs it"
+        f"scheduler.params.{key}: {name} requires it; set it"
         for key, parameter in accepted.items()
         if parameter.default is parameter.empty and key not in params
     ]
@@ -72,7 +72,7 @@ def _torch_scheduler(name: str) -> type | None:
 
 
 def _torch_names() -> list[str]:
-    """Returns the classes that can be made from a config: not the base class, nor those made of other schedulers."""
+    """Returns the names of torch's schedulers without the base class and those that combine schedulers."""
     module = torch.optim.lr_scheduler
     return [name for name in module.__all__ if name not in ("LRScheduler", "SequentialLR", "ChainedScheduler")]
 

@@ -1,4 +1,4 @@
-"""The names that schedules and their parameters have in a configuration, as constants for programs that write one."""
+"""Names of the schedules and their parameters in a configuration, as constants for programs."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class OneCycle(LrSchedule):
     def _height(self) -> float:
         """Returns the height within the cycle, 0 to 1.
 
-        A stair is held for its whole length, on the way down from its top.
+        With stairs, the height is rounded down to a stair on the way up, and up to one on the way down.
         """
         position = self.last_batch_iteration + 1
         if position <= self.first_step_size:

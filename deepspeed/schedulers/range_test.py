@@ -1,4 +1,4 @@
-"""A rate that keeps growing, to see in one run which rates train."""
+"""A learning rate that keeps growing, to find in one run which rates work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from deepspeed.schedulers.base import LrSchedule
 
 
 class LRRangeTest(LrSchedule):
-    """min * (1 + rate * k) with k = (i + 1) / step size (`Smith <https://arxiv.org/abs/1803.09820>`_).
+    """Grows the learning rate linearly without end (`Smith <https://arxiv.org/abs/1803.09820>`_).
+
+    At step *i* (from 0) it is ``min_lr * (1 + step_rate * (i + 1) / step_size)``.
 
     Args:
         optimizer: A torch optimizer, or anything whose ``optimizer`` attribute is one.

@@ -1,4 +1,4 @@
-"""Schedules that rise first: then constant, linear to zero, or a half cosine.
+"""Schedules with a warm-up, then constant, falling linearly to the minimum, or along half a cosine.
 
 With *i* the step, *W* = max(2, ``warmup_num_steps``) and *T* = ``total_num_steps``, the rise is i/W (linear) or
 ln(i + 1)/ln(W) (log).
@@ -19,7 +19,7 @@ WARMUP_LINEAR_RATE = "linear"
 
 
 class _RisingSchedule(LrSchedule):
-    """The common rise."""
+    """Base class with the warm-up."""
 
     def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
         super().__init__(optimizer, last_batch_iteration)
@@ -40,7 +40,7 @@ class _RisingSchedule(LrSchedule):
         return self.last_batch_iteration < self.warmup_num_steps
 
     def _risen(self) -> float:
-        """Returns the share of the rise reached, 0 to 1; the start before the first step."""
+        """Returns the completed fraction of the warm-up, 0 to 1; 0 before the first step."""
         iteration = max(0, self.last_batch_iteration)
         if self.warmup_type == WARMUP_LINEAR_RATE:
             return iteration / self.warmup_num_steps
