@@ -182,7 +182,7 @@ def test_a_rank_and_its_buddy_at_once_go_back_to_the_checkpoint(tmp_path):
     }  # fmt: skip
     result = run_job(tmp_path, 4, arguments)
     check(result, 5)
-    words = "global_step2, after step 2: 1 finished step(s) are lost and done again"
+    words = "global_step2, after step 2: 1 finished step(s) are repeated"
     assert words in "".join(result.errors.values())
     assert [(tuple(r["ranks"]), r["lost"], r["repeated"]) for r in result.recoveries] == [((4, 2), 2, 1)]
 
@@ -210,7 +210,7 @@ def test_a_rank_and_its_buddy_without_a_checkpoint_end_the_run(tmp_path):
     die = {"r0": [(1, "start")], "r1": [(1, "start")]}
     result = run_job(tmp_path, 4, {"config": make_config(1), "total": 3, "die": die})
     assert [result.codes[name] for name in ("r2", "r3")] == [1, 1]
-    assert "and no folder of checkpoints was given or saved to, so the run cannot" in result.errors["r2"]
+    assert "and no checkpoint folder was given or saved to, so the run" in result.errors["r2"]
 
 
 @pytest.mark.parametrize("stage", [0, slow(3)])
@@ -379,7 +379,7 @@ def test_others_take_the_part_of_the_layers_that_nobody_holds_any_more(tmp_path,
     assert result.codes == {"r0": -9, "r1": 0, "r2": -9, "r3": 0}, result.errors
     check(result, 6, kind="awkward")
     assert [(tuple(r["ranks"]), r["repeated"]) for r in result.recoveries] == [((4, 2), 1)]
-    words = "global_step2, after step 2: 1 finished step(s) are lost and done again"
+    words = "global_step2, after step 2: 1 finished step(s) are repeated"
     assert words in result.errors["r1"] + result.errors["r3"]
 
 
@@ -387,7 +387,7 @@ def test_others_take_the_part_of_the_layers_that_nobody_holds_any_more(tmp_path,
 def test_all_that_hold_a_part_of_the_layers_are_killed_before_a_checkpoint(tmp_path):
     result = cut_job(tmp_path, 4, 1, {"r0": [(2, "start")], "r2": [(2, "start")]})
     assert [result.codes[name] for name in ("r1", "r3")] == [1, 1]
-    assert "and no folder of checkpoints was given or saved to, so the run cannot" in result.errors["r1"]
+    assert "and no checkpoint folder was given or saved to, so the run" in result.errors["r1"]
 
 
 @pytest.mark.slow
