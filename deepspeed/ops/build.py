@@ -1,4 +1,4 @@
-"""An optimizer from its config section: ours by name in any case, else a class of ``torch.optim``."""
+"""Builds the optimizer of a config section: one of this package, or a class of ``torch.optim``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-#: Names taken in any case, spelt as messages spell them.
+#: Names that are accepted in any case, in the spelling of messages.
 _OWN_NAMES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "SGD", "ZeroOneAdam")
 DEEPSPEED_OPTIMIZERS = [name.lower() for name in _OWN_NAMES]
-"""Names of this package's optimizers, as programs read them."""
+"""Names of this package's optimizers in lower case."""
 
 #: Known names without an implementation, and what to use instead.
 _MISSING = {
@@ -30,7 +30,7 @@ _UNUSABLE = {
     "SparseAdam": "it needs sparse gradients, and gradients are sent in flat buffers",
 }
 
-#: What one class takes and the other of its kind need not: the value at which it changes nothing.
+#: By class: settings that it accepts in the config but does not have, with the value that has no effect.
 _WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "FusedAdam": {"fp32_optimizer_states": True},
     "FusedLion": {"fp32_optimizer_states": True},
@@ -51,7 +51,7 @@ _WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "OneBitLamb": {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None, "bias_correction": None},
 }
 
-#: Settings of :data:`_WITHOUT_EFFECT` that choose an implementation, not a result: any value may be dropped.
+#: Settings of :data:`_WITHOUT_EFFECT` that do not change results: any value is dropped.
 _MERELY_SPEED = frozenset({"set_grad_none", "foreach", "fused", "bias_correction", "cuda_aware", "comm_backend_name"})
 
 
@@ -71,11 +71,12 @@ def build_optimizer(
             ``adam_w_mode: false``; AdamW always does; ``torch_adam: true`` chooses torch's class of the same kind.
         params: Keyword arguments.
         model_parameters: Parameters or group dictionaries; groups without parameters are dropped.
-        offload: The optimizer's state lives on the host: the CPU kind is built where there is one.
-        may_be_empty: With no parameters at all it gets one empty group; otherwise that is an error.
+        offload: Whether the optimizer's state is on the host: then the CPU variant is built if there is one.
+        may_be_empty: Whether to build an optimizer with one empty group if there are no parameters; otherwise that is
+            an error.
 
     Raises:
-        DeepSpeedConfigError: The name, a parameter or a value cannot be used; lists all problems.
+        DeepSpeedConfigError: The name, a parameter or a value is not supported; lists all problems.
         NotYetSupportedError: The name is known, but not implemented.
     """
     factory, arguments = _choose(name, dict(params), offload)
@@ -96,7 +97,7 @@ def build_optimizer(
 
 
 def _choose(name: str, arguments: dict[str, Any], offload: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Returns the class for a name, and the arguments less those that chose it."""
+    """Returns the class for a name, and the arguments without those that select the class."""
     known = {spelt.lower(): spelt for spelt in (*_OWN_NAMES, *_MISSING)}
     spelt = known.get(name.lower(), name)
     if spelt in _MISSING:
@@ -117,12 +118,12 @@ def _choose(name: str, arguments: dict[str, Any], offload: bool) -> tuple[Callab
 
 
 def _own_class(name: str, arguments: dict[str, Any], offload: bool) -> Any:
-    """Returns the class for one of our names; only the module of that one is loaded."""
+    """Returns the class for one of our names; imports only its module."""
     if name == "Adagrad":
         from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
         from deepspeed.ops.adagrad.cpu_adagrad import Adagrad
 
-        # Where its own step runs, not the flat update, the state must be there before.
+        # With differentiable, torch's own step runs, which needs the state at construction.
         on_device = torch.optim.Adagrad if arguments.get("differentiable") else Adagrad
         return DeepSpeedCPUAdagrad if offload else on_device
     if name == "Lamb":
@@ -156,7 +157,7 @@ def _choose_adam(spelt: str, arguments: dict[str, Any], offload: bool) -> tuple[
 
 def _problems(name: str, factory: Callable[..., Any], arguments: dict[str, Any]) -> list[str]:
     cls = _class_of(factory)
-    # The first is the parameters; what the factory fixes is not for the config.
+    # The first argument is the parameters; the factory sets the two others.
     accepted = [key for key in list(inspect.signature(cls).parameters)[1:] if key not in ("adam_w_mode", "adamw_mode")]
     neutral = _WITHOUT_EFFECT.get(cls.__name__, {})
     problems = []
@@ -167,7 +168,7 @@ def _problems(name: str, factory: Callable[..., Any], arguments: dict[str, Any])
         elif key in neutral:
             if key not in _MERELY_SPEED and value != neutral[key]:
                 problems.append(
-                    f"{where}: {cls.__name__}, which is used here, has no such setting; found {value!r}, leave it out "
+                    f"{where}: {cls.__name__}, which is used here, has no such setting; found {value!r}. Leave it out, "
                     f"or set it to {neutral[key]!r}"
                 )
         elif key not in accepted:
@@ -198,7 +199,7 @@ def _without_empty_groups(model_parameters: Iterable[Any]) -> list[Any]:
 
 
 def _torch_names() -> list[str]:
-    """Returns the classes of torch.optim that can be used, beside those of our own names."""
+    """Returns the names of the supported classes of torch.optim, without our own names."""
     return [
         name
         for name, cls in vars(torch.optim).items()

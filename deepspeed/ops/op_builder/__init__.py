@@ -1,4 +1,4 @@
-"""Builders of operators by their known names; nothing is built (see :mod:`deepspeed.ops.op_builder.builder`)."""
+"""Builders of operators, with upstream's names; nothing is compiled (see :mod:`deepspeed.ops.op_builder.builder`)."""
 
 from __future__ import annotations
 

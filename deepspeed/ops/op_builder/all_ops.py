@@ -8,4 +8,4 @@ ALL_OPS: dict[str, builder.OpBuilder] = {kind.NAME: kind() for kind in builder.b
 """Name of an operator -> its builder."""
 
 COMPATIBLE: dict[str, bool] = {kind.NAME: kind().is_compatible() for kind in builder.builders()}
-"""Name of an operator -> whether a program may count on it: its work is done here, uncompiled."""
+"""Name of an operator -> whether a module implements it."""

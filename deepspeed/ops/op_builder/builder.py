@@ -1,8 +1,8 @@
-"""Builders of operators: programs use them to check whether an operator works here, and to load it.
+"""Builders of operators, which programs use to check whether an operator is supported and to load it.
 
-Nothing is compiled. What upstream builds as a native operator is Python here, or missing. So ``load()`` of a builder
-returns the package that does the operator's work, and ``is_compatible()`` returns whether there is one. Functions of
-upstream's compiled modules are not imitated, except those that torch has in a line (:mod:`deepspeed.ops.flattening`).
+Nothing is compiled. An operator that upstream compiles is a Python package here, or missing. ``load()`` of a builder
+returns the package that implements the operator, and ``is_compatible()`` returns whether there is one. The functions of
+upstream's compiled modules are not provided, except flatten and unflatten (:mod:`deepspeed.ops.flattening`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from deepspeed.errors import NotYetSupportedError
 
 
 class OpBuilder:
-    """Stands for one operator.
+    """Base class of the builders; each represents one operator.
 
     Attributes:
         NAME: Name of the operator, a key of ``deepspeed.ops.__compatible_ops__``.
-        MODULE: The module that does its work here; empty if there is none.
-        INSTEAD: What to use where there is none.
+        MODULE: The module that implements it; empty if there is none.
+        INSTEAD: What to use instead if there is none.
     """
 
     NAME: ClassVar[str] = ""
@@ -31,7 +31,7 @@ class OpBuilder:
         self.name = self.NAME if name is None else name
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Returns whether the operator's work is done here; ``verbose`` has no effect, as nothing can be in the way."""
+        """Returns whether a module implements the operator; ``verbose`` has no effect."""
         return bool(self.MODULE)
 
     def absolute_name(self) -> str:
@@ -39,10 +39,10 @@ class OpBuilder:
         return self.MODULE
 
     def load(self, verbose: bool = True) -> ModuleType:
-        """Returns the module that does the operator's work.
+        """Returns the module that implements the operator.
 
         Raises:
-            NotYetSupportedError: There is none.
+            NotYetSupportedError: There is no such module.
         """
         if not self.MODULE:
             raise NotYetSupportedError(

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are kept in 8 or 4 bits: the formats, and the product with activations."""
+"""Linear layers whose weights are stored in few bits: the formats, and the product with activations."""
 
 from deepspeed.ops.packed_linear.formats import GroupCodes, PackedFormat, packed_format, packed_linear
 

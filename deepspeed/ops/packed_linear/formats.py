@@ -1,15 +1,16 @@
-"""Formats in which the weight of a linear layer is kept in few bits.
+"""Formats that store the weight of a linear layer in few bits.
 
-A weight, ``[out_features, in_features]``, becomes two tensors: ``codes`` (whole numbers) and ``scales`` (bfloat16).
-Both are plain tensors that can be parameters, buffers or lie in a file; their layout depends on no machine.
+A weight, ``[out_features, in_features]``, becomes two tensors: ``codes`` (integers) and ``scales``. The scales are
+bfloat16 if ``pack`` rounds a weight, and fp32 if ``encode`` is given the scales of a weight that was trained with
+rounding. Both are plain tensors that can be parameters, buffers or saved; their layout is the same on all machines.
 
 - Eight bits (:class:`Int8Rows`): symmetric, a scale per output feature.
-- Four bits (:class:`Int4Groups`): a scale and an offset per group of input features. The codes lie as torch's kernel
-  for CPUs with AVX-512 reads them, whatever the machine: 64 output features make a block, in which a byte holds the
-  codes of features j (low half) and j + 32 (high half) at one input feature. If the kernel of a machine needs another
-  order (:func:`_kernel_reads_it` tests it once), the weight is unpacked instead.
-- One to eight bits (:class:`GroupCodes`) as a training with rounded weights left them: codes beside each other and a
-  scale for each group. It keeps the trained values exactly.
+- Four bits (:class:`Int4Groups`): a scale and an offset per group of input features. On all machines, codes have the
+  layout of torch's kernel for CPUs with AVX-512: blocks of 64 output features, in which a byte holds the codes of
+  features j (low half) and j + 32 (high half) at one input feature. If a machine's kernel needs another layout
+  (:func:`_kernel_reads_it` tests it once), the weight is unpacked instead.
+- One to eight bits (:class:`GroupCodes`), for weights that were trained with rounding: consecutive codes and a scale
+  for each group. It represents the trained values exactly.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Columns(NamedTuple):
     Attributes:
         start: The first of them.
         stop: One after the last.
-        weight: ``[in_features, stop - start]``, in the dtype that was requested. Its memory is used again for the next.
-        scale: ``[stop - start]``, by which the product with ``weight`` is still to be multiplied; None: by nothing.
+        weight: ``[in_features, stop - start]``, in the requested dtype. Its memory is reused for the next columns.
+        scale: ``[stop - start]``, by which the product with ``weight`` must be multiplied; None: not at all.
     """
 
     start: int
@@ -40,12 +41,12 @@ class Columns(NamedTuple):
 
 
 class PackedFormat(ABC):
-    """One way to keep a weight in few bits.
+    """A format that stores a weight in few bits.
 
     Attributes:
-        bits: Width of a code.
-        few_rows: Up to this many rows of bfloat16 activations torch's packed kernel on the CPU is faster than unpacking
-            the weight block by block (measured on a CPU with AVX-512, 4096 x 4096).
+        bits: Bits of a code.
+        few_rows: Number of rows of bfloat16 activations up to which torch's packed kernel on the CPU is faster than
+            unpacking the weight block by block (measured on a CPU with AVX-512, 4096 x 4096).
     """
 
     bits: int
@@ -70,7 +71,7 @@ class PackedFormat(ABC):
     def columns(
         self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype
     ) -> Iterator[Columns]:
-        """Yields the weight block by block of output features, so that it is never whole in memory.
+        """Yields the weight in blocks of output features, so that it is never unpacked as a whole.
 
         Each block is ``[in, features]`` in ``dtype``.
         """
@@ -79,13 +80,13 @@ class PackedFormat(ABC):
     def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
         """Returns the product by torch's packed kernel: ``[rows, in] -> [rows, out or more]``.
 
-        None where there is none.
+        Returns None if there is no kernel for this device, dtype or shape.
         """
 
     def rows(self, codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns some output features, ``[len(index), in_features]``: what an embedding looks up."""
         raise NotImplementedError(
-            f"{type(self).__name__}: single rows of these codes cannot be read; keep embeddings in another format"
+            f"{type(self).__name__}: single rows of these codes cannot be read; use another format for embeddings"
         )
 
     def unpack(self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype) -> torch.Tensor:
@@ -107,7 +108,7 @@ class GroupCodes(PackedFormat):
         bits: 1, 2, 4 or 8.
         in_features: Input features of the weight.
         groups: Equal parts of a row with scales of their own.
-        least: What the code 0 stands for.
+        least: The integer that code 0 represents.
         has_offset: Whether there are offsets.
     """
 
@@ -139,12 +140,12 @@ class GroupCodes(PackedFormat):
     def encode(
         self, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encodes a weight whose scales are known.
+        """Encodes a weight whose scales are given; these are fp32.
 
         Args:
             weight: ``[out, in]``.
             scale: ``[out, groups]``, fp32, none of them zero.
-            offset: The same; zeros where the format has none.
+            offset: Like ``scale``; zeros if the format has no offsets.
         """
         groups = weight.detach().float().view(len(weight), self.groups, -1)
         codes = ((groups - offset[..., None]) / scale[..., None]).round_().sub_(self.least).clamp_(0, 2**self.bits - 1)
@@ -174,7 +175,7 @@ class GroupCodes(PackedFormat):
         return torch.arange(0, 8, self.bits, dtype=torch.uint8, device=device)
 
     def _values(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Unpacks some rows; ``dtype`` is reached in the end, so that fp32 scales count in full."""
+        """Unpacks some rows; casts to ``dtype`` at the end, so that fp32 scales are not rounded first."""
         parts = (codes[:, :, None] >> self._shifts(codes.device)) & (2**self.bits - 1)
         flat = parts.view(len(codes), -1)[:, : self.in_features].float().add_(self.least)
         groups = flat.view(len(codes), self.groups, -1).mul_(scales[..., :1])
@@ -194,7 +195,7 @@ class Int4Groups(PackedFormat):
     """``weight[n, k] = (code[n, k] - 8) * scale[k // group, n] + offset[k // group, n]``.
 
     Codes are uint8 ``[blocks of 64 output features, in, 32]``, scales bfloat16 ``[in / group, 64 x blocks, 2]`` with
-    scale and offset. Output features are filled up with zeros to whole blocks.
+    scale and offset (fp32 from :meth:`encode`). Output features are padded with zeros to whole blocks.
     """
 
     bits = 4
@@ -215,9 +216,9 @@ class Int4Groups(PackedFormat):
         return f"its {in_features} input features are not a multiple of the group size {self.group_size}"
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rounds ``weight`` (``[out, in]``) to the nearest codes (uint8), for bf16 scales and offsets.
+        """Rounds ``weight`` (``[out, in]``) to the nearest codes (uint8), with bf16 scales and offsets.
 
-        Works block by block of output features.
+        Works in blocks of output features.
         """
         out_features, in_features = weight.shape
         codes_shape, scales_shape = self.shapes(out_features, in_features)
@@ -229,7 +230,7 @@ class Int4Groups(PackedFormat):
             groups = pad(rows, (0, 0, 0, _BLOCK_int4 - len(rows))).view(_BLOCK_int4, -1, self.group_size)
             least, most = groups.amin(2), groups.amax(2)
             scale = ((most - least) / _LEVELS).to(torch.bfloat16)
-            # Of a group of equal values the offset alone is left.
+            # A group of equal values is represented by its offset alone.
             offset = torch.where(scale == 0, least, least + _MIDDLE * scale.float()).to(torch.bfloat16)
             divisor = torch.where(scale == 0, 1, scale).float()
             codes[number] = _nearest(groups, divisor, offset.float())
@@ -239,12 +240,12 @@ class Int4Groups(PackedFormat):
     def encode(
         self, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encodes a weight whose scales are known; these stay in fp32.
+        """Encodes a weight whose scales are given; these stay in fp32.
 
         Args:
             weight: ``[out, in]``.
             scale: ``[out, in / group]``, fp32, none of them zero.
-            offset: The same: what the code 8 stands for.
+            offset: Like ``scale``; the value of code 8.
         """
         out_features, in_features = weight.shape
         more = -out_features % _BLOCK_int4
@@ -257,7 +258,7 @@ class Int4Groups(PackedFormat):
     def columns(
         self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype
     ) -> Iterator[Columns]:
-        """Yields blocks ``[in, features]``, unpacked in place: new memory would cost more than the arithmetic."""
+        """Yields blocks ``[in, features]``, all in one buffer: allocating would cost more than the arithmetic."""
         in_features = codes.shape[1]
         halves = torch.empty(in_features, _HALF, dtype=torch.uint8, device=codes.device)
         weight = torch.empty(in_features, _BLOCK_int4, dtype=dtype, device=codes.device)
@@ -282,7 +283,7 @@ class Int4Groups(PackedFormat):
 
 
 def _nearest(groups: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Returns a block of codes, ``[in, 32]``, from ``[64, groups, group size]``."""
+    """Returns the codes of a block, uint8 ``[in, 32]``, from its values, ``[64, groups, group size]``."""
     code = ((groups - offset[..., None]) / scale[..., None]).round_().add_(_MIDDLE).clamp_(0, _LEVELS)
     code = code.to(torch.uint8).view(_BLOCK_int4, -1).t()
     return code[:, :_HALF] | (code[:, _HALF:] << 4)
@@ -290,7 +291,7 @@ def _nearest(groups: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) ->
 
 @cache
 def _kernel_reads_it() -> bool:
-    """Returns whether torch's kernel on this CPU has this module's order of codes."""
+    """Returns whether torch's kernel on this CPU has this module's layout of codes."""
     probe = torch.arange(_BLOCK_int4 * 64, dtype=torch.int32).view(_BLOCK_int4, 64).mul_(7).remainder_(16)
     try:
         theirs = torch._convert_weight_to_int4pack_for_cpu(probe, 1)
@@ -309,19 +310,19 @@ def packed_format(bits: int, group_size: int = 64) -> PackedFormat:
         group_size: Input features that share a scale, at 4 bits: 32, 64, 128 or 256.
 
     Raises:
-        ValueError: There is no such format.
+        ValueError: There is no format for these values.
     """
     if bits == 8:
         return Int8Rows()
     if bits != 4:
-        raise ValueError(f"weights of {bits} bits: there are formats of 8 and of 4 bits")
+        raise ValueError(f"packed_format(bits={bits}): expected 8 or 4; use one of these")
     if group_size not in GROUP_SIZES:
         raise ValueError(f"group_size {group_size} at 4 bits: choose one of {', '.join(map(str, GROUP_SIZES))}")
     return Int4Groups(group_size)
 
 
 _LARGEST = 127
-_VECTOR = 32  # with 24, 33 or 40 input features torch 2.13's kernel ends the process (AVX-512)
+_VECTOR = 32  # with 24, 33 or 40 input features torch 2.13's kernel crashes the process (AVX-512)
 _BLOCK = 512  # output features unpacked at a time: 4 MB at 4,096 input features, which a core's cache holds
 
 
@@ -340,7 +341,7 @@ class Int8Rows(PackedFormat):
         return None
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rounds ``weight`` (``[out, in]``) to the nearest int8 codes, for the bf16 scales that are kept."""
+        """Rounds ``weight`` (``[out, in]``) to the nearest int8 codes, with bf16 scales."""
         scales = (weight.detach().abs().amax(1).float() / _LARGEST).to(torch.bfloat16)
         codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         for start in range(0, len(weight), _BLOCK):
@@ -355,7 +356,7 @@ class Int8Rows(PackedFormat):
     ) -> Iterator[Columns]:
         """Yields codes ``[in, features]`` in ``dtype`` with their scales.
 
-        Codes are exact in every floating dtype. The scale is left to the product, which is smaller.
+        Codes are exact in every floating dtype. The caller multiplies the product by the scales, as it is smaller.
         """
         buffer = torch.empty(min(_BLOCK, out_features), codes.shape[1], dtype=dtype, device=codes.device)
         scales = scales.to(dtype)

@@ -1,9 +1,9 @@
-"""Block-sparse attention: attention over chosen blocks of a sequence, in memory and time linear in its length.
+"""Block-sparse attention: attention over selected blocks of a sequence, with memory and time linear in its length.
 
-In reading order: ``sparsity_config`` (patterns), ``plan`` (a pattern as equal units of work), ``attention`` (the one
-function that attends), ``bias`` (masks and relative positions); then the doors: ``sparse_self_attention`` (a module),
-``transformers_models`` (any Transformers model), ``bert_sparse_self_attention`` and ``sparse_attention_utils`` (old
-programs), ``matmul`` and ``softmax`` (the two halves on block-sparse matrices).
+In reading order: ``sparsity_config`` (patterns), ``plan`` (a pattern compiled into units of equal size), ``attention``
+(computes attention), ``bias`` (masks and relative positions). The interfaces: ``sparse_self_attention`` (a module),
+``transformers_models`` (any Transformers model), ``bert_sparse_self_attention`` and ``sparse_attention_utils`` (for
+older programs), ``matmul`` and ``softmax`` (the two halves of attention on block-sparse matrices).
 """
 
 from deepspeed.lazy import lazy_names

@@ -1,11 +1,11 @@
 """Block-sparse attention in torch's kernels.
 
-There are three ways to the same values:
+There are three implementations with equal results:
 
-- On a GPU one kernel does all (``fused``).
-- On the host the plan's stacks of tiles are gathered, attended to by torch's fused kernel, and put back. Each stack is
-  small enough for a core's cache. Backward gathers its operands again, so that they need not be kept.
-- Where a bias needs a gradient, probabilities are dropped, or no such kernel runs, autograd records the same stacks
+- On a GPU, one kernel (``fused``).
+- On the host, the stacks of tiles of the plan are gathered, processed by torch's fused kernel, and scattered back. Each
+  stack is small enough for a core's cache. Backward gathers its operands again instead of saving them.
+- If a bias needs a gradient, there is dropout, or neither kernel supports the tensors, autograd records the same stacks
   with ``scaled_dot_product_attention``.
 
 In the first two, memory grows with the length of the sequence, not with the entries of the layout.
@@ -37,7 +37,9 @@ def attend(
     is_causal: bool = False,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Computes softmax attention over the entries of a layout; by dense attention where the mask is the layout.
+    """Computes softmax attention over the nonzero entries of a layout.
+
+    The result equals that of dense attention with the layout as its mask.
 
     Args:
         query: ``[batch, heads, length, width]``, any floating dtype.
@@ -47,8 +49,8 @@ def attend(
         scale: The scale of the scores; ``1 / sqrt(width)`` by default.
         key_bias: ``[batch, length]``, added to the scores of a key; ``-inf`` hides it.
         bias: ``[batch or 1, heads or 1, length, length]``, added to the scores; it may require a gradient.
-        is_causal: No token sees one after it.
-        dropout: Probability with which a probability is dropped.
+        is_causal: Whether no token attends to later ones.
+        dropout: Dropout of the attention probabilities.
 
     Returns:
         ``[batch, heads, length, width]``; rows that see nothing are zero.
@@ -109,7 +111,7 @@ def _blocks(tensor: torch.Tensor, batch: slice, heads: slice, plan: LayoutPlan) 
 
 
 def _take(blocks: torch.Tensor, which: torch.Tensor, tiles: int, width: int) -> torch.Tensor:
-    """Returns ``[n, tiles, tokens of one, width]``."""
+    """Gathers the blocks ``which`` of each tile: ``[n, tiles, tokens of a tile, width]``."""
     return blocks.index_select(1, which).view(blocks.size(0), tiles, -1, width)
 
 
@@ -237,7 +239,7 @@ def _masks(
 def _put(
     target: torch.Tensor, tiles: torch.Tensor, stack: TileStack, batch: slice, heads: slice, plan: LayoutPlan
 ) -> None:
-    """Writes the rows of a stack; ``target`` is contiguous and ``batch, heads`` a run of it, or whole samples."""
+    """Writes the rows of a stack to ``target``, of which ``batch, heads`` must be a contiguous part."""
     part = target[batch, heads].view(-1, plan.blocks, plan.block * target.size(-1))
     part.index_copy_(1, stack.rows, tiles.reshape(part.size(0), -1, part.size(2)))
 
@@ -245,7 +247,7 @@ def _put(
 def _add(
     target: torch.Tensor, tiles: torch.Tensor, stack: TileStack, batch: slice, heads: slice, plan: LayoutPlan
 ) -> None:
-    """Adds to the columns of a stack, as :func:`_put` writes rows."""
+    """Adds to the columns of a stack in ``target``, see :func:`_put`."""
     part = target[batch, heads].view(-1, plan.blocks, plan.block * target.size(-1))
     part.index_add_(1, stack.columns, tiles.reshape(part.size(0), -1, part.size(2)))
 

@@ -1,4 +1,4 @@
-"""What is added to the scores of a stack: key padding, masks, relative positions, token causality."""
+"""Biases on the scores of a stack: key padding, masks, relative positions, causality of tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from deepspeed.ops.sparse_attention.plan import TileStack
 
 @dataclass(frozen=True)
 class Bias:
-    """Everything that is added to scores, and where nothing may be seen (``-inf``).
+    """All biases that are added to scores; ``-inf`` masks a score.
 
     Attributes:
         of_keys: ``[batch, length]``, or None.
         of_scores: ``[batch or 1, heads or 1, length, length]``, or None.
-        is_causal: No token sees one after it.
+        is_causal: Whether no token attends to later ones.
         block: Tokens of a block's side.
         dtype: The dtype of the scores.
     """
@@ -31,7 +31,7 @@ class Bias:
     def of_stack(self, stack: TileStack, batch: slice, heads: slice) -> torch.Tensor | None:
         """Returns ``[batch, heads, tiles, queries, keys]`` for a stack, any of the first three possibly 1.
 
-        None for nothing.
+        None if nothing is added.
         """
         found: torch.Tensor | None = None
         if self.of_scores is not None:
@@ -70,20 +70,21 @@ class Bias:
 
 
 def _cut(tensor: torch.Tensor, dimension: int, part: slice) -> slice:
-    """Returns ``part`` of a dimension, or all of it where it is 1 and stands for all."""
+    """Returns ``part``, or a full slice if the dimension has size 1 and is broadcast."""
     return slice(None) if tensor.size(dimension) == 1 else part
 
 
 def split_dead(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns a bias under which every row sees something, and the rows that saw nothing (their output must be zero).
+    """Returns a bias without fully masked rows, and a mask of the rows that were fully masked.
 
-    Softmax over a row of ``-inf`` is 0/0; such a row is computed unmasked and discarded, gradients included.
+    Softmax over a row of ``-inf`` is 0/0. Such a row is computed unmasked; the caller must set its output, and the
+    gradient of the output, to zero.
 
     Args:
         bias: ``[..., queries, keys]``.
 
     Returns:
-        The bias, and ``[..., queries, 1]`` of bool, or None where every row sees something.
+        The bias, and a bool mask ``[..., queries, 1]``, or None if no row is fully masked.
     """
     dead = torch.isneginf(bias.detach().amax(-1, keepdim=True))
     if not bool(dead.any()):

@@ -1,4 +1,4 @@
-"""What the engine does for ``sparse_attention``: gives a Transformers model the attention of the section."""
+"""``sparse_attention`` as a feature of the engine: makes the attention layers of a Transformers model sparse."""
 
 from __future__ import annotations
 
@@ -87,6 +87,6 @@ def pattern_of(section: SparseAttention, num_heads: int) -> SparsityConfig:
         num_heads: Number of heads of the model.
 
     Raises:
-        ValueError: The numbers do not go together.
+        ValueError: Values of the section contradict each other.
     """
     return _CLASSES[section.mode](num_heads, **{name: getattr(section, name) for name in KEYS_OF_MODE[section.mode]})

@@ -79,7 +79,7 @@ def attend_fused(
         scale: Of the scores.
         key_bias: ``[batch, length]``, added to the scores of a key; without a gradient.
         bias: ``[batch or 1, heads or 1, length, length]``, added to the scores; without a gradient.
-        is_causal: No token sees one after it.
+        is_causal: Whether no token attends to later ones.
     """
     batch, heads, length, _ = query.shape
     if bias is not None:

@@ -1,8 +1,8 @@
 """A layout compiled into equal units of work.
 
-Query blocks that see the same key blocks are one *tile*: their queries are multiplied with the keys together. Tiles of
-the same size are laid on a *stack*, which is one batched attention: gather the queries, gather the keys and values,
-attend, put the rows back. No entry of the layout that is 0 is ever computed.
+Query blocks that attend to the same key blocks form one *tile*: their queries are multiplied with the keys together.
+Tiles of the same size form a *stack*, which is one batched attention: gather queries, keys and values, compute
+attention, scatter the rows back. Entries of the layout that are 0 are never computed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class TileStack:
         rows: ``[tiles * rows of one]``, query blocks.
         columns: ``[tiles * columns of one]``, key blocks.
         tiles: Their number.
-        looks_ahead: Whether some tile sees a key block at or after one of its query blocks, so that token causality
-            needs a mask.
+        looks_ahead: Whether some tile attends to a key block at or after one of its query blocks, so that causality of
+            tokens needs a mask.
     """
 
     rows: torch.Tensor
@@ -48,7 +48,7 @@ class HeadPlan:
     Attributes:
         heads: Their numbers.
         stacks: What is computed.
-        empty_rows: Query blocks that see nothing; their output is zero.
+        empty_rows: Query blocks that attend to nothing; their output is zero.
     """
 
     heads: tuple[int, ...]

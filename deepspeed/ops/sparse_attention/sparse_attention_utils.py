@@ -1,4 +1,4 @@
-"""Helpers for models that become sparse: longer position tables, exchanged layers, padding to blocks."""
+"""Helpers for sparse models: extend position tables, replace attention layers, pad to the block size."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class SparseAttentionUtils:
     def replace_self_attention_layer_with_sparse_self_attention_layer(
         config: Any, layers: Any, sparsity_config: SparsityConfig
     ) -> Any:
-        """Exchanges ``layer.attention.self`` of each layer; its three linear layers are kept.
+        """Replaces ``layer.attention.self`` of each layer, and keeps its three linear layers.
 
         Args:
             config: The model's configuration: ``hidden_size``, ``num_attention_heads``, ``max_position_embeddings``.
@@ -139,8 +139,8 @@ class SparseAttentionUtils:
         Args:
             block_size: The block size of the pattern.
             input_ids: ``[batch, length]``, or None with ``inputs_embeds``.
-            attention_mask: Last dimension of the length: 0 and 1 (or bool), or values that are added to scores, which
-                are padded with their dtype's least; None where nothing is to be padded, else made.
+            attention_mask: ``[..., length]`` of 0 and 1 (or bool), padded with 0; or of values added to scores,
+                padded with the minimum of their dtype; None: a mask is made if padding is needed.
             token_type_ids: ``[batch, length]`` or None; padded with 0.
             position_ids: ``[batch, length]`` or None; the count continues.
             inputs_embeds: ``[batch, length, hidden]`` or None.

@@ -1,4 +1,4 @@
-"""``SparseSelfAttention``: attention over a pattern, with the masks and relative positions that programs bring."""
+"""``SparseSelfAttention``: block-sparse attention with masks and relative positions, as a module."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _MODES = ("add", "mul")
 
 
 class SparseSelfAttention(nn.Module):
-    """Attention of queries, keys and values over the blocks that a pattern names.
+    """Attention of queries, keys and values over the blocks of a pattern.
 
     The layout of ``max_seq_length`` tokens is the buffer ``master_layout``; shorter sequences use its upper left
-    corner, longer ones a layout of their own. Where several ranks train, all take rank 0's layout at the first forward,
-    which every rank must run.
+    corner, longer ones a separate layout. Rank 0's layouts are broadcast to all ranks. So every rank must run the first
+    forward, and the first one with each length above ``max_seq_length``.
 
     Args:
         sparsity_config: The pattern.
         key_padding_mask_mode: ``add``: the mask's values are added to the scores; ``mul``: 0 hides a key.
         attn_mask_mode: The same two modes, for the attention mask.
         max_seq_length: Tokens of the layout that is kept.
-        dropout: Probability with which a probability is dropped in training.
-        is_causal: No token sees one after it, in addition to the pattern.
-        mpu: Accepted for programs that pass one; nothing depends on it.
+        dropout: Dropout of the attention probabilities in training.
+        is_causal: Whether no token attends to later ones, in addition to the pattern.
+        mpu: Ignored; accepted for compatibility.
 
     Raises:
         ValueError: An unknown mode.
@@ -71,7 +71,9 @@ class SparseSelfAttention(nn.Module):
         self._planned_version = -1
 
     def get_layout(self, length: int) -> torch.Tensor:
-        """Returns the layout for ``length`` tokens. Every rank must call it, if it is the first use.
+        """Returns the layout for ``length`` tokens.
+
+        Every rank must make the first call, and the first one with each length above ``max_seq_length``.
 
         Raises:
             ValueError: ``length`` is not a multiple of the block size.
@@ -161,12 +163,12 @@ _KEPT = 16
 
 
 class Layouts:
-    """Compiled layouts by length and device, kept by each user of the pattern: never shared between two patterns.
+    """A cache of one pattern's compiled layouts, by length and device.
 
     Args:
         config: The pattern.
-        seed: The seed of random blocks, so that all ranks and all runs draw the same without communication. None: they
-            are drawn from Python's ``random`` as it is, and all ranks take rank 0's.
+        seed: The seed of random blocks, so that all ranks and runs draw the same ones without communication. None:
+            blocks are drawn from Python's global ``random``, and rank 0's layout is broadcast.
     """
 
     def __init__(self, config: SparsityConfig, seed: int | None = None) -> None:
@@ -178,7 +180,7 @@ class Layouts:
     def layout(self, length: int) -> torch.Tensor:
         """Returns the pattern's layout for ``length`` tokens, the same on all ranks.
 
-        Without a seed all must request it.
+        Without a seed, every rank must make the first call with each length.
         """
         if length not in self._layouts:
             if len(self._layouts) == _KEPT:
@@ -225,7 +227,7 @@ class BertSparseSelfAttention(nn.Module):
 
     Args:
         config: Has ``hidden_size`` and ``num_attention_heads``.
-        sparsity_config: The pattern; the fixed one of the published layer by default.
+        sparsity_config: The pattern; by default ``FixedSparsityConfig(num_heads=4)``, which needs 4 attention heads.
         max_seq_length: Tokens of the layout that is kept.
 
     Attributes:

@@ -1,11 +1,11 @@
-"""Patterns of block-sparse attention: which query block sees which key block.
+"""Patterns of block-sparse attention: which query block attends to which key blocks.
 
 A *layout* is an ``int64`` tensor on the host of shape ``[heads, blocks, blocks]``, ``blocks = length / block``; entry
-``[h, r, c]`` is 1 where, in head ``h``, query block ``r`` sees key block ``c``. A pattern of one's own is a subclass of
+``[h, r, c]`` is 1 if, in head ``h``, query block ``r`` attends to key block ``c``. A custom pattern is a subclass of
 :class:`SparsityConfig` with a ``make_layout``.
 
-``unidirectional`` is meant by blocks: a query block sees its own key block whole. That a token sees none after it is up
-to the caller (``is_causal`` of :class:`~deepspeed.ops.sparse_attention.sparse_self_attention.SparseSelfAttention`).
+``unidirectional`` applies to blocks: a query block attends to all of its own key block. Causality of tokens is left to
+the caller (``is_causal`` of :class:`~deepspeed.ops.sparse_attention.sparse_self_attention.SparseSelfAttention`).
 
 Sources: Sparse Transformers (arXiv 1904.10509), BigBird (arXiv 2007.14062), Longformer (arXiv 2004.05150).
 """
@@ -57,8 +57,8 @@ class SparsityConfig:
         return torch.zeros((self.num_heads, blocks, blocks), dtype=torch.int64)
 
     def make_layout(self, seq_len: int) -> torch.Tensor:
-        """Returns the layout for ``seq_len`` tokens; a pattern defines it."""
-        raise NotImplementedError(f"{type(self).__name__} has no make_layout; a pattern of one's own defines it")
+        """Returns the layout for ``seq_len`` tokens; subclasses implement it."""
+        raise NotImplementedError(f"{type(self).__name__}.make_layout: not implemented; define it in the subclass")
 
     def check_and_propagate_first_head_layout(self, layout: torch.Tensor) -> torch.Tensor:
         """Copies the first head's layout to all heads, unless each has its own.
@@ -113,21 +113,21 @@ def _global_ranges(indices: Sequence[int], ends: Sequence[int] | None) -> list[t
 
 
 def _set_window(layout: torch.Tensor, before: int, after: int) -> None:
-    """Lets each row of one head's layout see ``before`` blocks before its own, its own, and ``after`` after it."""
+    """Sets a window in one head's layout: ``before`` blocks before each block, the block, and ``after`` after it."""
     rows = torch.arange(layout.size(0))
     distance = rows.unsqueeze(0) - rows.unsqueeze(1)
     layout[(distance >= -before) & (distance <= after)] = 1
 
 
 def _set_local(layout: torch.Tensor, starts: Sequence[int], attention: str) -> None:
-    """Lets consecutive windows see themselves; ``starts`` ends with the number of blocks."""
+    """Sets consecutive local windows; ``starts`` ends with the number of blocks."""
     for start, end in zip(starts, starts[1:], strict=False):
         window = torch.ones((end - start, end - start), dtype=layout.dtype)
         layout[start:end, start:end] |= window.tril() if attention == UNIDIRECTIONAL else window
 
 
 class DenseSparsityConfig(SparsityConfig):
-    """Every block sees every block: for comparisons."""
+    """Every block attends to every block; for comparisons."""
 
     @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
@@ -135,17 +135,17 @@ class DenseSparsityConfig(SparsityConfig):
 
 
 class FixedSparsityConfig(SparsityConfig):
-    """Windows that see themselves, and the last blocks of each window, seen from everywhere.
+    """Local windows, and global blocks (the last blocks of each window) to which every block attends.
 
     Args:
         num_heads: Attention heads.
         block: Tokens of a block's side.
         different_layout_per_head: A layout for each head.
         num_local_blocks: Blocks of a window.
-        num_global_blocks: Blocks of a window that represent it; a divisor of ``num_local_blocks``.
+        num_global_blocks: Global blocks of a window; a divisor of ``num_local_blocks``.
         attention: ``bidirectional`` or ``unidirectional``.
-        horizontal_global_attention: The representatives also see everything.
-        num_different_global_patterns: Heads take turns with this many choices of representatives.
+        horizontal_global_attention: Whether global blocks also attend to every block.
+        num_different_global_patterns: Number of different choices of global blocks, which heads use in turn.
 
     Raises:
         ValueError: The numbers of blocks or of patterns do not go together.
@@ -209,7 +209,7 @@ class FixedSparsityConfig(SparsityConfig):
 
 
 class VariableSparsityConfig(SparsityConfig):
-    """Windows of several sizes, global blocks of one's choice, random blocks.
+    """Local windows of configurable sizes, selected global blocks, and random blocks.
 
     Args:
         num_heads: Attention heads.
@@ -220,7 +220,7 @@ class VariableSparsityConfig(SparsityConfig):
         global_block_indices: Global blocks; those beyond the sequence are left out. Default ``[0]``.
         global_block_end_indices: Where given, the global blocks are ``[index, end)``.
         attention: ``bidirectional`` or ``unidirectional``.
-        horizontal_global_attention: Global blocks also see everything.
+        horizontal_global_attention: Whether global blocks also attend to every block.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class BigBirdSparsityConfig(SparsityConfig):
         num_random_blocks: Blocks per row, drawn by Python's ``random``; at most 1 where unidirectional, because the
             first row has one block to choose from.
         num_sliding_window_blocks: Width of the window, the own block in its middle.
-        num_global_blocks: Number of first blocks that see, and are seen by, all.
+        num_global_blocks: Number of first blocks that attend to all blocks, and to which all attend.
         attention: ``bidirectional`` or ``unidirectional``.
     """
 
@@ -325,7 +325,7 @@ class BigBirdSparsityConfig(SparsityConfig):
 
 
 class BSLongformerSparsityConfig(SparsityConfig):
-    """A sliding window, and global blocks of one's choice that see, and are seen by, all.
+    """A sliding window, and selected global blocks that attend to all blocks, and to which all attend.
 
     Args:
         num_heads: Attention heads.

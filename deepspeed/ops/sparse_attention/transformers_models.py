@@ -1,7 +1,7 @@
-"""Sparse attention for any Transformers model, through the library's own two registries.
+"""Sparse attention for any Transformers model, by the library's registries of attention and mask functions.
 
-The attention function gets queries, keys and values of every layer. The mask function goes with it: without one the
-library passes no mask at all, and padding would be seen.
+The attention function gets queries, keys and values of every layer. A mask function must be registered with it, because
+without one the library passes no mask, and padding would not be masked.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _UNKNOWN = ("softcap", "s_aux")
 
 
 def use_sparse_attention(model: nn.Module, sparsity_config: SparsityConfig, *, seed: int = 0) -> None:
-    """Makes every attention layer of a Transformers model sparse, in place; other models are left as they are.
+    """Makes every attention layer of a Transformers model sparse, in place.
 
-    Causality and padding stay as the model has them. Sequences need not be multiples of the block size. Steps of a
-    generation with a cache attend to what the pattern names for their positions, densely computed.
+    Other models made from the same configuration object are not changed. Causality and padding stay as in the model.
+    Sequence lengths need not be multiples of the block size. Generation with a KV cache also follows the pattern, but
+    computes dense attention.
 
     Args:
         model: A ``PreTrainedModel``.
@@ -39,7 +40,8 @@ def use_sparse_attention(model: nn.Module, sparsity_config: SparsityConfig, *, s
         seed: The seed of random blocks; the same on all ranks.
 
     Raises:
-        DeepSpeedConfigError: The model cannot be switched, attends across sequences, or has other heads.
+        DeepSpeedConfigError: The model's attention cannot be replaced or attends across sequences, or the pattern has
+            another number of heads.
     """
     what = _what(model)
     heads = heads_of(model)
@@ -70,7 +72,7 @@ def heads_of(model: nn.Module) -> int:
     config: Any = getattr(model, "config", None)
     if not takes_attention_by_name(model) or not is_library_config(config):
         raise DeepSpeedConfigError(
-            f"{_what(model)}: expected a Transformers model; build SparseSelfAttention into a model of one's own"
+            f"{_what(model)}: expected a Transformers model; use SparseSelfAttention in the layers of other models"
         )
     heads = configurations.heads_of(config)
     if heads is None:
@@ -88,9 +90,9 @@ def _what(model: nn.Module) -> str:
 def _mask(
     *, attention_mask: torch.Tensor | None = None, mask_function: Any = None, **kwargs: Any
 ) -> torch.Tensor | None:
-    """Returns the mask for :func:`_attention`: what is padding, 2-D, where nothing else is masked.
+    """Returns the mask for :func:`_attention`: the 2-D padding mask if it is the only mask, else the 4-D mask.
 
-    Else the whole, 4-D.
+    None if nothing is masked.
     """
     if is_plain_mask(mask_function):
         if attention_mask is None or bool(attention_mask.all()):
@@ -179,7 +181,7 @@ def _hiding(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _rows(layout: torch.Tensor, block: int, first: int, queries: int, keys: int, is_causal: bool) -> torch.Tensor:
-    """Returns where the last tokens of a sequence see nothing: ``[1, heads, queries, keys]`` of bool."""
+    """Returns the keys that are hidden from the last tokens of a sequence: bool ``[1, heads, queries, keys]``."""
     positions = torch.arange(first, first + queries)
     blocks = torch.arange(keys) // block
     hidden = layout[:, positions // block][:, :, blocks] == 0
