@@ -50,7 +50,7 @@ def build_scheduler(name: str, params: dict[str, Any], optimizer: Any) -> Any:
         if key not in accepted
     ]
     problems += [
-        f"scheduler.params.{key}: {name} requires it; set it"
+        f"scheduler.params.{key}: {name} needs it; set it"
         for key, parameter in accepted.items()
         if parameter.default is parameter.empty and key not in params
     ]
