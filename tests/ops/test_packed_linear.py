@@ -112,7 +112,7 @@ def test_any_number_of_input_features(in_features):
     assert relative(packed_linear(x, codes, scales, 5, how), expected) < 1e-2
 
 
-@pytest.mark.parametrize(("bits", "group", "text"), [(6, 64, "8 and of 4"), (4, 48, "32, 64, 128, 256")])
+@pytest.mark.parametrize(("bits", "group", "text"), [(6, 64, "expected 8 or 4"), (4, 48, "32, 64, 128, 256")])
 def test_formats_that_do_not_exist(bits, group, text):
     with pytest.raises(ValueError, match=text):
         packed_format(bits, group)
