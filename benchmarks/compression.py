@@ -3,7 +3,7 @@
 Parts (``compression.py PART``; all of them without one):
 
 - codec: nanoseconds of processor time per element and core to encode with error feedback, and to decode.
-- bytes: what each way sends per step and rank, by the books and by the kernel's counters of the interface.
+- bytes: what each way sends per step and rank, by the traffic counters and by the kernel's counters of the interface.
 - steps: step times on a link of ``--megabits`` beside torch's DDP with its bf16 hook.
 - auto: ``"auto"`` beside plain gradients, on links of 100 Mbit/s and of 10 Gbit/s.
 - cells: whether a codec pays on each link, by ``deepspeed.plan.codes`` and as measured.
@@ -134,20 +134,20 @@ def part_bytes(options: argparse.Namespace, shaped: bool) -> None:
         f"an all-reduce among {options.ranks} ranks: {2 * half / 1e6:.2f} MB of bf16, {4 * half / 1e6:.2f} MB of fp32, "
         "a step and rank"
     )
-    print("way       books MB  kernel MB  differ  below bf16  below fp32")
+    print("way       count MB  kernel MB  differ  below bf16  below fp32")
     found = run(setup, options.ranks, None, shaped=shaped)
-    books = {way: sum(row[way]["booked"] for row in found) / len(found) for way in options.ways}
-    for way, booked in books.items():
+    counted = {way: sum(row[way]["counted"] for row in found) / len(found) for way in options.ways}
+    for way, nbytes in counted.items():
         kernel = sum(row[way]["sent"] for row in found) / len(found)
-        differ = f"{100 * (kernel / booked - 1):5.1f} %" if kernel else "      -"
+        differ = f"{100 * (kernel / nbytes - 1):5.1f} %" if kernel else "      -"
         print(
-            f"{way:9}{booked / 1e6:9.3f}{kernel / 1e6:11.3f} {differ}{2 * half / booked:12.2f}{4 * half / booked:12.2f}"
+            f"{way:9}{nbytes / 1e6:9.3f}{kernel / 1e6:11.3f} {differ}{2 * half / nbytes:12.2f}{4 * half / nbytes:12.2f}"
         )
-    if "sign" in books:
+    if "sign" in counted:
         print("a whole run whose first 15 % of updates travel otherwise, then as signs (goal: 5 times below):")
-        for warm, bits in (("bf16", 2 * half), ("fp32", 4 * half), ("int8", books.get("int8"))):
+        for warm, bits in (("bf16", 2 * half), ("fp32", 4 * half), ("int8", counted.get("int8"))):
             if bits is not None:
-                sent = 0.15 * bits + 0.85 * books["sign"]
+                sent = 0.15 * bits + 0.85 * counted["sign"]
                 print(f"  as {warm}: {2 * half / sent:.2f} times below bf16, {4 * half / sent:.2f} below fp32")
 
 
@@ -163,7 +163,7 @@ def part_steps(options: argparse.Namespace, shaped: bool) -> None:
     first = slowest(found, ways[0], "median")
     for way in ways:
         median, fastest, processor = (slowest(found, way, figure) for figure in ("median", "fastest", "processor"))
-        sent = max(row[way]["sent"] or row[way]["booked"] for row in found) / 1e6
+        sent = max(row[way]["sent"] or row[way]["counted"] for row in found) / 1e6
         title = "ddp bf16 hook" if way == "ddp" else f"ours {way}"
         print(f"{title:16}{median:9.3f}{fastest:11.3f}{processor:13.3f}{sent:9.2f}{first / median:12.2f}", flush=True)
 

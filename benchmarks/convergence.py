@@ -134,7 +134,7 @@ def train(way: str, seed: int, steps: int, batch: int, width: int, depth: int) -
         return mean.item() / ranks
 
     curve: list[tuple[int, float, float]] = []
-    begun, recent = time.perf_counter(), 0.0
+    start_time, recent = time.perf_counter(), 0.0
     for step in range(1, steps + 1):
         loss = engine(*rows(0, held_out, batch, dice))
         engine.backward(loss)
@@ -143,7 +143,7 @@ def train(way: str, seed: int, steps: int, batch: int, width: int, depth: int) -
         if step % max(steps // 30, 1) == 0 or step == steps:
             curve.append((step, recent, validation()))
     if rank == 0:
-        minutes = (time.perf_counter() - begun) / 60
+        minutes = (time.perf_counter() - start_time) / 60
         size = {"steps": steps, "batch": batch, "width": width, "depth": depth, "context": CONTEXT, "ranks": ranks}
         print(
             "RESULT " + json.dumps({"way": way, "seed": seed, **size, "curve": curve, "minutes": minutes}), flush=True

@@ -57,7 +57,7 @@ class Point:
         return None if ours is None or not theirs else ours / min(theirs)
 
 
-def measure(layers: int, ranks: int, *, repeats: int, tell: Any) -> Point:
+def measure(layers: int, ranks: int, *, repeats: int, report_progress: Any) -> Point:
     """Trains every contestant ``repeats`` times in fresh processes."""
     workload = gpt(layers, ranks)
     parameters = sum(parameter.numel() for parameter in workload.build().parameters())
@@ -65,7 +65,7 @@ def measure(layers: int, ranks: int, *, repeats: int, tell: Any) -> Point:
     failures: dict[str, str] = {}
     for _ in range(repeats):
         for name in ENTRIES:
-            with Arena(workload, [CONTESTANTS[name]], peer_python=None, tell=tell) as arena:
+            with Arena(workload, [CONTESTANTS[name]], peer_python=None, report_progress=report_progress) as arena:
                 arena.run_rounds(rounds=1, steps=3, warmup=4)
             result = arena.results[name]
             if result.failure:
@@ -213,7 +213,7 @@ def main() -> int:
     def point(layers: int, ranks: int) -> Point:
         if (layers, ranks) not in known:
             known[layers, ranks] = measure(
-                layers, ranks, repeats=arguments.repeats, tell=lambda line: sys.stderr.write(f"{line}\n")
+                layers, ranks, repeats=arguments.repeats, report_progress=lambda line: sys.stderr.write(f"{line}\n")
             )
             if kept is not None:
                 kept.write_text(json.dumps([vars(each) for each in known.values()]))

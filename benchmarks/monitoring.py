@@ -98,9 +98,9 @@ class Contestant:
 
     def _clocked(self, method: Any) -> Any:
         def call(*args: Any) -> Any:
-            begun = time.perf_counter()
+            started = time.perf_counter()
             result = method(*args)
-            self._spent += time.perf_counter() - begun
+            self._spent += time.perf_counter() - started
             return result
 
         return call
@@ -109,11 +109,11 @@ class Contestant:
         waiting.is_running, log.enabled = self.is_timed, self.is_logged
         for number in range(STEPS):
             comm.barrier()
-            self._spent, begun = 0.0, time.perf_counter()
+            self._spent, started = 0.0, time.perf_counter()
             self.engine.backward(self.engine(self.x).square().mean())
             self.engine.step()
             if number:
-                self.times.append(time.perf_counter() - begun)
+                self.times.append(time.perf_counter() - started)
                 self.inside.append(self._spent)
 
 

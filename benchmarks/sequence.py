@@ -127,11 +127,11 @@ def _kept_by_llama(rank: int, size: int, tokens: int, once: bool) -> int:
 def _step(block: Block, x: torch.Tensor) -> tuple[float, float]:
     """Seconds, and those of this process's processor time."""
     dist.barrier()
-    begun, worked = time.perf_counter(), time.process_time()
+    started, worked = time.perf_counter(), time.process_time()
     block(x).sum().backward()
     worked = time.process_time() - worked
     dist.barrier()
-    return time.perf_counter() - begun, worked
+    return time.perf_counter() - started, worked
 
 
 def _copied(block: Block, x: torch.Tensor) -> int:
@@ -160,9 +160,9 @@ def _rank(rank: int, size: int, tokens: int, rounds: int, folder: str) -> None:
         "llama": _kept_by_llama(rank, size, tokens, False),
         "llama once": _kept_by_llama(rank, size, tokens, True),
     }
-    with counted() as books:
+    with counted() as traffic:
         out = ours(x)
-        found["sent"] = books.requested_along["all_to_all", "sequence"].nbytes
+        found["sent"] = traffic.requested_along["all_to_all", "sequence"].nbytes
         out.sum().backward()
     if size > 1 and rounds:
 

@@ -214,10 +214,10 @@ def _run(rank: int, arguments: argparse.Namespace, results: Any) -> None:
     for _ in range(arguments.rounds):
         for name, model in models.items():
             dist.barrier()
-            begun = time.perf_counter()
+            started = time.perf_counter()
             for _ in range(arguments.steps):
                 step(model, x)
-            times[name].append((time.perf_counter() - begun) / arguments.steps * 1e3)
+            times[name].append((time.perf_counter() - started) / arguments.steps * 1e3)
         if peer is not None:
             dist.barrier()
             times["upstream"].append(peer.steps(arguments.steps)[0])

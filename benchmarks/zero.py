@@ -75,7 +75,9 @@ def _entries(workload: str, arguments: argparse.Namespace) -> list[str]:
 
 def _profile(workload: str, arguments: argparse.Namespace, console: Console) -> None:
     contestant = CONTESTANTS[arguments.profile]
-    with Arena(WORKLOADS[workload], [contestant], peer_python=arguments.peer_python, tell=console.log) as arena:
+    with Arena(
+        WORKLOADS[workload], [contestant], peer_python=arguments.peer_python, report_progress=console.log
+    ) as arena:
         arena.run_rounds(rounds=1, steps=2, warmup=arguments.warmup)
         if failure := arena.results[contestant.name].failure:
             sys.exit(failure)
@@ -102,7 +104,7 @@ def main() -> int:
                 WORKLOADS[workload],
                 entered,
                 peer_python=arguments.peer_python,
-                tell=lambda text, line=line, workload=workload: line.update(f"{workload}: {text}"),  # type: ignore[misc]
+                report_progress=lambda text, line=line, workload=workload: line.update(f"{workload}: {text}"),  # type: ignore[misc]
             ) as arena,
         ):
             arena.run_rounds(rounds=arguments.rounds, steps=arguments.steps, warmup=arguments.warmup)

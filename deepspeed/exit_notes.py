@@ -24,7 +24,7 @@ LOST_PEER = re.compile(
 _CONTINUES = "continues"
 _EXIT, _RECOVERED = "exit-", "recovered-"
 _REPORT = "run-report"
-_LOOK_SECONDS, _PAUSE = 0.3, 0.02
+_WAIT_SECONDS, _PAUSE = 0.3, 0.02
 
 
 class ExitNotes:
@@ -63,7 +63,7 @@ class ExitNotes:
         """Returns how a process has ended, in the launcher's words; empty if unknown."""
         if self._folder is None:
             return ""
-        path, deadline = self._folder / f"{_EXIT}{pid}", time.monotonic() + _LOOK_SECONDS
+        path, deadline = self._folder / f"{_EXIT}{pid}", time.monotonic() + _WAIT_SECONDS
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(_PAUSE)
         return path.read_text() if path.exists() else ""

@@ -181,7 +181,7 @@ class Arena:
         workload: What to train.
         contestants: Who trains; those that fail are reported in their result and drop out.
         peer_python: Interpreter of the environment for peers.
-        tell: Called with one line of progress.
+        report_progress: Called with one line of progress.
     """
 
     def __init__(
@@ -190,12 +190,12 @@ class Arena:
         contestants: list[Contestant],
         *,
         peer_python: str | None,
-        tell: Callable[[str], None],
+        report_progress: Callable[[str], None],
     ) -> None:
         self._workload = workload
         self._contestants = contestants
         self._peer_python = peer_python
-        self._tell = tell
+        self._report_progress = report_progress
         self._folder = tempfile.TemporaryDirectory(prefix="zero-benchmark-")
         self._teams: dict[str, _Team] = {}
         self._idle: dict[str, list[list[tuple[float, float]]]] = {}
@@ -204,7 +204,7 @@ class Arena:
 
     def __enter__(self) -> Arena:
         for contestant in self._contestants:
-            self._tell(f"starting {contestant.name}")
+            self._report_progress(f"starting {contestant.name}")
             with self._failures_of(contestant.name):
                 self._enter(contestant)
         return self
@@ -239,7 +239,7 @@ class Arena:
 
     def drop(self, name: str, failure: str) -> None:
         """Ends a contestant that failed."""
-        self._tell(f"{name} failed and drops out")
+        self._report_progress(f"{name} failed and drops out")
         self.results[name].failure = failure
         if name in self._teams:
             self._teams.pop(name).stop()
@@ -250,7 +250,7 @@ class Arena:
         The first step of each block is run but not timed: it finds the caches full of the previous contestant's data.
         """
         for name in list(self._teams):
-            self._tell(f"warming {name} up")
+            self._report_progress(f"warming {name} up")
             with self._failures_of(name):
                 self._block(name, warmup, timed=False)
                 self._teams[name].ask({"do": "forget_peak"})
@@ -259,7 +259,7 @@ class Arena:
             order = list(self._teams)
             shuffle.shuffle(order)
             for name in order:
-                self._tell(f"round {index + 1} of {rounds}: {name}")
+                self._report_progress(f"round {index + 1} of {rounds}: {name}")
                 with self._failures_of(name):
                     self._block(name, steps + 1, timed=True)
         for name in list(self._teams):

@@ -42,10 +42,10 @@ def main() -> None:
     x = tensor.batch(arguments)
     for line in sys.stdin:
         count = int(line)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(count):
             loss = tensor.step(model, x)
-        replies.write(f"{(time.perf_counter() - begun) / count * 1e3} {loss}\n")
+        replies.write(f"{(time.perf_counter() - started) / count * 1e3} {loss}\n")
         replies.flush()
 
 

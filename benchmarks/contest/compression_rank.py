@@ -80,7 +80,7 @@ class Contestant:
     def __init__(self, step: Callable[[int], None], warm: int) -> None:
         self._step = step
         self.took: list[float] = []
-        self.processor = self.sent = self.booked = 0.0
+        self.processor = self.sent = self.counted = 0.0
         for number in range(warm):
             step(number)
         self._number = warm
@@ -90,8 +90,8 @@ class Contestant:
         from deepspeed.comm.transports.counters import traffic
 
         def figures() -> tuple[float, ...]:
-            booked = sum(tally.nbytes for tally in traffic.ran.values())
-            return time.perf_counter(), time.process_time(), sent_bytes(), booked
+            counted = sum(tally.nbytes for tally in traffic.ran.values())
+            return time.perf_counter(), time.process_time(), sent_bytes(), counted
 
         dist.barrier()
         before = figures()
@@ -99,8 +99,8 @@ class Contestant:
         self._number += 1
         wall, *more = (now - then for now, then in zip(figures(), before, strict=True))
         self.took.append(wall)
-        self.processor, self.sent, self.booked = (
-            total + one for total, one in zip((self.processor, self.sent, self.booked), more, strict=True)
+        self.processor, self.sent, self.counted = (
+            total + one for total, one in zip((self.processor, self.sent, self.counted), more, strict=True)
         )
 
     def result(self) -> dict[str, float]:
@@ -111,7 +111,7 @@ class Contestant:
             "fastest": min(self.took),
             "processor": self.processor / steps,
             "sent": self.sent / steps,
-            "booked": self.booked / steps,
+            "counted": self.counted / steps,
         }
 
 

@@ -197,7 +197,7 @@ def _on_all(exchange: Exchange, doing: str, action: Callable[[], T]) -> T:
 def _find(run_state: RunState, options: LoadOptions, exchange: Exchange, doing: str) -> FoundCheckpoint | None:
     """Returns the same checkpoint on all ranks."""
 
-    def look() -> FoundCheckpoint | None:
+    def find_checkpoint() -> FoundCheckpoint | None:
         universal = run_state.settings.load_universal and options.tag is None
         found = find(options.root, options.tag, prefer_universal=universal)
         if found is None and options.must_exist:
@@ -206,7 +206,7 @@ def _find(run_state: RunState, options: LoadOptions, exchange: Exchange, doing: 
             )
         return found
 
-    all_found = exchange.together(doing, look)
+    all_found = exchange.together(doing, find_checkpoint)
     seen = {None if found is None else (found.tag, found.format) for found in all_found}
     if len(seen) > 1:
         rows = [f"  rank {r}: {'nothing' if f is None else f.folder}" for r, f in enumerate(all_found)]

@@ -103,7 +103,7 @@ class WeightsWriter:
         self._names = shard_names(filename, len(self._shards))
         self._current = -1
         self._left: list[TensorEntry] = []
-        self._kept: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
         self._descriptor: int | None = None
         disk.make_folder(folder)
         self._open_next()
@@ -121,10 +121,10 @@ class WeightsWriter:
             assert self._descriptor is not None
             for part in parts:
                 disk.write_all(self._descriptor, disk.bytes_of(part))
-        elif entry.same_as is not None and entry.same_as in self._kept:
-            self._kept[entry.name] = self._kept[entry.same_as]
+        elif entry.same_as is not None and entry.same_as in self._tensors:
+            self._tensors[entry.name] = self._tensors[entry.same_as]
         else:
-            self._kept[entry.name] = _whole(entry, parts)
+            self._tensors[entry.name] = _whole(entry, parts)
         self._left.pop(0)
         while not self._left and self._current + 1 < len(self._shards):
             self._close()
@@ -180,8 +180,8 @@ class WeightsWriter:
             self._descriptor = None
             return
         path = self._hidden(self._names[self._current])
-        torch.save(self._kept, path)
-        self._kept = {}
+        torch.save(self._tensors, path)
+        self._tensors = {}
         disk.sync_folder(path)  # a file is synced the same way
 
     def _index(self) -> bytes:

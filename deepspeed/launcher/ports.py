@@ -85,7 +85,7 @@ def claim_port(address: str, requested: RequestedPort | None, *, is_shared: bool
         return PortClaim(wanted, mark.socket)
     if requested is not None and wanted != DEFAULT_PORT:
         if is_shared:
-            raise _taken(requested.source, wanted)
+            raise _port_in_use(requested.source, wanted)
         chosen = _claim_any()
         logger.warning(
             f"{requested.source}: the port is taken by {_occupant(wanted)}; this run uses port {chosen.port} instead"
@@ -110,11 +110,11 @@ def agreed_port(requested: RequestedPort | None, *, holds_rank_0: bool, is_claim
         return PortClaim(port)
     mark = _PortLock(None) if is_claimed else _mark(port)
     if mark is None or not is_free(port):
-        raise _taken(requested.source if requested is not None else f"the default port {port}", port)
+        raise _port_in_use(requested.source if requested is not None else f"the default port {port}", port)
     return PortClaim(port, mark.socket)
 
 
-def _taken(source: str, port: int) -> LauncherError:
+def _port_in_use(source: str, port: int) -> LauncherError:
     return LauncherError(
         f"{source}: the port is taken on this machine, where rank 0 would listen, by {_occupant(port)}. Choose another "
         f"one, the same on all machines, such as --master_port {free_port()}"

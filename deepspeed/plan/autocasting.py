@@ -45,7 +45,7 @@ class SimulatedAutocast:
     def __init__(self, kind: str) -> None:
         self._torch_key = "AutocastCPU" if kind == "cpu" else "AutocastCUDA"
         self._is_cpu = kind == "cpu"
-        self._kept: list[torch.Tensor] | None = None  # casts of parameters, inside ``region``
+        self._made_casts: list[torch.Tensor] | None = None  # casts of parameters, inside ``region``
         self._seen = WeakIdKeyDictionary()  # parameter to its latest cast, while that is alive
 
     @property
@@ -56,12 +56,12 @@ class SimulatedAutocast:
     @contextmanager
     def region(self, dtype: torch.dtype) -> Iterator[None]:
         """Replaces ``torch.autocast`` on meta; casts of parameters are cached until its end."""
-        self._kept = []
+        self._made_casts = []
         try:
             with torch.autocast(_SWITCH, dtype=dtype):
                 yield
         finally:
-            self._kept = None
+            self._made_casts = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -135,8 +135,8 @@ class SimulatedAutocast:
         if made is None or made.dtype != dtype:
             made = tensor.to(dtype)
             self._seen[tensor] = ref(made)
-            if self._kept is not None:
-                self._kept.append(made)
+            if self._made_casts is not None:
+                self._made_casts.append(made)
         return made
 
 

@@ -161,7 +161,7 @@ class MemoryCount(TorchDispatchMode):
         """Resets the peaks to the current sums."""
         for totals in self._totals.values():
             totals.peak, totals.tops = Peak(), {}
-        self.look()
+        self.update_peaks()
 
     def live(self, tier: Tier) -> int:
         """Returns the bytes that are alive."""
@@ -171,7 +171,7 @@ class MemoryCount(TorchDispatchMode):
         """Returns the bytes that are alive and of no kind."""
         return self._totals[tier].other
 
-    def look(self) -> None:
+    def update_peaks(self) -> None:
         """Updates the peaks.
 
         Called before storage is freed, when both the entry of a memory tracker and its storage have been seen: no peak
@@ -190,7 +190,7 @@ class MemoryCount(TorchDispatchMode):
     def counted(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
         """Called when ``nbytes`` were added to the count (below zero: taken out)."""
         if nbytes < 0:
-            self.look()
+            self.update_peaks()
         self._moment_of_last_change = self.moment
         totals = self._totals[tier]
         totals.kinds[kind] += nbytes
@@ -280,7 +280,7 @@ class MemoryCount(TorchDispatchMode):
         self._off_device -= storage.totals is not self._on_device
         self.pinned -= storage.pinned
         if storage.nbytes:
-            self.look()
+            self.update_peaks()
             self._moment_of_last_change = self.moment
             storage.totals.other -= storage.nbytes
 

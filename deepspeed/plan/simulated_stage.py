@@ -260,13 +260,13 @@ class SimulatedStage:
             if kind in _KINDS:
                 seen.flops[self._chunks.index(arguments["chunk"])][_KINDS[kind]] = moved.flops
             if kind in (instructions.RecvActivation, instructions.ForwardPass):
-                self._note_kept(arguments["chunk"], arguments["micro_batch"], self._held() - held)
+                self._note_activations(arguments["chunk"], arguments["micro_batch"], self._held() - held)
             if kind in (instructions.BackwardPass, instructions.BackwardWeight):
                 self._after_backward()
 
         return watched
 
-    def _note_kept(self, chunk: int, micro_batch: int, nbytes: int) -> None:
+    def _note_activations(self, chunk: int, micro_batch: int, nbytes: int) -> None:
         self._arrived[chunk, micro_batch] += nbytes
         own = self._chunks.index(chunk)
         self._seen.kept[own] = max(self._seen.kept[own], self._arrived[chunk, micro_batch])

@@ -118,7 +118,7 @@ class _SimulatedRun:
         trained = sum(p.numel() * elsewhere.get(p, 1) for p in model.parameters() if p.requires_grad)
         repeated = sum(p.numel() for p in model.parameters() if getattr(p, "ds_pipe_replicated", False))
         engine, inputs = self._ready()
-        count.look()
+        count.update_peaks()
         init_peak = count.peaks[Tier.DEVICE].nbytes
         try:
             with self._current_module.watched(), self._own_errors_named():
@@ -133,7 +133,7 @@ class _SimulatedRun:
                 self._activations = 0
                 with count.trace.recording():
                     flows = run_step()
-            count.look()
+            count.update_peaks()
             found = self._found(inspected, parameters, trained, init_peak, flows)
             found.repeated = repeated
             found.notices += self._while_generating(inspected)

@@ -345,7 +345,7 @@ for _ in range(40):  # as text it would have 2**40 times the length
     ],
     ids=lambda much: f"{much.function.__name__}",
 )
-def test_little_does_not_become_much(much):
+def test_small_files_do_not_expand_to_large_ones(much):
     data = torch_file({"a": much})
     assert len(data) < 3_000
     tracemalloc.start()
@@ -368,7 +368,7 @@ def test_a_compressed_archive_is_refused(tmp_path):
         restricted.loads(packed.getvalue(), "file")
 
 
-def test_what_picklers_write_is_no_harm():
+def test_output_of_picklers_is_accepted():
     """Types stay types: a factory of a defaultdict is the type itself."""
     value = {
         "bytes": [b"", b"abc", bytearray(b"ab"), bytearray()],

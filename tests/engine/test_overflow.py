@@ -43,11 +43,11 @@ def lines():
     """What the package logs on this rank meanwhile."""
     seen: list[str] = []
 
-    class Keep(logging.Handler):
+    class ListHandler(logging.Handler):
         def emit(self, record):
             seen.append(record.getMessage())
 
-    handler, logger = Keep(), logging.getLogger("DeepSpeed")
+    handler, logger = ListHandler(), logging.getLogger("DeepSpeed")
     logger.addHandler(handler)
     try:
         yield seen

@@ -29,8 +29,8 @@ sys.path.insert(0, {root!r})
 spec = importlib.util.spec_from_file_location("place", {root!r} + "/deepspeed/comm/start/environment.py")
 sys.modules["place"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-told = []
-signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+received = []
+signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
 place = module.find_place(os.environ)
 name = f"rank{{place.rank}}"
 folder = sys.argv[sys.argv.index("--save_dir") + 1]
@@ -40,7 +40,7 @@ if {waits}:
     if place.rank == 0:
         while len([each for each in os.listdir() if each.startswith("rank")]) < place.world_size: time.sleep(0.01)
         open("stop", "w").close()
-    while not told: time.sleep(0.01)
+    while not received: time.sleep(0.01)
     sys.exit(75)
 """
 

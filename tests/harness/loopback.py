@@ -41,7 +41,7 @@ class Network:
         self.log: list[list[tuple[str, str]]] = [[] for _ in range(size)]
         self.changed = threading.Condition()
         self._posted: dict[Hashable, dict[int, Any]] = {}
-        self._taken: Counter[Hashable] = Counter()
+        self._read_counts: Counter[Hashable] = Counter()
         self._is_broken = False
 
     def post(self, name: Hashable, rank: int, value: Any) -> None:
@@ -66,9 +66,9 @@ class Network:
                     raise TimeoutError(f"rank {rank} waited {PATIENCE:g} s for rank(s) {missing}: {label}")
                 self.changed.wait(0.1)
             parts = [self._posted[name][other] for other in range(self.size)]
-            self._taken[name] += 1
-            if self._taken[name] == self.size:
-                del self._posted[name], self._taken[name]
+            self._read_counts[name] += 1
+            if self._read_counts[name] == self.size:
+                del self._posted[name], self._read_counts[name]
             return parts
 
     def stop(self) -> None:

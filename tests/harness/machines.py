@@ -149,17 +149,17 @@ class Machines:
 
     def cut(self, number: int) -> None:
         """Lets no packet pass to or from a machine any more."""
-        self._tell(f"cut node{number}")
+        self._send_command(f"cut node{number}")
 
     def restore(self, number: int) -> None:
         """Undoes :meth:`cut`."""
-        self._tell(f"restore node{number}")
+        self._send_command(f"restore node{number}")
 
     def sent(self) -> list[int]:
         """Returns the bytes that each machine has sent to the others."""
-        return list(self._tell("bytes").values())
+        return list(self._send_command("bytes").values())
 
-    def _tell(self, line: str) -> dict[str, int]:
+    def _send_command(self, line: str) -> dict[str, int]:
         assert self._network.stdin is not None and self._network.stdout is not None
         self._network.stdin.write(f"{line}\n")
         self._network.stdin.flush()

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from tests.harness import wire
+from tests.harness import pickling
 from tests.harness.errors import RankDied, RankReport, RanksFailed, RanksTimedOut
 from tests.harness.fork_server import ForkedProcess, ForkServer, shared_addresses
 from tests.harness.worker import DUMP_STACKS, Call, Raised
@@ -75,7 +75,7 @@ def run_ranks(
     finally:
         if fresh:
             pool.close()
-    return [wire.loads(data) for data in outcome]
+    return [pickling.loads(data) for data in outcome]
 
 
 def shut_down() -> None:
@@ -330,7 +330,7 @@ class _Run:
             return RankReport(rank, self.died[rank], worker.read("stacks"), output, when=0.0)
         if rank in self.raised:
             raised = self.raised[rank]
-            exception = wire.loads(raised.pickled) if raised.pickled else None
+            exception = pickling.loads(raised.pickled) if raised.pickled else None
             return RankReport(rank, f"raised {raised.summary}", raised.traceback, output, exception, raised.when)
         if rank in self.results:
             return RankReport(rank, "finished", "", output)
@@ -383,7 +383,7 @@ def _pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
             f"run_ranks needs a module-level function of an importable module, not {name}: workers import it"
         )
     try:
-        return wire.dumps((fn, args, kwargs))
+        return pickling.dumps((fn, args, kwargs))
     except (pickle.PickleError, TypeError, AttributeError) as error:
         raise TypeError(f"run_ranks cannot send {name} and its arguments to the workers: {error}") from error
 

@@ -29,9 +29,9 @@ from tests.harness import (
     assert_states_equal,
     fork_server,
     on_first_rank,
+    pickling,
     pool,
     run_ranks,
-    wire,
 )
 
 
@@ -86,7 +86,7 @@ def _facts_of_rank():
     return {
         "origin": _origin(),
         "threads": _policies_of_threads() if linux else None,
-        "locks": _tries_of_held_locks() if linux and shutil.which("cc") is not None else None,
+        "locks": _try_locked_many_times() if linux and shutil.which("cc") is not None else None,
     }
 
 
@@ -216,7 +216,7 @@ def test_no_thread_of_a_rank_interrupts_others_when_it_wakes_up(fresh):
         assert policies == {os.SCHED_BATCH}
 
 
-def _try_a_held_lock(name, hold):
+def _try_locked(name, hold):
     """Tries in a thread of this name a lock that is held for some seconds, or until the try has failed.
 
     Returns:
@@ -247,12 +247,12 @@ def _try_a_held_lock(name, hold):
     return result, end - begin, begin < released
 
 
-def _tries_of_held_locks():
-    waited = (_try_a_held_lock("gloo_tcp_loop", 0.001) for _ in range(500))
+def _try_locked_many_times():
+    waited = (_try_locked("gloo_tcp_loop", 0.001) for _ in range(500))
     return {
-        "loop": _try_a_held_lock("gloo_tcp_loop", None),
+        "loop": _try_locked("gloo_tcp_loop", None),
         "loop in the end": any(result == 0 and is_held for result, _, is_held in waited),
-        "other": [_try_a_held_lock("other", None) for _ in range(20)],
+        "other": [_try_locked("other", None) for _ in range(20)],
     }
 
 
@@ -445,13 +445,13 @@ def _alive(pid):
 
 def test_tensors_are_sent_without_their_neighbours():
     big = torch.zeros(1_000_000)
-    assert len(wire.dumps(big[:3])) < 1000
+    assert len(pickling.dumps(big[:3])) < 1000
     linear = torch.nn.Linear(3, 2)
-    again = wire.loads(wire.dumps(linear))
+    again = pickling.loads(pickling.dumps(linear))
     assert isinstance(again.weight, torch.nn.Parameter)
     assert_states_equal(again.state_dict(), linear.state_dict())
     for value in (torch.tensor(1.5, dtype=torch.bfloat16), torch.zeros(0, 3), torch.ones(2, 2).t(), torch.tensor(True)):
-        assert_states_equal(wire.loads(wire.dumps(value)), value)
+        assert_states_equal(pickling.loads(pickling.dumps(value)), value)
 
 
 @pytest.mark.parametrize(

@@ -89,15 +89,15 @@ def _dump_stacks_on_signal(stacks: TextIO) -> None:
 
 
 def _run(call: Call, state: Any) -> tuple[str, Any]:
-    from tests.harness import wire
+    from tests.harness import pickling
 
     has_entered = False
     try:
-        function, args, kwargs = wire.loads(call.payload)
+        function, args, kwargs = pickling.loads(call.payload)
         _enter(call, state)
         has_entered = True
         result = function(*args, **kwargs)
-        return "returned", wire.dumps(result)
+        return "returned", pickling.dumps(result)
     except BaseException as error:  # SystemExit and pytest's outcomes included: the rank reports, whatever it was
         return "raised", _describe(error, has_entered)
     finally:
@@ -147,15 +147,15 @@ def _clean_up(state: Any) -> None:
 
 
 def _describe(error: BaseException, has_entered: bool) -> Raised:
-    from tests.harness import wire
+    from tests.harness import pickling
 
     when = time.monotonic()
     summary = traceback.format_exception_only(type(error), error)[-1].strip()
     text = "".join(traceback.format_exception(type(error), error, _test_frames(error)))
     skip = str(error) if type(error).__name__ == "Skipped" else None
     try:
-        pickled = wire.dumps(error)
-        wire.loads(pickled)  # many exceptions pickle but cannot be built again
+        pickled = pickling.dumps(error)
+        pickling.loads(pickled)  # many exceptions pickle but cannot be built again
     except (pickle.PickleError, TypeError, AttributeError, ValueError, RuntimeError):
         pickled = None
     return Raised(summary, text, when, skip, pickled, has_entered)

@@ -87,7 +87,7 @@ def wait_until_output_is_stuck(launcher):
     wait_until(lambda: unread() > size // 2, LIMIT, "full pipe of output")
 
 
-def all_gone(launcher):
+def all_have_ended(launcher):
     return wait_until(lambda: not launcher.processes(), LIMIT, "end of all processes")
 
 
@@ -97,7 +97,7 @@ def test_a_signal_to_the_launcher(launch, number):
     launcher.wait_for_files("ready0", "ready1")
     assert len(launcher.processes()) == 2 + 2 * 4  # front, supervisor, and rank, child, session, orphan twice
     launcher.process.send_signal(number)
-    all_gone(launcher)
+    all_have_ended(launcher)
     code, _, err = launcher.finish()
     if number == signal.SIGKILL:
         assert code == -signal.SIGKILL
@@ -112,7 +112,7 @@ def test_ranks_that_ignore_the_signal(launch, number):
     launcher = launch(STUBBORN_RANK, "--num_gpus=2", "-q")
     launcher.wait_for_files("ready0", "ready1")
     launcher.process.send_signal(number)
-    all_gone(launcher)
+    all_have_ended(launcher)
     launcher.finish()
 
 
@@ -135,7 +135,7 @@ def test_a_signal_to_the_supervisor(launch, number):
     launcher = launch(WAITING, "--num_gpus=2", "-q")
     launcher.wait_for_files("ready0", "ready1")
     supervisor_of(launcher).send_signal(number)
-    all_gone(launcher)
+    all_have_ended(launcher)
     code, _, err = launcher.finish()
     assert code == 128 + number, err
 
@@ -147,7 +147,7 @@ def test_front_and_supervisor_killed_together(launch):
     launcher.process.send_signal(signal.SIGSTOP)
     supervisor.kill()
     launcher.process.kill()
-    all_gone(launcher)
+    all_have_ended(launcher)
     launcher.finish()
 
 
@@ -155,7 +155,7 @@ def test_the_whole_process_group_killed(launch):
     launcher = launch(WAITING, "--num_gpus=2", "-q", start_new_session=True)
     launcher.wait_for_files("ready0", "ready1")
     os.killpg(launcher.process.pid, signal.SIGKILL)
-    all_gone(launcher)
+    all_have_ended(launcher)
     launcher.finish()
 
 
@@ -165,7 +165,7 @@ def test_the_launcher_killed_while_nobody_reads_its_output(launch):
     launcher.wait_for_files("ready0", "ready1")
     wait_until_output_is_stuck(launcher)
     launcher.process.kill()
-    all_gone(launcher)
+    all_have_ended(launcher)
     launcher.finish()
 
 
@@ -173,7 +173,7 @@ def test_the_launcher_terminated_while_nobody_reads_its_output(launch):
     launcher = launch("while True: print('x' * 1000)", "--num_gpus=2", "-q")
     wait_until_output_is_stuck(launcher)
     launcher.process.terminate()
-    all_gone(launcher)
+    all_have_ended(launcher)
     code, _, err = launcher.finish()
     assert code == 143
     assert "exit code 143" in err.splitlines()[-1]
@@ -350,7 +350,7 @@ def test_the_launcher_is_killed_while_ranks_could_continue(launch):
     launcher = launch(CONTINUING + "    time.sleep(300)", "--num_gpus=2", "-q")
     launcher.wait_for_files("ready0", "ready1")
     launcher.process.kill()
-    all_gone(launcher)
+    all_have_ended(launcher)
     code, _, err = launcher.finish()
     assert code == -signal.SIGKILL
     assert f"the launcher (pid {launcher.process.pid}) was lost, perhaps killed, so its 2 rank(s) on " in err
@@ -392,7 +392,7 @@ def test_one_process_of_a_training_that_could_continue_is_killed(launch, victim,
         (launcher.process if victim == "launcher" else supervisor_of(launcher)).kill()
     code, _, err = launcher.finish()
     assert (code, err.count(words)) == (expected, 1), err
-    all_gone(launcher)
+    all_have_ended(launcher)
     assert len(list(launcher.folder.glob("trained*"))) == (2 if victim == "rank 0" else 0)
 
 

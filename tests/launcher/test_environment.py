@@ -15,7 +15,7 @@ from deepspeed.ports import free_port
 
 
 @pytest.fixture
-def taken_port():
+def port_in_use():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -46,12 +46,12 @@ def test_world_variables():
     }
 
 
-def test_a_taken_default_port_is_replaced(monkeypatch, taken_port):
-    monkeypatch.setattr(ports, "DEFAULT_PORT", taken_port)
+def test_a_taken_default_port_is_replaced(monkeypatch, port_in_use):
+    monkeypatch.setattr(ports, "DEFAULT_PORT", port_in_use)
     chosen = claim_port("127.0.0.1", None).port
-    assert chosen != taken_port
+    assert chosen != port_in_use
     # the default, passed by a tool that always does
-    assert claim_port("127.0.0.1", RequestedPort.of(taken_port)).port != taken_port
+    assert claim_port("127.0.0.1", RequestedPort.of(port_in_use)).port != port_in_use
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", chosen))
 
@@ -79,23 +79,23 @@ def test_two_launchers_do_not_choose_the_same_free_port(monkeypatch, is_default)
         assert third.port == free
 
 
-def test_a_taken_port_of_the_users_choice_is_replaced_with_a_word(monkeypatch, taken_port):
+def test_a_taken_port_of_the_users_choice_is_replaced_with_a_word(monkeypatch, port_in_use):
     text = []
     monkeypatch.setattr(ports.logger, "warning", text.append)
-    with claim_port("localhost", RequestedPort.of(taken_port)) as claim:
-        assert claim.port != taken_port
-    assert f"--master_port {taken_port}: the port is taken by process {os.getpid()} on host" in text[0]
+    with claim_port("localhost", RequestedPort.of(port_in_use)) as claim:
+        assert claim.port != port_in_use
+    assert f"--master_port {port_in_use}: the port is taken by process {os.getpid()} on host" in text[0]
     assert f"this run uses port {claim.port} instead" in text[0]
 
 
-def test_a_taken_port_that_other_machines_use_is_an_error(monkeypatch, taken_port):
+def test_a_taken_port_that_other_machines_use_is_an_error(monkeypatch, port_in_use):
     for call in (
-        lambda: claim_port("127.0.0.1", RequestedPort.of(taken_port), is_shared=True),
-        lambda: agreed_port(RequestedPort.of(taken_port), holds_rank_0=True, is_claimed=True),
+        lambda: claim_port("127.0.0.1", RequestedPort.of(port_in_use), is_shared=True),
+        lambda: agreed_port(RequestedPort.of(port_in_use), holds_rank_0=True, is_claimed=True),
     ):
-        with pytest.raises(LauncherError, match=f"--master_port {taken_port}: the port is taken on this machine"):
+        with pytest.raises(LauncherError, match=f"--master_port {port_in_use}: the port is taken on this machine"):
             call()
-    assert agreed_port(RequestedPort.of(taken_port), holds_rank_0=False, is_claimed=True).port == taken_port
+    assert agreed_port(RequestedPort.of(port_in_use), holds_rank_0=False, is_claimed=True).port == port_in_use
 
 
 def test_the_port_may_come_from_the_variable_of_torch():
@@ -107,9 +107,9 @@ def test_the_port_may_come_from_the_variable_of_torch():
             RequestedPort.of(option, environ)
 
 
-def test_a_port_elsewhere_is_not_probed(taken_port):
+def test_a_port_elsewhere_is_not_probed(port_in_use):
     for address in ("other-host.invalid", "203.0.113.9"):
-        assert claim_port(address, RequestedPort.of(taken_port)).port == taken_port
+        assert claim_port(address, RequestedPort.of(port_in_use)).port == port_in_use
 
 
 def test_environment_files(tmp_path, monkeypatch, capfd):

@@ -13,7 +13,7 @@ from tests.models.families import FAMILIES, family
 transformers = pytest.importorskip("transformers")
 
 NAME = "deepspeed_of_this_test"
-TAKEN = [
+SUPPORTED = [
     name for name in FAMILIES if name not in ("bloom", "falcon", "mpt", "gptj", "gpt_neo")
 ]  # Mamba has no attention
 
@@ -42,7 +42,7 @@ def test_models_take_it_or_are_refused(name, registered):
     model = family(name)
     before = attention.attention_name(model.config)
     assert attention.takes_attention_by_name(model) and attention.names_attention(model.config)
-    if name in TAKEN:
+    if name in SUPPORTED:
         attention.check_use_of_attention(model, NAME, _function, _mask, "a test")
         assert attention.attention_name(model.config) == before  # only a question
         attention.use_attention(model, NAME, _function, _mask, "a test")

@@ -211,8 +211,8 @@ def stack_data():
 def test_a_stack_is_so_many_matrices(method):
     weights, gradients = stack_data()
     found = whole(weights, gradients, ns_method=method)
-    for stack, begun, grads in zip(found, weights, zip(*gradients, strict=True), strict=True):
-        alone = whole(list(begun), [list(grad) for grad in grads], ns_method=method)
+    for stack, initial, grads in zip(found, weights, zip(*gradients, strict=True), strict=True):
+        alone = whole(list(initial), [list(grad) for grad in grads], ns_method=method)
         torch.testing.assert_close(stack, torch.stack(alone), rtol=1e-5, atol=1e-5)
 
 

@@ -49,7 +49,7 @@ def count_step(
             activations = _step(engine, inputs, accumulation, count)
             requested = {key: (tally.calls, tally.nbytes) for key, tally in traffic.requested_along.items()}
             ran = {key: (tally.calls, tally.nbytes) for key, tally in traffic.ran_along.items()}
-        count.look()
+        count.update_peaks()
         kinds = {(kind.name, tier.name): memory_tracker.peak(kind, tier) for kind in StorageKind for tier in Tier}
         engine.destroy()
     return {

@@ -111,7 +111,7 @@ def _measure(cell: Cell, folder: str) -> dict[str, Any]:
             activations = _step(engine, batch, cell.accumulation, count)
             requested = {name: (tally.calls, tally.nbytes) for name, tally in traffic.requested.items()}
             ran = {name: (tally.calls, tally.nbytes) for name, tally in traffic.ran.items()}
-        count.look()
+        count.update_peaks()
         kinds = {(kind.name, tier.name): memory_tracker.peak(kind, tier) for kind in StorageKind for tier in Tier}
         engine.destroy()
     return {

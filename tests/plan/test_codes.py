@@ -25,7 +25,7 @@ def costs(numel: int, ranks: int, whole: bool, network: float = 1e9) -> list[Cod
     return coded_costs([one], machine, native=False, may_skip=False, codecs=CODECS)
 
 
-def books() -> None:
+def check_sent_bytes() -> None:
     plain = Job.current().axis_of().transport()
     numel = 6 * 2048 * plain.size
     for number, codec in enumerate((None, *CODECS)):
@@ -41,8 +41,8 @@ def books() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_bytes_by_formula_are_those_of_the_books(ranks: int) -> None:
-    run_ranks(books, ranks)
+def test_bytes_by_formula_equal_the_counted_bytes(ranks: int) -> None:
+    run_ranks(check_sent_bytes, ranks)
 
 
 def test_when_codes_pay() -> None:

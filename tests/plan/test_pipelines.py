@@ -74,7 +74,7 @@ def _run(cell: Cell, make: Any, cut: dict[str, Any] | None = None) -> dict[str, 
             engine.train_batch(items)
             requested = {key: (tally.calls, tally.nbytes) for key, tally in traffic.requested_along.items()}
             ran = {key: (tally.calls, tally.nbytes) for key, tally in traffic.ran_along.items()}
-        count.look()
+        count.update_peaks()
         kinds = {(kind.name, tier.name): memory_tracker.peak(kind, tier) for kind in StorageKind for tier in Tier}
         engine.destroy()
     return {

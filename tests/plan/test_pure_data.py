@@ -68,7 +68,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("stage", "more", "device", "host", "activations", "collectives"), NUMBERS)
-def test_as_before(stage, more, device, host, activations, collectives):
+def test_plans_of_models_equal_the_recorded_ones(stage, more, device, host, activations, collectives):
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,

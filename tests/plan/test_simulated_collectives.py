@@ -50,7 +50,7 @@ def test_alone_the_loss_is_that_of_torch() -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_what_optimizers_exchange_is_booked_along_its_axis(backend: str) -> None:
+def test_what_optimizers_exchange_is_counted_under_its_axis(backend: str) -> None:
     with world(backend).as_current(), counted() as traffic:
         add_over_ranks(torch.zeros(4, dtype=torch.float64), TENSOR, "the test", axis="tensor")
         largest_over_ranks(torch.zeros(4, dtype=torch.float64), SEQUENCE, "the test", axis="ep_size_2")

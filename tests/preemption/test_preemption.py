@@ -162,13 +162,13 @@ def test_the_launcher_hands_the_signal_on_and_leaves_with_the_code_of_the_ranks(
     """The ranks take longer than the usual grace of a stop only where it was given."""
     script = """
         import pathlib, signal
-        told = []
+        received = []
         named = signal.Signals[os.environ.get("DEEPSPEED_PREEMPTION_SIGNAL", "SIGUSR1")]
         for each in (signal.SIGTERM, named):
-            signal.signal(each, lambda number, frame: told.append(number))
+            signal.signal(each, lambda number, frame: received.append(number))
         pathlib.Path(f"up{rank}").touch()
-        while not told: time.sleep(0.01)
-        sys.exit(75 if told[0] == named or named == signal.SIGUSR1 else 1)
+        while not received: time.sleep(0.01)
+        sys.exit(75 if received[0] == named or named == signal.SIGUSR1 else 1)
     """
     launcher = Launcher(tmp_path, script, "--num_gpus=2", f"--master_port={free_port()}", *options)
     launcher.wait_for_files("up0", "up1")

@@ -62,9 +62,9 @@ def test_every_pin_exists_for_every_python(tmp_path, python):
     pins = [Requirement(line) for line in lines if line]
     wanted = [f"{pin.name}{pin.specifier}" for pin in pins if pin.marker is None or pin.marker.evaluate(given)]
     assert len(wanted) >= 20
-    look = [sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--no-deps", "--ignore-installed"]
+    dry_run = [sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--no-deps", "--ignore-installed"]
     chosen = ["--only-binary=:all:", "--python-version", python, "--target", str(tmp_path), *wanted]
-    done = subprocess.run([*look, *chosen], capture_output=True, text=True)
+    done = subprocess.run([*dry_run, *chosen], capture_output=True, text=True)
     wrong = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
     if any("onnection" in line or "retries" in line for line in wrong):
         pytest.skip(f"the package index cannot be reached: {wrong[-1]}")

@@ -42,10 +42,10 @@ class Outcome:
 
 def attempt(program: Program, timeout: float = 90) -> Outcome:
     """Runs a program and its oracle."""
-    begun = time.monotonic()
+    started = time.monotonic()
     torch.set_num_threads(1)
     kind, text = _attempt(program, timeout)
-    return Outcome(kind, text, time.monotonic() - begun)
+    return Outcome(kind, text, time.monotonic() - started)
 
 
 def _attempt(program: Program, timeout: float) -> tuple[str, str]:

@@ -25,7 +25,7 @@ from typing import Any
 LONGEST = 1 << 16  # bytes of a message: a socket's buffer is limited
 _SOCKET_BYTES = 1 << 20  # bytes that a socket should hold unread; the system may allow less
 _TAG = struct.Struct("=q")
-_LOOK = 0.005  # seconds between polls for incoming messages while a rank flushes
+_POLL_SECONDS = 0.005  # seconds between polls for incoming messages while a rank flushes
 # Flags of calls, as plain ints, which are faster. On systems without them, `sockets.py` makes no connections.
 _NO_SIGNAL, _NO_WAIT = (int(getattr(socket, name, 0)) for name in ("MSG_NOSIGNAL", "MSG_DONTWAIT"))
 _NO_SIGNAL_NO_WAIT = _NO_SIGNAL | _NO_WAIT
@@ -46,7 +46,8 @@ class MessageQueue:
     def __init__(self, connections: Mapping[int, socket.socket], seconds: float) -> None:
         self._connections = dict(connections)
         self._seconds = seconds
-        self._kept: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)  # arrived before their receive
+        # Messages that arrived before their receive was posted, by rank and tag.
+        self._unexpected: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
         self._requested: defaultdict[int, deque[dict[int, memoryview]]] = defaultdict(deque)  # by tag, see request
         self._senders: dict[int, _SenderThread] = {}  # by rank
         self._is_closed = False
@@ -91,7 +92,7 @@ class MessageQueue:
         """
         if self._is_closed:
             raise RuntimeError("the connections were closed after an earlier failure")
-        if kept := self._kept.get((peer, tag)):
+        if kept := self._unexpected.get((peer, tag)):
             message = kept.popleft()
             self._check_length(len(message), len(buffer), peer)
             buffer[:] = message
@@ -116,7 +117,7 @@ class MessageQueue:
         """
         if self._is_closed:
             return False
-        if self._kept.get((peer, tag)):
+        if self._unexpected.get((peer, tag)):
             self.take(peer, tag, buffer)
             return True
         buffers = (self._head, buffer, self._spill)
@@ -137,7 +138,7 @@ class MessageQueue:
             self._check_length(length, len(buffer), peer)
             return True
         message = bytes(buffer[:length]) + bytes(self._spill[: max(length - len(buffer), 0)])
-        self._kept[peer, found].append(message)
+        self._unexpected[peer, found].append(message)
         return False
 
     def request(self, tag: int, buffers: dict[int, memoryview]) -> Callable[[], None]:
@@ -186,7 +187,7 @@ class MessageQueue:
             elif time.monotonic() - since > self._seconds:
                 raise self._failed(f"ranks {sorted(self._senders)} of the group read nothing within its time limit")
             open_peers -= {peer for peer in open_peers if not self._keep_all(peer)}
-            next(iter(self._senders.values())).join(_LOOK)
+            next(iter(self._senders.values())).join(_POLL_SECONDS)
 
     def _receive_next(self, peer: int, buffer: memoryview) -> int:
         """Waits for a rank's next message of any tag, into ``buffer`` and then the spill; returns its length."""
@@ -233,7 +234,7 @@ class MessageQueue:
                 return False
             if not length:
                 return False
-            self._kept[peer, self._tag()].append(bytes(self._spill[: length - _TAG.size]))
+            self._unexpected[peer, self._tag()].append(bytes(self._spill[: length - _TAG.size]))
 
     def close(self) -> None:
         """Makes waits for this rank raise, on other ranks and on this one."""
@@ -249,7 +250,7 @@ class MessageQueue:
             sender.join()  # the end of its connection is its own
         for connection in self._connections.values():
             connection.close()
-        for held in (self._connections, self._senders, self._kept, self._requested):
+        for held in (self._connections, self._senders, self._unexpected, self._requested):
             held.clear()
 
 

@@ -19,7 +19,7 @@ from deepspeed.comm.members.member import JobPlan, RunMember
 from deepspeed.errors import CommunicationError
 
 _NUMBERS_PER_EPOCH = 1 << 20  # numbers are never reused, even if an earlier plan failed
-_LOOK_SECONDS = 0.5  # how long a member waits for a message before it looks at the links again
+_POLL_SECONDS = 0.5  # how long a member waits for a message before it looks at the links again
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Regroup:
                     self._links.send(leader, self._ready_message())
                 self._report_join_requests(numbers)
             leads = leader == self._links.number and set(numbers) <= self._ready.keys()
-            found = self._links.receive(0.0 if leads else _LOOK_SECONDS)  # the leader has all earlier messages
+            found = self._links.receive(0.0 if leads else _POLL_SECONDS)  # the leader has all earlier messages
             if found is not None:
                 plan = self._take(*found)
             else:

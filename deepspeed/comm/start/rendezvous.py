@@ -53,7 +53,7 @@ def open_store(url: str | None, place: Place, timeout: timedelta) -> Any:
             if "EADDRINUSE" not in str(error):
                 raise
             if time.monotonic() > released_by:
-                raise CommunicationError(_taken(place, url)) from None
+                raise CommunicationError(_port_in_use(place, url)) from None
             time.sleep(_RETRY_SECONDS)
     store.set_timeout(timeout)
     return store
@@ -200,7 +200,7 @@ def _not_here(name: str) -> str | None:
     return f"host {socket.gethostname()} takes that name for {' or '.join(addresses)}, which it is not"
 
 
-def _taken(place: Place, url: str | None) -> str:
+def _port_in_use(place: Place, url: str | None) -> str:
     """Returns why rank 0 cannot open the store."""
     where, occupant = url or f"{place.address}:{place.port}", "another program"
     if url is None and place.port is not None:

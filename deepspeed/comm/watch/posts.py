@@ -20,7 +20,7 @@ _SAMPLE = 8  # posts that a rank reads of more members than that
 _READ_ALL = 4  # ranks that read everything in one period, if all wait
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "look": (int,),
+    "check": (int,),
     "channel": (str,),
     "index": (int,),
     "members": (str,),
@@ -33,7 +33,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "has_left": (bool,),
 }
 # Keys of the post of a rank that waits, and of one whose program has ended.
-_WAITING = {"look", "channel", "index", "members", "label", "issued"}
+_WAITING = {"check", "channel", "index", "members", "label", "issued"}
 _LEFT = {"has_left", "issued"}
 
 
@@ -118,9 +118,9 @@ class PostReader:
         self._reads = 0
         self._has_warned = False
 
-    def is_turn(self, look: int) -> bool:
-        """Returns whether this rank reads all posts in period number ``look``."""
-        return (look + self._rank) % max(-(-self._size // _READ_ALL), 1) == 0
+    def is_turn(self, check: int) -> bool:
+        """Returns whether this rank reads all posts in period number ``check``."""
+        return (check + self._rank) % max(-(-self._size // _READ_ALL), 1) == 0
 
     def read(self, members: Sequence[int], *, everything: bool) -> dict[int, dict[str, Any]]:
         """Returns the newest posts of the other ranks in ``members``, and of those that they wait for, and so on.

@@ -74,11 +74,11 @@ _LONG_WAIT = 60.0  # seconds of a wait until it is logged
 _PERIOD = 0.2  # seconds between reads of the store, and the shortest wait that causes one
 # Reads per second of all ranks together in a large job: the store serves one operation after another, 15,000 per second
 # or more, and a read takes up to ten operations.
-_LOOKS_PER_SECOND = 1_000
+_CHECKS_PER_SECOND = 1_000
 _GRACE = 5.0  # seconds in which a broken connection may still turn out to be a divergence
 _NOTICE_SECONDS = 0.5  # within which both a link and the process group notice the end of a process
 _EXIT_NOTICE_TIMEOUT = timedelta(seconds=1)  # the most that posting may delay the end of a program
-_LAST_LOOK = timedelta(seconds=5)  # the most that the end of a program waits for a read that has begun
+_LAST_READ_TIMEOUT = timedelta(seconds=5)  # the most that the end of a program waits for a read that has begun
 _VERDICT = "verdict"
 _FAILURE = "failure"
 _ABORT_SECONDS = 30.0  # the longest that aborting all groups may take
@@ -144,9 +144,9 @@ class Watch:
         self._owners: dict[str, int] = defaultdict(int)
         self._training = TrainingThread()
         self._is_over = False
-        self._looks = 0
+        self._checks = 0
         self._logged: tuple[WaitRecord | None, float] = None, 0.0  # a long wait; its seconds when last logged
-        self.period = max(_PERIOD, size / _LOOKS_PER_SECOND)
+        self.period = max(_PERIOD, size / _CHECKS_PER_SECOND)
         self._reader = PostReader(store, self._key, rank, size)
         # The latest cycle seen: its ranks with their waits and post numbers; how often
         # all of them have posted again since.
@@ -381,23 +381,23 @@ class Watch:
         if awaited is None or time.monotonic() - awaited.since < self.period:
             return True
         try:
-            self._decision = self._look(awaited, blocks_host=blocks_host)
+            self._decision = self._check(awaited, blocks_host=blocks_host)
         except RuntimeError:
             return False  # the store ended with its rank; the waiting thread sees the broken connection
         if self.is_in_vain():
             self._abort_all()
         return not self.is_in_vain()
 
-    def _look(self, awaited: WaitRecord, *, blocks_host: bool) -> str | None:
+    def _check(self, awaited: WaitRecord, *, blocks_host: bool) -> str | None:
         """Posts this rank's wait; returns the verdict if this rank and others wait in vain.
 
         Args:
             awaited: What it waits for.
             blocks_host: Whether the host waits too, and not only a stream of the device.
         """
-        self._looks += 1
+        self._checks += 1
         mine = {
-            "look": self._looks,
+            "check": self._checks,
             "channel": awaited.channel,
             "index": awaited.index,
             "members": members_text(awaited.members),
@@ -448,7 +448,7 @@ class Watch:
         suspected = self._suspected[0].keys()
         if suspected and self._size > MOST_READ:
             return self._reader.read_only(suspected)
-        everything = self._size <= MOST_READ or self._reader.is_turn(self._looks)
+        everything = self._size <= MOST_READ or self._reader.is_turn(self._checks)
         return self._reader.read(awaited.members, everything=everything)
 
     def _dead_among(self, posts: dict[int, dict[str, Any]]) -> int | None:
@@ -467,13 +467,13 @@ class Watch:
         at one moment, but all of them were there already when the first reading ended.
         """
         waits = {rank: (post["channel"], post["index"]) for rank, post in cycle.items()}
-        looks = {rank: post["look"] for rank, post in cycle.items()}
+        checks = {rank: post["check"] for rank, post in cycle.items()}
         before, first, seen_again = self._suspected
         if not cycle or before != waits:
-            self._suspected = waits, looks, 0
+            self._suspected = waits, checks, 0
             return False
-        if all(looks[rank] > look for rank, look in first.items()):
-            self._suspected, seen_again = (waits, looks, seen_again + 1), seen_again + 1
+        if all(checks[rank] > check for rank, check in first.items()):
+            self._suspected, seen_again = (waits, checks, seen_again + 1), seen_again + 1
         return seen_again >= (1 if self.rank in cycle else 2)
 
     def _key_of(self, channel: str, index: int) -> int | None:
@@ -543,7 +543,7 @@ class Watch:
         if self._is_over or self._size == 1:
             return
         # A thread that is inside torch when the interpreter ends crashes the process.
-        self._end_thread(_LAST_LOOK)
+        self._end_thread(_LAST_READ_TIMEOUT)
         try:
             # A file store whose folder was deleted would wait for it.
             self.store.set_timeout(_EXIT_NOTICE_TIMEOUT)

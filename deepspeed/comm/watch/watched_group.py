@@ -240,7 +240,7 @@ def _abort(watched: WatchedGroup) -> None:
 
 _THREADS = Path("/proc/self/task")  # Linux only; elsewhere threads cannot be listed
 _NAME = "pt_gloo"  # prefix of the names of threads that run collectives
-_LOOK = 0.001  # seconds between checks, so that such a thread can take the interpreter lock
+_POLL_SECONDS = 0.001  # seconds between checks, so that such a thread can take the interpreter lock
 _PATIENCE = 5.0  # seconds
 
 
@@ -254,7 +254,7 @@ def wait_for_gloo_threads() -> None:
     """Returns when no gloo thread is computing: all wait for something, perhaps for other ranks."""
     deadline = time.monotonic() + _PATIENCE
     while any(map(_computes, _tasks())) and time.monotonic() < deadline:
-        time.sleep(_LOOK)
+        time.sleep(_POLL_SECONDS)
 
 
 def _tasks() -> list[Path]:

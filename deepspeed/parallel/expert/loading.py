@@ -186,8 +186,8 @@ class _ModelFiller:
         found = self._open(path).get_slice(key)
         shape = found.get_shape()
         if mine is not None and len(shape) > 1 and shape[0] == mine.total:
-            return taken(found, slice(mine.first, mine.stop)), True
-        return taken(found, slice(None)), False
+            return read_rows(found, slice(mine.first, mine.stop)), True
+        return read_rows(found, slice(None)), False
 
     @torch.no_grad()
     def _put(self, name: str, value: torch.Tensor, mine: _ExpertRange | None) -> None:
@@ -240,7 +240,7 @@ def _experts_of(module: nn.Module) -> _ExpertRange | None:
     return _ExpertRange(place * local, (place + 1) * local, state.num_experts)
 
 
-def taken(found: Any, rows: slice) -> torch.Tensor:
+def read_rows(found: Any, rows: slice) -> torch.Tensor:
     """Returns the rows of a tensor in a file, as memory of this process."""
     part: torch.Tensor = found[rows] if found.get_shape() else found[...]
     return part

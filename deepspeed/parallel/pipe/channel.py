@@ -140,14 +140,14 @@ class ChannelSender:
         route: Between whom.
         transport: Over what.
         packs: Whether small tensors are packed with the header, see :class:`MessageLayout`; equal on both sides.
-        taken: Number of messages received in the other direction.
+        received: Number of messages received in the other direction.
     """
 
-    def __init__(self, route: Route, transport: PipeTransport, *, packs: bool, taken: Callable[[], int]) -> None:
+    def __init__(self, route: Route, transport: PipeTransport, *, packs: bool, received: Callable[[], int]) -> None:
         self._route = route
         self._transport = transport
         self._packs = packs
-        self._taken = taken
+        self._count_received = received
         self._text = b""
         self._quick: Any = None  # of the latest message
         self._expected = _NextMessages(posts_tensors=transport.posts_tensors_ahead)
@@ -175,7 +175,7 @@ class ChannelSender:
         layout = self._expected.layout
         assert layout is not None
         packet = torch.empty(posted.nbytes if posted and posted.is_packed else HEADER.size, dtype=torch.uint8)
-        HEADER.pack_into(packet.numpy().data, 0, micro_batch, len(self._text) if is_new else 0, self._taken())
+        HEADER.pack_into(packet.numpy().data, 0, micro_batch, len(self._text) if is_new else 0, self._count_received())
         sent = [(packet, HEADERS)]
         if is_new:
             sent.append((torch.frombuffer(bytearray(self._text), dtype=torch.uint8), DESCRIPTIONS))
@@ -211,11 +211,11 @@ class ChannelSender:
         """Number of messages whose sends may not be complete."""
         return len(self._leaving)
 
-    def let_go(self, taken: int) -> None:
-        """Keeps nothing of the first ``taken`` messages, which are known to have been taken."""
+    def drop_sent(self, received: int) -> None:
+        """Keeps nothing of the first ``received`` messages, which are known to have been received."""
         while (
             self._leaving
-            and self._left < taken
+            and self._left < received
             and all(self._transport.has_left(*each) for each in self._leaving[0].works)
         ):
             for work, _ in self._leaving[0].works:
@@ -264,11 +264,11 @@ class ChannelReceiver:
         transport: Over what.
         device: Where the model computes.
         packs: Whether small tensors are packed with the header, see :class:`MessageLayout`; equal on both sides.
-        let_go: Called with the number of this rank's messages in the other direction that were received.
+        drop_sent: Called with the number of this rank's messages in the other direction that were received.
 
     Attributes:
         expected: Messages that are still to be received in this step.
-        taken: Messages that have been received since the beginning.
+        received: Messages that have been received since the beginning.
     """
 
     def __init__(
@@ -278,17 +278,17 @@ class ChannelReceiver:
         device: torch.device,
         *,
         packs: bool,
-        let_go: Callable[[int], None],
+        drop_sent: Callable[[int], None],
     ) -> None:
         self._route = route
         self._transport = transport
         self._device = device
         self._packs = packs
-        self._let_go = let_go
+        self._drop_sent = drop_sent
         self._description: Any = None
         self._known = _NextMessages(posts_tensors=transport.posts_tensors_ahead)
         self._posted: deque[_PostedReceive] = deque()
-        self.expected = self.taken = 0
+        self.expected = self.received = 0
 
     def expect(self, count: int) -> None:
         """Sets the number of messages of a step, and posts the first receives."""
@@ -326,7 +326,7 @@ class ChannelReceiver:
         posted = self._posted.popleft()
         if not self._transport.has_come(posted.work, HEADERS):
             self._route.guard(posted.work, ticket, micro_batch)
-        number, length, taken = HEADER.unpack_from(posted.packet.numpy().data)
+        number, length, received = HEADER.unpack_from(posted.packet.numpy().data)
         if number != micro_batch:
             raise PipelineError(
                 f"stage {self._route.target} expected {self._route.label(micro_batch)}, and micro-batch {number} came: "
@@ -337,10 +337,10 @@ class ChannelReceiver:
             if slot.requires_grad:
                 tensor.requires_grad_()
         self.expected -= 1
-        self.taken += 1
+        self.received += 1
         if self._known.has_buffers():
             self._post()
-        self._let_go(taken)
+        self._drop_sent(received)
         return put_together(self._description, buffers)
 
     def _remaining(
@@ -470,7 +470,7 @@ class StageChannels:
         if (kind, stage) not in self._out:
             route, transport = self._connect(kind, self.stage, stage)
             self._out[kind, stage] = ChannelSender(
-                route, transport, packs=self._packs, taken=partial(self._taken_from, _OTHER[kind], stage)
+                route, transport, packs=self._packs, received=partial(self._count_received_from, _OTHER[kind], stage)
             )
         return self._out[kind, stage]
 
@@ -483,17 +483,17 @@ class StageChannels:
                 transport,
                 self._device,
                 packs=self._packs,
-                let_go=partial(self._have_been_taken, _OTHER[kind], stage),
+                drop_sent=partial(self._drop_received, _OTHER[kind], stage),
             )
         return self._in[kind, stage]
 
-    def _taken_from(self, kind: str, stage: int) -> int:
+    def _count_received_from(self, kind: str, stage: int) -> int:
         known = self._in.get((kind, stage))
-        return 0 if known is None else known.taken
+        return 0 if known is None else known.received
 
-    def _have_been_taken(self, kind: str, stage: int, count: int) -> None:
+    def _drop_received(self, kind: str, stage: int, count: int) -> None:
         if (known := self._out.get((kind, stage))) is not None:
-            known.let_go(count)
+            known.drop_sent(count)
 
     @property
     def kept(self) -> int:

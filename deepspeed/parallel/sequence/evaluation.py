@@ -86,7 +86,7 @@ def _shared(
     group = sharing.group
     ids = given.get("input_ids")
     ranks = comm.get_world_size(group)
-    problem, batch, more = _taken(given, model)
+    problem, batch, more = _split_arguments(given, model)
     mine, tensors = (BatchDescription(problem=problem), {}) if problem else describe_batch(batch, ranks)
     mine.others = more
     transport = transport_along(group, next(model.parameters()).device, SEQUENCE)
@@ -124,7 +124,7 @@ def _shared(
     return causal_output(given.get("return_dict"), loss=loss, logits=logits)
 
 
-def _taken(given: dict[str, Any], model: Any) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]]:
+def _split_arguments(given: dict[str, Any], model: Any) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]]:
     """Returns why a batch cannot be shared (or an empty text), its inputs per token, and its other arguments."""
     batch = {name: given[name] for name in _CUT if given.get(name) is not None}
     rest = {name: value for name, value in given.items() if name not in _CUT and value is not None}

@@ -160,7 +160,7 @@ class _Graph:
         self.widths: dict[str, int] = {}
         self.outputs: dict[str, Node] = {}
         self.inputs: dict[str, Node] = {}
-        self._kept: list[torch.Tensor] = []
+        self._graph_tensors: list[torch.Tensor] = []
         self.others: dict[str, Node] = {}
         handles = [module.register_forward_hook(self._note(name)) for name, module in linear.items()]
         for name, module in model.named_modules():
@@ -180,7 +180,7 @@ class _Graph:
                 self.widths[name] = output.shape[-1]
                 self.outputs[name] = output.grad_fn
                 self.inputs[name] = args[0].grad_fn
-                self._kept += [output, args[0]]  # so that nodes keep their identity
+                self._graph_tensors += [output, args[0]]  # so that nodes keep their identity
 
         return hook
 
@@ -188,7 +188,7 @@ class _Graph:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                 self.others[name] = output.grad_fn
-                self._kept.append(output)
+                self._graph_tensors.append(output)
 
         return hook
 

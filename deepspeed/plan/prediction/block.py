@@ -166,7 +166,7 @@ class BlockCost:
             forward.plus(gathered),
             backward.plus(self._recomputed(forward, core, products[-1])).plus(summed),
             of_weight,
-            self._kept(),
+            self._saved_activations(),
             self._passing(),
             elements,
             self._expert_parameters if self._shape.experts else 0.0,
@@ -366,7 +366,7 @@ class BlockCost:
                 found.wait_along(axis, share * forward.exposed[axis], share * forward.exchanged[axis])
         return found
 
-    def _kept(self) -> float:
+    def _saved_activations(self) -> float:
         """Returns the bytes that a block keeps for its backward."""
         shape, layout, hidden = self._shape, self._layout, self._shape.hidden
         if layout.recompute == "full":
@@ -377,9 +377,9 @@ class BlockCost:
             attended, kv = self._heads * self._head, self._kv_heads * self._head
             outputs = 2 * attended + kv + shape.width / layout.tensor * self._rows / self._tokens
             return 2 * self._between * hidden + 2 * self._tokens * outputs
-        return self._kept_of_all() + (self._kept_scores() if layout.recompute == "none" else 0.0)
+        return self._all_saved_activations() + (self._saved_scores() if layout.recompute == "none" else 0.0)
 
-    def _kept_of_all(self) -> float:
+    def _all_saved_activations(self) -> float:
         """Returns the bytes that a block keeps without recomputation, except scores of unfused attention."""
         shape, layout, hidden = self._shape, self._layout, self._shape.hidden
         attended, rows = self._heads * self._head, self._rows
@@ -399,7 +399,7 @@ class BlockCost:
             kept += 2 * self._between * hidden  # masks
         return kept
 
-    def _kept_scores(self) -> float:
+    def _saved_scores(self) -> float:
         """Returns the bytes of scores that unfused attention keeps."""
         return 0.0 if self._shape.has_fused_attention else (_FULL_SCORES if self._shape.dropout else 2) * self._scores
 
@@ -408,7 +408,10 @@ class BlockCost:
         return self._layout.micro_batch * self._heads * self._own * self._seen
 
     def _passing(self) -> float:
-        """Returns the peak bytes of a block's backward beside ``_kept``: gradients and recomputed activations."""
+        """Returns the peak bytes of a block's backward beside ``_saved_activations``.
+
+        They are gradients and recomputed activations.
+        """
         shape, hidden = self._shape, self._shape.hidden
         # Of a gated activation's result and both factors; of a plain one's result and input.
         wide = 2 * self._rows * shape.width / self._layout.tensor * (3 if shape.is_gated else 2)
@@ -416,7 +419,7 @@ class BlockCost:
         gradients = max(wide, scores) + 2 * 2 * self._tokens * hidden
         if self._layout.recompute == "none":
             return gradients
-        return gradients + self._kept_of_all() + self._kept_scores() - self._kept()
+        return gradients + self._all_saved_activations() + self._saved_scores() - self._saved_activations()
 
     # -- ends --------------------------------------------------------------------------------------------------------
 

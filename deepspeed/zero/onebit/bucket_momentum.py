@@ -84,7 +84,7 @@ class BucketMomentum:
         self._unit: torch.Tensor | None = None  # of the message in flight
         self._shares: list[float] | None = None  # by param group, for the message in flight
         self._still: list[slice] = []  # parts of the message in flight whose tensors do not take part
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._saved_errors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._flags: list[bool] = []
         self._work: OneBitExchange | None = None
         self.rounds = 0
@@ -265,14 +265,14 @@ class BucketMomentum:
         device = self.master.bucket.device
         self._flags = flags
         message = self._message = torch.zeros(self._padded, dtype=torch.float32, device=device)
-        self._kept, self._still = [], []
+        self._saved_errors, self._still = [], []
         for tensor, old in zip(self._tensors, self._old(), strict=True):
             part = message[tensor.place]
             if not flags[tensor.tile] or (rates is not None and not rates[self._group(tensor)]):
                 # A tensor that does not take part is sent as zeros; its errors are restored afterwards.
                 self._still.append(tensor.place)
                 for errors in self._errors_of(tensor):
-                    self._kept.append((errors, errors.clone()))
+                    self._saved_errors.append((errors, errors.clone()))
                     errors.zero_()
                 continue
             if tensor.tile in only_added:
@@ -354,9 +354,9 @@ class BucketMomentum:
             coefficient = self._coefficient(tensor)
             if coefficient != 1.0:
                 self._message[tensor.place].div_(coefficient)
-        for errors, before in self._kept:
+        for errors, before in self._saved_errors:
             errors.copy_(before)
-        self._kept = []
+        self._saved_errors = []
 
     def _apply_mask(self, message: torch.Tensor) -> None:
         mask = self._find_mask()

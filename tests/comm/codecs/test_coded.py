@@ -109,7 +109,7 @@ def test_a_gather_overwrites_every_slice() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-def test_what_is_owed_stays_bounded(codec: Codec) -> None:
+def test_error_feedback_stays_bounded(codec: Codec) -> None:
     """The sum of what came out differs from the sum of the means by no more after 10,000 rounds than after 1,000."""
     ranks, length, total, furthest = 2, 48, torch.zeros(96, dtype=torch.float64), {1_000: 0.0, 10_000: 0.0}
     sent, owned = torch.zeros(ranks, 96), torch.zeros(ranks, length)

@@ -61,7 +61,7 @@ def mails(size: int, seconds: float = SOON) -> Iterator[list[MessageQueue]]:
     assert not any(thread.name == "deepspeed-send" for thread in threading.enumerate())
 
 
-def taken(queue: MessageQueue, peer: int, tag: int, length: int) -> bytes:
+def receive_bytes(queue: MessageQueue, peer: int, tag: int, length: int) -> bytes:
     buffer = bytearray(length)
     queue.take(peer, tag, memoryview(buffer))
     return bytes(buffer)
@@ -104,18 +104,18 @@ def test_messages_of_one_tag_keep_their_order_and_tags_never_mix():
                 for length in lengths:
                     one.post(1, tag, bytes([round_ + 3 * (tag % 7)]) * length)
         three.post(1, 5, b"from another rank")
-        assert taken(two, 2, 5, 17) == b"from another rank"
+        assert receive_bytes(two, 2, 5, 17) == b"from another rank"
         for tag in (1 << 40, 5, -1):
             for round_ in range(3):
                 for length in lengths:
-                    assert taken(two, 0, tag, length) == bytes([round_ + 3 * (tag % 7)]) * length
+                    assert receive_bytes(two, 0, tag, length) == bytes([round_ + 3 * (tag % 7)]) * length
         # What is sent may be written to at once, also where there was no room.
         message = bytearray(b"a" * LONGEST)
         for _ in range(100):
             two.post(0, 0, message)
         assert two.has_unsent
         message[:] = b"b" * LONGEST
-        assert {taken(one, 1, 0, LONGEST) for _ in range(100)} == {b"a" * LONGEST}
+        assert {receive_bytes(one, 1, 0, LONGEST) for _ in range(100)} == {b"a" * LONGEST}
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(12, 16), (16, 12), (0, 1), (LONGEST, 0)])
@@ -126,17 +126,17 @@ def test_another_length_is_an_error_with_both(sent, expected, is_there):
         two.post(0, 0, b"")
         three.post(0, 0, b"a")
         if is_there:
-            taken(one, 1, 0, 0)
+            receive_bytes(one, 1, 0, 0)
         words = (
             f"rank 1 of the group sent {sent} bytes where {expected} were expected: the ranks run different operations"
         )
         with pytest.raises(RuntimeError, match=words):
-            taken(one, 1, 1, expected)
+            receive_bytes(one, 1, 1, expected)
         # What else is there may be meant for another wait than the next one; and nobody need wait for this rank.
         with pytest.raises(RuntimeError, match="closed after an earlier failure"):
-            taken(one, 2, 0, 1)
+            receive_bytes(one, 2, 0, 1)
         with pytest.raises(RuntimeError, match="rank 0 of the group has closed its connection"):
-            taken(three, 0, 0, 1)
+            receive_bytes(three, 0, 0, 1)
 
 
 def test_full_sockets_hold_up_nobody():
@@ -147,30 +147,35 @@ def test_full_sockets_hold_up_nobody():
         back = filled(two, 0, 0)  # and the other way: neither waits for the other
         one.post(1, 1, b"after all of them")
         # The sender does nothing any more, and it arrives.
-        found = [int.from_bytes(taken(two, 0, 0, LONGEST)[:4], "little") for _ in range(count)]
+        found = [int.from_bytes(receive_bytes(two, 0, 0, LONGEST)[:4], "little") for _ in range(count)]
         assert found == list(range(count))
-        assert taken(two, 0, 1, 17) == b"after all of them"
+        assert receive_bytes(two, 0, 1, 17) == b"after all of them"
         for queue in (one, two):
             deadline = time.monotonic() + SOON
             while queue.has_unsent and queue is one and time.monotonic() < deadline:
                 time.sleep(0.001)
         assert not one.has_unsent and two.has_unsent
         one.post(1, 1, b"by the short way again")
-        assert taken(two, 0, 1, 22) == b"by the short way again"
-        assert [int.from_bytes(taken(one, 1, 0, LONGEST)[-4:], "little") for _ in range(back)] == list(range(back))
+        assert receive_bytes(two, 0, 1, 22) == b"by the short way again"
+        assert [int.from_bytes(receive_bytes(one, 1, 0, LONGEST)[-4:], "little") for _ in range(back)] == list(
+            range(back)
+        )
 
 
-def test_a_circle_of_ranks_that_wait_for_room_ends():
+def test_a_cycle_of_ranks_that_wait_for_buffer_space_ends():
     with mails(3) as made:
         counts = [filled(queue, (rank + 1) % 3, 0) for rank, queue in enumerate(made)]
 
-        def flushed_then_taken(rank: int) -> list[int]:
+        def flush_then_receive(rank: int) -> list[int]:
             made[rank].flush()
             assert not made[rank].has_unsent
             before = (rank + 2) % 3
-            return [int.from_bytes(taken(made[rank], before, 0, LONGEST)[:4], "little") for _ in range(counts[before])]
+            return [
+                int.from_bytes(receive_bytes(made[rank], before, 0, LONGEST)[:4], "little")
+                for _ in range(counts[before])
+            ]
 
-        found = at_once(*(lambda rank=rank: flushed_then_taken(rank) for rank in range(3)))
+        found = at_once(*(lambda rank=rank: flush_then_receive(rank) for rank in range(3)))
         assert found == [list(range(counts[(rank + 2) % 3])) for rank in range(3)]
 
 
@@ -196,16 +201,16 @@ def test_a_wait_ends_at_the_time_limit_and_with_a_rank_that_leaves():
         two.post(0, 0, b"its last word")
         one.post(1, 0, b"never read")
         two.leave()
-        assert taken(one, 1, 0, 13) == b"its last word"
+        assert receive_bytes(one, 1, 0, 13) == b"its last word"
         with pytest.raises(RuntimeError, match="rank 1 of the group has closed its connection"):
-            taken(one, 1, 0, 1)
+            receive_bytes(one, 1, 0, 1)
     with mails(3, seconds=0.3) as (one, _, three):
         started = time.monotonic()
         with pytest.raises(RuntimeError, match="rank 2 of the group sent nothing within the group's time limit"):
-            taken(one, 2, 0, 1)
+            receive_bytes(one, 2, 0, 1)
         assert 0.2 < time.monotonic() - started < SOON
     with mails(3) as (one, _, three):
-        (error,) = at_once(lambda: (threading.Timer(0.05, one.close).start(), taken(one, 2, 0, 1)))
+        (error,) = at_once(lambda: (threading.Timer(0.05, one.close).start(), receive_bytes(one, 2, 0, 1)))
         assert "rank 2 of the group has closed its connection" in str(error)
         one.leave()
         assert one.is_over and not three.is_over
@@ -227,7 +232,7 @@ def test_receivers_of_a_tag_get_its_messages_in_the_order_of_their_calls():
         assert [[bytes(place[peer]) for peer in (1, 2)] for place in places] == [[bytes([n])] * 2 for n in range(4)]
 
 
-def test_without_room_for_the_longest_message_there_is_none(monkeypatch):
+def test_a_queue_needs_buffer_space_for_the_longest_message(monkeypatch):
     monkeypatch.setattr(queue_module, "_SOCKET_BYTES", 4096)
     with pytest.raises(OSError, match="no free space for messages"), mails(2):
         pass
@@ -279,9 +284,9 @@ def _is_shared() -> None:
                 result = []
                 queue = first.watched.queue
                 for first.watched.queue in (queue, None):
-                    with counted() as books:
+                    with counted() as traffic:
                         rows = first.gather_small(value, channel="step", label="a step")
-                    result.append((rows.detach(), books.ran["send"].nbytes, books.ran["send"].calls))
+                    result.append((rows.detach(), traffic.ran["send"].nbytes, traffic.ran["send"].calls))
                 first.watched.queue = queue
                 assert torch.equal(result[0][0], result[1][0]) and result[0][1:] == result[1][1:], (value.dtype, result)
     dist.barrier()
@@ -370,7 +375,7 @@ def _sockets_without_names() -> int:
     return sum(link.startswith("socket:[") and link[8:-1] in unix for link in links)
 
 
-def test_a_group_that_is_destroyed_takes_its_mail_along():
+def test_destroying_a_group_drops_its_messages():
     run_ranks(_groups_come_and_go, 2, fresh=True)
 
 
@@ -529,5 +534,5 @@ def _far_away() -> None:
     assert _sockets_without_names() == open_before
 
 
-def test_a_meeting_that_fails_leaves_nothing():
+def test_a_failed_rendezvous_leaves_nothing():
     run_ranks(_far_away, 3)

@@ -109,7 +109,7 @@ def _gathers():
     return sent
 
 
-def test_slices_land_where_they_would_and_cross_once():
+def test_slices_arrive_where_a_flat_collective_puts_them_and_cross_nodes_once():
     for sent in run_ranks(_gathers, 4):
         slices = 3 * NUMEL  # bytes of a slice, three buffers
         assert sent["plain"] == {"send": 3 * slices}  # two of the three peers are on the other node

@@ -128,12 +128,12 @@ def _modes() -> None:
     transport.staging_buffer(0, torch.empty(0), label="a tensor")  # now they know each other
     source = torch.arange(6.0).requires_grad_()
     for mode in (torch.inference_mode(), torch.enable_grad(), torch.inference_mode()):
-        with mode, counted() as books:
+        with mode, counted() as traffic:
             out = torch.zeros(6)
             transport.all_to_all(source, [3, 3], out, [3, 3], label="a tensor").wait()
         mine = torch.arange(6.0)[3 * transport.rank :][:3]
         assert torch.equal(out, mine.repeat(2))
-        assert books.requested["all_to_all"].nbytes == books.ran["send"].nbytes == 12
+        assert traffic.requested["all_to_all"].nbytes == traffic.ran["send"].nbytes == 12
 
 
 def test_modes_of_autograd_do_not_matter():
@@ -529,5 +529,5 @@ def _one_ends() -> None:
         sums.close()
 
 
-def test_a_rank_that_is_gone_ends_the_wait():
+def test_the_wait_ends_if_a_rank_has_left():
     run_ranks(_one_ends, 2, fresh=True)

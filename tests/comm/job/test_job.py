@@ -176,7 +176,7 @@ def test_jobs_of_other_ranks_follow_each_other_in_one_process(tmp_path):
         assert len({round(loss, 4) for _, _, loss in seen}) == 1  # all samples are equal
 
 
-def _booked() -> dict[str, set[str]]:
+def _axes_of_exchanges() -> dict[str, set[str]]:
     """Which axes the exchanges outside engines are counted under, on a mesh that divides the model, and on one that
     does not."""
     found = {}
@@ -194,4 +194,4 @@ def _booked() -> dict[str, set[str]]:
 
 
 def test_what_all_ranks_exchange_is_counted_under_the_job_where_the_model_is_divided():
-    assert run_ranks(_booked, 4) == [{"divided": {JOB, EXPERT}, "data": {DATA, EXPERT}}] * 4
+    assert run_ranks(_axes_of_exchanges, 4) == [{"divided": {JOB, EXPERT}, "data": {DATA, EXPERT}}] * 4

@@ -94,7 +94,7 @@ def _by_the_model(rank):
     engine.destroy()
 
 
-def _is_told(rank):
+def _refuse_wrong_meshes(rank):
     _by_sizes(rank)
     _by_a_device_mesh(rank)
     _by_the_model(rank)
@@ -133,7 +133,7 @@ def test_the_mesh_from_every_source():
 
 
 def _with_rank():
-    _is_told(dist.get_rank())
+    _refuse_wrong_meshes(dist.get_rank())
 
 
 def test_what_the_degrees_leave_for_data():

@@ -99,7 +99,7 @@ def test_other_strangers(change, warnings):
     assert host.result(60)[1] and "process 55" in warnings[0]
 
 
-def test_who_comes_late_learns_whose_meeting_it_was(monkeypatch):
+def test_a_late_process_learns_whose_rendezvous_it_was(monkeypatch):
     monkeypatch.setattr(admission, "_LATE_SECONDS", 0.1)
     here = Meeting()
     for outcome in [here.comes(process(rank, "run x")) for rank in range(2)]:
@@ -241,7 +241,7 @@ def test_a_post_that_is_no_rank_is_refused_and_the_others_meet(post, warnings):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_something_else_in_the_place_of_the_meeting_is_named(rank):
+def test_another_program_at_the_rendezvous_address_is_named(rank):
     here = Meeting()
     here.store.set(admission._HOST, "junk")
     assert "that no rank of this version has written" in refused(here.comes(process(rank)))

@@ -58,7 +58,7 @@ def test_slurm_step_counts_its_own_tasks():
     assert find_place({**SLURM, "SLURM_STEP_NUM_TASKS": "7"}).world_size == 7
 
 
-def test_slurm_identity_with_a_given_meeting_point_and_world_size():
+def test_slurm_identity_with_a_given_master_address_and_world_size():
     assert find_place({**SLURM, **MEETING, "WORLD_SIZE": "8"}).rank == 6
 
 
@@ -91,7 +91,7 @@ def test_open_mpi_queries_the_address_only_if_it_must():
         find_place(OPEN_MPI)
 
 
-def test_jobs_of_open_mpi_meet_at_ports_of_their_own():
+def test_jobs_of_open_mpi_rendezvous_at_ports_of_their_own():
     one_host = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     ports = {find_place({**one_host, "PMIX_NAMESPACE": job}).port for job in ("305397761", "305397762", "prterun-a@1")}
     assert len(ports) == 3 and all(port and 15000 <= port < 30000 for port in ports)

@@ -15,7 +15,7 @@ from deepspeed.comm.transports.transport import Reduction
 from tests.harness import run_ranks
 
 
-def _tell():
+def _gather_ranks():
     with pytest.MonkeyPatch.context() as patch:  # a GPU that the group has nothing to do with
         patch.setattr(torch.cuda, "is_available", lambda: True)
         transport = NativeTransport(dist.group.WORLD, dist.get_rank(), 2, torch.device("cpu"))
@@ -24,7 +24,7 @@ def _tell():
 
 
 def test_small_exchanges_pass_through_the_device_of_the_group():
-    assert run_ranks(_tell, 2) == [[[0, 7], [1, 7]]] * 2
+    assert run_ranks(_gather_ranks, 2) == [[[0, 7], [1, 7]]] * 2
 
 
 def _named_in_the_log():

@@ -85,7 +85,7 @@ def test_a_long_wait_is_logged_with_the_ranks_that_are_missing(monkeypatch):
     look(123.0)
     assert "rank 0 has waited 123 s" in lines[1] and len(lines) == 2
     other.issue("gathers")
-    other._look(WaitRecord("steps", other.issue("steps"), (1,), "a step", start), blocks_host=True)
+    other._check(WaitRecord("steps", other.issue("steps"), (1,), "a step", start), blocks_host=True)
     look(1000.0)
     assert len(lines) == 2  # it has come since: the transfer itself takes long
 
@@ -196,7 +196,7 @@ def test_a_driver_that_does_not_respond_is_queried_again():
     assert not mine.look_after_long_wait() and aborted.is_set()
 
 
-def test_waits_of_streams_are_not_kept_when_nobody_looks():
+def test_stream_waits_are_not_kept_without_a_check():
     aborted, (mine, other) = pair_of_watches()
     other.post_exit_notice()
     mine.follow(Reached(), "gathers", 1, "a gather", BOTH)
@@ -254,7 +254,7 @@ def test_a_rank_that_had_issued_what_is_awaited_is_not_blamed():
         mine.wait(broken, "gathers", 1, "the gather of a", BOTH)
 
 
-def test_a_broken_connection_is_explained_by_the_farewell_or_in_plain_words_and_only_once_waited_for():
+def test_a_broken_connection_is_explained_by_the_exit_note_or_the_error_and_only_when_waited_for():
     _, (mine, other) = pair_of_watches()
     mine._patience = 0.2  # it is seconds otherwise
     with pytest.raises(CommunicationError) as raised:
@@ -269,7 +269,7 @@ def test_a_broken_connection_is_explained_by_the_farewell_or_in_plain_words_and_
         mine.wait(broken, "gathers", 1, "the gather of a", BOTH)
 
 
-def test_the_end_of_the_program_waits_for_a_look_that_has_begun():
+def test_exit_waits_for_a_store_read_in_progress():
     """A thread that was still inside torch took the process down (SIGABRT) after the error had been caught."""
     aborted, (mine, other) = pair_of_watches()
     mine.aborts[1] = lambda: time.sleep(0.5)  # what torch needs to close its connections
@@ -361,7 +361,7 @@ def test_a_watch_that_is_stopped_logs_nothing_at_the_end(monkeypatch):
     assert entries == []
 
 
-FULL = {"look": 1, "channel": "gathers", "index": 1, "members": "0:1:1", "label": "a", "issued": {}, "key": None}
+FULL = {"check": 1, "channel": "gathers", "index": 1, "members": "0:1:1", "label": "a", "issued": {}, "key": None}
 WRONG_POSTS = [
     "[]", "7", "null", '"text"', "true", "not JSON", "", "{}", "[" * 5_000, '{"has_left": true}',
     '{"members": "0:1:1"}',
@@ -394,12 +394,12 @@ def test_what_others_post_cannot_write_to_the_terminal():
 
 
 @pytest.mark.parametrize(("cycle", "looks"), [((0, 1), 1), ((1, 2), 2)])
-def test_a_cycle_counts_once_its_ranks_have_looked_again(cycle, looks):
+def test_a_cycle_counts_once_its_ranks_have_checked_again(cycle, looks):
     """One look that is read twice reports nothing; of a cycle of other ranks two are needed."""
     watch = Watch(torch_dist.HashStore(), "here", 0, 3)
 
-    def seen(look):
-        return watch._is_still_there({rank: {"channel": "c", "index": 1, "look": look} for rank in cycle})
+    def seen(check):
+        return watch._is_still_there({rank: {"channel": "c", "index": 1, "check": check} for rank in cycle})
 
     assert not any(seen(5) for _ in range(4))
     assert [seen(5 + number) for number in range(1, looks + 1)] == [False] * (looks - 1) + [True]

@@ -64,7 +64,7 @@ def _named() -> None:
     Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
 
 
-def test_returns_when_the_last_has_come_to_rest(monkeypatch):
+def test_returns_when_the_last_thread_is_idle(monkeypatch):
     texts: list[str] = []
     started, end = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Memory as the checker sees it: every storage in stretches of bytes, with the last write and the reads since.
+"""Memory as the checker sees it: every storage as ranges of bytes, each with its last write and the reads since.
 
 A *finding* is a read that is not ordered after the last write, a write that is not ordered after the last write and the
 reads since, a read of what nobody has written, or memory that may be given to somebody else while it is in use. It is a
@@ -23,8 +23,8 @@ Access = tuple[int, Place]
 """Number of the piece of work, and where it was requested."""
 
 
-class _Stretch:
-    """Bytes from ``start`` to the next stretch that have the same history."""
+class _ByteRange:
+    """Bytes from ``start`` to the next range, which have the same history."""
 
     __slots__ = ("reads", "start", "write")
 
@@ -62,20 +62,20 @@ class Block:
         self.disk: Actor | None = None
         self.jobs: tuple[Job, ...] = ()
         self.is_blank = False
-        self._stretches = [_Stretch(0, None, {})]
+        self._byte_ranges = [_ByteRange(0, None, {})]
 
     def describe(self) -> str:
         kind = "device" if self.on_device else {"plain": "host"}.get(self.pages, "page-locked host")
         return f"{kind} memory"
 
     def _split(self, at: int) -> int:
-        """The index of the stretch that begins at ``at``, made if there is none."""
-        stretches = self._stretches
-        index = bisect_right(stretches, at, key=lambda stretch: stretch.start) - 1
-        found = stretches[index]
+        """Returns the index of the range that begins at ``at``. Splits a range if none does."""
+        byte_ranges = self._byte_ranges
+        index = bisect_right(byte_ranges, at, key=lambda byte_range: byte_range.start) - 1
+        found = byte_ranges[index]
         if found.start == at:
             return index
-        stretches.insert(index + 1, _Stretch(at, found.write, dict(found.reads)))
+        byte_ranges.insert(index + 1, _ByteRange(at, found.write, dict(found.reads)))
         return index + 1
 
     def touch(
@@ -91,33 +91,33 @@ class Block:
             if start >= stop:
                 continue
             first = self._split(start)
-            last = self._split(stop) if stop < self.nbytes else len(self._stretches)
-            for stretch in self._stretches[first:last]:
-                if stretch.write is not None:
-                    writer, (time, place) = stretch.write
+            last = self._split(stop) if stop < self.nbytes else len(self._byte_ranges)
+            for byte_range in self._byte_ranges[first:last]:
+                if byte_range.write is not None:
+                    writer, (time, place) = byte_range.write
                     if not actor.has_seen(writer, time):
                         clash("write", writer, place)
                 if writes:
-                    for reader, (time, place) in stretch.reads.items():
+                    for reader, (time, place) in byte_range.reads.items():
                         if not actor.has_seen(reader, time):
                             clash("read", reader, place)
                 else:
-                    is_whole = is_whole and (stretch.write is not None or not self.is_blank)
-                    stretch.reads[actor] = access
+                    is_whole = is_whole and (byte_range.write is not None or not self.is_blank)
+                    byte_range.reads[actor] = access
             if writes:  # one history from now on
-                self._stretches[first:last] = [_Stretch(start, (actor, access), {})]
+                self._byte_ranges[first:last] = [_ByteRange(start, (actor, access), {})]
         return is_whole
 
     @property
     def is_unwritten(self) -> bool:
         """Whether nobody has written any of it."""
-        return self.is_blank and all(stretch.write is None for stretch in self._stretches)
+        return self.is_blank and all(byte_range.write is None for byte_range in self._byte_ranges)
 
     def last_uses(self) -> list[tuple[Actor, Access]]:
         """The last use of every actor."""
         found: dict[Actor, Access] = {}
-        for stretch in self._stretches:
-            uses = [*stretch.reads.items(), *([stretch.write] if stretch.write is not None else [])]
+        for byte_range in self._byte_ranges:
+            uses = [*byte_range.reads.items(), *([byte_range.write] if byte_range.write is not None else [])]
             for actor, access in uses:
                 if actor not in found or found[actor][0] < access[0]:
                     found[actor] = access

@@ -186,5 +186,5 @@ def _refused() -> None:
             deepspeed.initialize(model=model, optimizer=adamw(model), config=settings)
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def test_unsupported_settings_are_refused_by_name() -> None:
     run_ranks(_refused, 2)

@@ -291,11 +291,11 @@ def _dies(text: str) -> None:
     if rank() == 1:
         layers = [module for name, module in engine.module.named_modules() if name.endswith("experts")]
         layers[1].register_forward_pre_hook(lambda *_: os._exit(7))
-    begun = time.monotonic()
+    started = time.monotonic()
     try:
         engine(**batch(0, rank()))
     except CommunicationError as error:
-        Path(text).write_text(f"{time.monotonic() - begun} {error}")
+        Path(text).write_text(f"{time.monotonic() - started} {error}")
         raise
 
 

@@ -164,7 +164,7 @@ def test_noise_is_gumbel_and_only_in_training() -> None:
     assert jitter.routes(x[:2]).weights.unique().numel() == 1
 
 
-def test_what_cannot_be_is_a_sentence() -> None:
+def test_unsupported_settings_are_refused_in_a_sentence() -> None:
     expert = torch.nn.Linear(4, 4)
     for call, words in (
         (lambda: MoE(4, expert, num_experts=[2, 4]), "expected one number; for a pyramid give each layer its own"),

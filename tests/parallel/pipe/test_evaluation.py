@@ -71,13 +71,13 @@ def _mean_over_copies():
     return mean, torch.stack(outputs).mean(0), (tally.calls, tally.nbytes)
 
 
-def test_outputs_are_averaged_over_copies_and_booked():
+def test_outputs_are_averaged_over_copies_and_counted():
     found = run_ranks(_mean_over_copies, 2)
     own = [mean for _, mean, _ in found]
     assert not torch.equal(*own)
-    for mean, _, booked in found:
+    for mean, _, sent in found:
         _close(mean, (own[0] + own[1]) / 2)
-        assert booked == (1, 2 * mean.nbytes)
+        assert sent == (1, 2 * mean.nbytes)
 
 
 def _labels_from_the_first_stage():

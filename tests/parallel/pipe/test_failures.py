@@ -17,10 +17,10 @@ from tests.parallel.pipe import support
 
 
 def _error_of(action):
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(PipelineError) as caught:
         action()
-    return str(caught.value), time.monotonic() - begun
+    return str(caught.value), time.monotonic() - started
 
 
 def _missing_data(world):

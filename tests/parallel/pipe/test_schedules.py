@@ -235,7 +235,7 @@ def _chunk(chunk: int, *pairs: tuple[Kind, int]) -> list[Action]:
     return [Action(kind, chunk, i) for kind, i in pairs]
 
 
-def test_a_circle_of_waits_is_found():
+def test_a_cycle_of_waits_is_found():
     wrong = _two(_chunk(0, (F, 0), (B, 0), (F, 1), (B, 1)), _chunk(1, (F, 0), (F, 1), (B, 0), (B, 1)))
     with pytest.raises(ScheduleError, match=r"hangs: stage 0 waits for ever: RecvGrad\(.*micro_batch=0.*stage 1 waits"):
         simulate(wrong)

@@ -145,7 +145,7 @@ def test_a_model_with_weights_outside_of_all_layers_is_refused():
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_like_the_model(name, tmp_path):
+def test_stages_compute_like_the_model(name, tmp_path):
     means, weights = run_ranks(_plain, 1, name)[0]
     results = run_ranks(_pipeline, 2, name, 2, str(tmp_path))
     found = {}

@@ -265,7 +265,7 @@ def _whole_loader() -> Results:
     return _updated(model, 1, loss_of)
 
 
-def _taken_apart(batch: dict[str, torch.Tensor]) -> Any:
+def _split_batch(batch: dict[str, torch.Tensor]) -> Any:
     return batch, {"shift_labels": batch.pop("shift_labels")}
 
 
@@ -276,7 +276,7 @@ def _by_the_adapter() -> Results:
     group = engine.get_sequence_parallel_group()
     place = dist.get_rank(group)
     mine = [_in_turn(number) for number in range(place, COUNT * STEPS + 1, SHARERS)]  # the ranks' batches take turns
-    engine.set_batch_fn(_taken_apart)
+    engine.set_batch_fn(_split_batch)
     batches = iter(UlyssesSPDataLoaderAdapter(mine, place, group, SHARERS, "cpu"))
     return [(engine.train_batch(batches).item(), engine.get_global_grad_norm()) for _ in range(STEPS)]
 
@@ -334,7 +334,7 @@ def _refusals() -> None:
 
 
 @needs_transformers
-def test_what_cannot_be_is_refused_by_name():
+def test_unsupported_settings_are_refused_by_name():
     run_ranks(_refusals, 2)
 
 

@@ -157,12 +157,12 @@ def _bytes():
     size, rank = dist.get_world_size(), dist.get_rank()
     layer = DistributedAttention(_dense, dist.group.WORLD)
     mine = [torch.randn(1, 16 // size, 4, 8, requires_grad=True) for _ in range(3)]
-    with counted() as books:
+    with counted() as traffic:
         out = layer(*mine, 0)
         one_way = 4 * (16 // size * 4 * 8) * 4 * (size - 1) // size
-        assert books.requested_along["all_to_all", "sequence"].nbytes == one_way, (rank, books.requested_along)
+        assert traffic.requested_along["all_to_all", "sequence"].nbytes == one_way, (rank, traffic.requested_along)
         out.sum().backward()
-        assert books.requested_along["all_to_all", "sequence"].nbytes == 2 * one_way
+        assert traffic.requested_along["all_to_all", "sequence"].nbytes == 2 * one_way
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -66,9 +66,9 @@ def _passes(once):
         out = block(x).sum()
     weights = sum(parameter.nbytes for parameter in block.parameters() if parameter.dim() > 1)
     kept = alive.nbytes() - out.nbytes - weights
-    with counted() as books:
+    with counted() as traffic:
         out.backward()
-        sent = books.requested_along["all_to_all", "sequence"].nbytes if size > 1 else 0
+        sent = traffic.requested_along["all_to_all", "sequence"].nbytes if size > 1 else 0
     return kept, sent, [x.grad, *(parameter.grad for parameter in block.parameters())]
 
 
@@ -131,9 +131,9 @@ def _by_configuration():
                 }
                 engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
                 mine = cut(make(3), rank, 2)
-                with counted() as books:
+                with counted() as traffic:
                     engine.backward(mean_loss(_loss(engine, mine), mine["shift_labels"]))
-                    sent[checkpoints, make, once] = books.requested_along["all_to_all", "sequence"].nbytes
+                    sent[checkpoints, make, once] = traffic.requested_along["all_to_all", "sequence"].nbytes
                 gradients[once] = dict(engine.iter_full("grad"))
                 engine.destroy()
             for name, gradient in gradients[True].items():

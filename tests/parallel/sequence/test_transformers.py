@@ -205,7 +205,7 @@ def test_other_implementations_and_encoders():
     run_ranks(_other_cores_and_models, 2)
 
 
-def _kept():
+def _saved_activation_bytes():
     """Bytes that a layer keeps for backward on a rank."""
     layers = []
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -225,7 +225,7 @@ def _kept():
 
 
 def test_activations_fall_with_the_number_of_ranks():
-    kept = {size: max(run_ranks(_kept, size)) for size in (1, 2, 4)}
+    kept = {size: max(run_ranks(_saved_activation_bytes, size)) for size in (1, 2, 4)}
     for size in (2, 4):
         assert kept[size] == pytest.approx(kept[1] / size, rel=0.05), kept
 

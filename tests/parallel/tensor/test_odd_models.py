@@ -125,7 +125,7 @@ def _families(size: int, everything: bool) -> None:
 
 
 @needs_transformers
-def test_what_is_awkward():
+def test_unusual_models():
     run_ranks(_families, 2, 2, False, timeout=180)
 
 

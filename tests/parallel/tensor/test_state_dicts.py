@@ -25,7 +25,7 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def _says(model: nn.Module, **sections: object) -> bool:
+def _warns(model: nn.Module, **sections: object) -> bool:
     """Whether ``state_dict()`` warns."""
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **sections}
     engine = deepspeed.initialize(model=model, config=config)[0]
@@ -38,14 +38,14 @@ def _says(model: nn.Module, **sections: object) -> bool:
 
 
 def _layers() -> None:
-    assert _says(Block(), tensor_parallel={"autotp_size": 2, "partition_config": {"layer_specs": SPECS}})
+    assert _warns(Block(), tensor_parallel={"autotp_size": 2, "partition_config": {"layer_specs": SPECS}})
 
 
 def _experts() -> None:
-    assert _says(nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2)))
+    assert _warns(nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2)))
     # These are whole on every rank.
-    assert not _says(Block())
-    assert not _says(nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=1)))
+    assert not _warns(Block())
+    assert not _warns(nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=1)))
 
 
 def test_a_state_dict_of_parts_is_logged():

@@ -21,7 +21,7 @@ class _Adapted(nn.Module):
         return self.trained(self.frozen(x))
 
 
-def _kept_back() -> list[int]:
+def _read_ahead() -> list[int]:
     """Values that had been read and not yielded, at each value of a walk."""
     engine = engine_of(nn.Sequential(*(_Adapted() for _ in range(4))), 3, zero={})
     read: list[str] = []
@@ -45,5 +45,5 @@ def _kept_back() -> list[int]:
 
 
 def test_nothing_read_is_kept_back():
-    (kept,) = run_ranks(_kept_back, 1)
+    (kept,) = run_ranks(_read_ahead, 1)
     assert max(kept) == 0, kept

@@ -54,7 +54,7 @@ class Slices(nn.Module):
         return self.table[:length], {"last": self.table[-1]}
 
 
-class Kept(nn.Module):
+class KeepsViews(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(5, 7)
@@ -82,9 +82,9 @@ def _numbers(value):
 def _read_after_reshard(stage, zero):
     rank = torch.distributed.get_rank()
     torch.manual_seed(5)
-    plain = Kept()
+    plain = KeepsViews()
     torch.manual_seed(5)
-    engine = deepspeed.initialize(model=Kept(), config=config(stage, zero=zero))[0]
+    engine = deepspeed.initialize(model=KeepsViews(), config=config(stage, zero=zero))[0]
     weight = plain.blocks[0].weight.detach().clone()
     expected = {
         "data": weight, "detached": weight, "transposed": weight.t(), "row": weight[3], "rows": weight,
@@ -124,7 +124,7 @@ def _read_after_reshard(stage, zero):
 
 def _fresh():
     torch.manual_seed(5)
-    return Kept()
+    return KeepsViews()
 
 
 def train_like(engine, rank):

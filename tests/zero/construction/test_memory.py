@@ -84,7 +84,7 @@ def _load(folder, build):
 
 
 @pytest.mark.parametrize("build", [False, True])
-def test_no_rank_ever_has_more_than_its_share_and_a_module(tmp_path, build):
+def test_no_rank_ever_holds_more_than_its_shard_and_a_module(tmp_path, build):
     import transformers
 
     kind = transformers.AutoModelForCausalLM

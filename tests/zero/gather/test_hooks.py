@@ -273,7 +273,7 @@ def test_an_exception_in_a_forward_or_backward_leaves_nothing_open() -> None:
     run_threads(body, 2)
 
 
-def test_a_pause_gives_back_what_the_running_forward_holds() -> None:
+def test_a_pause_frees_what_the_running_forward_holds() -> None:
     def body(transport: LoopbackTransport) -> None:
         rank = rank_of(transport, 3)
         model, seen = rank.model, []

@@ -200,7 +200,7 @@ def test_any_branches_of_any_ranks_are_served(size: int, limits: GatherLimits) -
     assert len(set(run_threads(body, size))) == 1
 
 
-def test_a_wish_of_one_rank_costs_one_exchange() -> None:
+def test_a_gather_requested_by_one_rank_costs_one_exchange() -> None:
     def body(transport: LoopbackTransport) -> list[str]:
         ranks = Gathering(transport, AHEAD, serves=True)
         ranks.run(0, 1, 3)

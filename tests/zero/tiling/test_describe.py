@@ -193,7 +193,7 @@ def _refused() -> None:
         engine.save_checkpoint("nowhere")
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def test_unsupported_settings_are_refused_by_name() -> None:
     run_ranks(_refused, 2)
 
 

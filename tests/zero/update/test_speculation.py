@@ -198,12 +198,12 @@ def test_what_a_program_does_after_backward_counts(stage: int, precision: str, t
 def _longest_pause() -> None:
     with workers_from(InlineWorker):
         engine = make_engine(_settings(2, speculates=True, clip=0.001))
-        begun = []
+        discards = []
         for step in range(12):
             train_some(engine, range(step, step + 1))
-            begun.append(engine.optimizer.speculation.discarded)
+            discards.append(engine.optimizer.speculation.discarded)
         engine.destroy()
-    tried = [later > before for before, later in zip(begun, begun[1:], strict=False)]
+    tried = [later > before for before, later in zip(discards, discards[1:], strict=False)]
     assert sum(tried) == 4, tried  # with pauses of 0, 1 and 3 updates between them
 
 

@@ -149,7 +149,7 @@ class _Run:
         self.spans: list[list[TimedAction]] = [[] for _ in range(schedule.stages)]
         # (sender, receiver, of gradients) -> what was sent and not yet received: (producing chunk, micro-batch), when
         self.channels: defaultdict[tuple[int, int, bool], deque[tuple[int, int, float]]] = defaultdict(deque)
-        self._taken: defaultdict[tuple[int, int, bool], list[float]] = defaultdict(list)
+        self._received_at: defaultdict[tuple[int, int, bool], list[float]] = defaultdict(list)
         self._sent: Counter[tuple[int, int, bool]] = Counter()
         self._times = times
         self._size = channel_size
@@ -189,8 +189,8 @@ class _Run:
                 f"schedule {self.schedule.name!r}: stage {stage} does {instruction!r} and would receive what chunk "
                 f"{chunk} has sent of micro-batch {micro_batch}"
             )
-        self._taken[key].append(max(clock, arrival))
-        return self._taken[key][-1]
+        self._received_at[key].append(max(clock, arrival))
+        return self._received_at[key][-1]
 
     def _buffer_free_from(self, stage: int, instruction: instructions.PipeInstruction) -> float | None:
         """Returns when a message can be sent; None: not before the receiver has gone on."""
@@ -199,7 +199,7 @@ class _Run:
         before = 0 if self._size is None or stage == instruction.peer else self._sent[key] - self._size + 1
         if before <= 0:
             return 0.0
-        return self._taken[key][before - 1] if len(self._taken[key]) >= before else None
+        return self._received_at[key][before - 1] if len(self._received_at[key]) >= before else None
 
     def _send(self, stage: int, instruction: instructions.PipeInstruction, clock: float) -> None:
         key = (stage, instruction.peer, isinstance(instruction, _GRADIENTS))
