@@ -1,4 +1,4 @@
-"""What codes of gradients cost and save: bytes that the kernel counts, step times on shaped links, codec time.
+"""Measures what gradient codecs cost and save: bytes by the kernel's counters, step times on shaped links, codec time.
 
 Parts (``compression.py PART``; all of them without one):
 

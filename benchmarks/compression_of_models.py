@@ -1,4 +1,4 @@
-"""What does each technique of compression cost in quality, and what does it save in size?
+"""Measures what each compression technique costs in quality and saves in size.
 
     python benchmarks/compression_of_models.py --text FILE [--scale 1.0] [--write-report]
 

@@ -75,7 +75,7 @@ GOALS = (
 )
 
 
-# -- one contestant: a process that generates when it is told to -------------------------------------------------------
+# -- one contestant: a process that generates on request -------------------------------------------------------
 
 
 def resident() -> int:

@@ -40,7 +40,7 @@ T = TypeVar("T")
 COMPILE_SECONDS = 600.0  # the longest that the published package may take to get ready where it has to compile
 ROOT = Path(__file__).resolve().parents[1]
 RANK = Path(__file__).parent / "contest" / "pipeline_rank.py"
-# What each workload's contestants are told beside the options, and which of them enter.
+# What each workload's contestants get beside the options, and which of them take part.
 WORKLOADS: dict[str, dict[str, Any]] = {
     "sleep": {"stages": 4, "micro_batches": 8, "megabytes": 0},
     "transfer": {"stages": 4, "micro_batches": 8, "megabytes": 32},
@@ -149,7 +149,7 @@ class Contestant:
 
 
 def measure(names: list[str], setup: dict[str, Any], options: argparse.Namespace) -> list[Contestant]:
-    """Lets all take turns; the first steps, which connect and allocate, are not counted."""
+    """Runs all contestants in turns. Does not count the first steps, which connect and allocate."""
     shuffle = random.Random(0)
     extensions = ExtensionFolder(options.peer_python) if options.peer_python else None
     groups = [[name] for name in names] if options.apart else [names]
@@ -175,7 +175,7 @@ def measure(names: list[str], setup: dict[str, Any], options: argparse.Namespace
 
 
 def _try(contestant: Contestant, turn: Callable[[], T]) -> T | None:
-    """What a turn gives; nothing of a contestant that is out, or goes out with it."""
+    """Returns the result of a turn; None if the contestant has dropped out or drops out in it."""
     if contestant.why_out:
         return None
     try:

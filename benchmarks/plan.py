@@ -64,7 +64,7 @@ print(json.dumps({
 
 
 def llama(layers: int, distinct: int) -> nn.Module:
-    """The model, with layers of ``distinct`` different widths in turn."""
+    """Returns the model, whose layers have ``distinct`` different widths in turn."""
     import transformers
     from transformers.models.llama.modeling_llama import LlamaMLP
 

@@ -1,4 +1,4 @@
-"""The memory that operations made and that somebody still holds."""
+"""Counts the memory of operation results that is still referenced."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _NETWORK = "10.77.0"
 
 
 def can_shape() -> str | None:
-    """None where links can be shaped; otherwise why not."""
+    """Returns None where links can be shaped, otherwise the reason."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not found"
@@ -66,12 +66,12 @@ def namespaces(ranks: int, megabits: float | None) -> Iterator[list[str]]:
 
 
 def command(namespace: str, arguments: list[str]) -> list[str]:
-    """The command line that runs ``arguments`` there."""
+    """Returns the command line that runs ``arguments`` in a namespace."""
     return ["ip", "netns", "exec", namespace, *arguments]
 
 
 def environment(rank: int, ranks: int, port: int, *, shaped: bool) -> dict[str, str]:
-    """What a rank is told about the others."""
+    """Returns the environment variables of a rank."""
     summary: dict[str, Any] = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
         "MASTER_ADDR": f"{_NETWORK}.1" if shaped else "127.0.0.1", "MASTER_PORT": port,

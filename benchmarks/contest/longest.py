@@ -40,7 +40,7 @@ class Run:
 
 @dataclass
 class Longest:
-    """What was found.
+    """Result of a search.
 
     Attributes:
         per_token: Bytes by which memory grows with each token, from the short runs.
@@ -54,19 +54,19 @@ class Longest:
 
     @property
     def fits(self) -> Run | None:
-        """The longest that fits."""
+        """Returns the longest run that fits."""
         return max((run for run in self.runs if not run.error), key=lambda run: run.tokens, default=None)
 
     @property
     def fails(self) -> Run | None:
-        """The shortest that fails."""
+        """Returns the shortest run that fails."""
         return min((run for run in self.runs if run.error), key=lambda run: run.tokens, default=None)
 
 
 def find_longest(
     command: Callable[[int, int], list[str]], mebibytes: int, short: tuple[int, int], most: int | None = None
 ) -> Longest:
-    """Searches.
+    """Finds the longest sequence that fits, from two short runs and a search near the predicted limit.
 
     Args:
         command: Of tokens and MiB (0: no limit), the command that trains one step, and prints ``ready`` on a line of

@@ -1,4 +1,4 @@
-"""One rank of one contestant of ``benchmarks/pipeline.py``: builds its pipeline, then does a step whenever it is told.
+"""One rank of one contestant of ``benchmarks/pipeline.py``: builds its pipeline, then does a step at each request.
 
 It runs in the environment of its contestant, so it imports nothing of this repository but what is called ``deepspeed``.
 A line on standard input requests a step; the answer is a line of JSON with the seconds, the processor seconds and the
@@ -84,7 +84,7 @@ class _Both(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """Computes nothing and takes as long as it is told to, whatever else the machine does."""
+    """Computes nothing and takes the given time, whatever else the machine does."""
 
     def __init__(self, forward: float, backward: float, weight: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Processes that stay alive and compute once each time they are told to."""
+"""Processes that stay alive and compute once at each request."""
 
 from __future__ import annotations
 

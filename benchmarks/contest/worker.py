@@ -24,7 +24,7 @@ _TCP_INFO_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info of 
 
 
 def tcp_bytes_received() -> int | None:
-    """Payload bytes that arrived on all open TCP sockets of this process; None where the system does not tell."""
+    """Payload bytes received on all open TCP sockets of this process; None where the system does not report them."""
     if not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
         return None
     total = 0

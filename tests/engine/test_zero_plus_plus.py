@@ -236,7 +236,7 @@ class Wide(nn.Module):
 
 
 def sent_between_groups(neighbours: int, zero: dict[str, Any]) -> float:
-    """Bytes that a rank sends to other groups in a step, as the books have it, from the third step on, equal in all."""
+    """Bytes that a rank sends to other groups in a step, by the traffic counters. Checks that later steps are equal."""
     ranks = torch.distributed.get_world_size()
     engine = make(Wide(), zero=zero, bf16={"enabled": True})
     steps = []

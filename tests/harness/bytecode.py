@@ -1,4 +1,4 @@
-"""Lets one process of pytest write the bytecode of the tests where several start in a fresh clone.
+"""Lets one pytest worker write the tests' bytecode while the others wait, in a fresh clone.
 
 pytest rewrites the assertions of every test module. Collecting the tests takes 16 s of processor time where their
 bytecode is not there yet and 7 s where it is, so the other processes wait for the first one.
@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def share(folder: Path) -> None:
-    """Lets the processes that this one starts wait if no test's bytecode is there. ``folder`` is theirs alone."""
+    """Makes the workers that this process starts wait if the tests have no bytecode yet.
+
+    ``folder`` is used by these workers only."""
     if not any(ROOT.glob("*/__pycache__/test_*.pyc")):
         os.environ[COLLECTED] = str(folder / "collected")
 

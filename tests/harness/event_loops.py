@@ -1,4 +1,4 @@
-"""Keeping gloo's event loops from spinning while another thread holds what they wait for.
+"""Makes gloo's event loops block on a held lock instead of spinning.
 
 gloo's thread for a group's sockets tries the lock of a connection and, while another thread holds it, asks the kernel
 again at once (https://github.com/pytorch/gloo/issues/246). Where there are fewer cores than ranks, the holder often is

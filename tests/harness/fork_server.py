@@ -37,7 +37,7 @@ LENGTH = 4  # bytes that say how long a message is
 
 
 class ForkServer:
-    """The end of the process that asks.
+    """Client of a fork server, in the process that requests workers.
 
     Args:
         modules: Names of modules that the server imports beside torch and the package, so that no worker has to.
@@ -117,7 +117,7 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """Returns the exit code, negative for a signal; None while it runs."""
         if self.returncode is None and self._server.is_closed:
             with contextlib.suppress(ProcessLookupError):  # it ends with its server, at once only on Linux
                 os.kill(self.pid, signal.SIGKILL)
@@ -228,14 +228,14 @@ def main_shared() -> None:
 
 
 def main() -> None:
-    """Answers until the asking process ends. A forked child returns from here into the worker."""
+    """Serves requests until the client ends. A forked child returns from here into the worker."""
     channel = socket.socket(fileno=int(sys.argv.pop(1)))  # ranks are of one run: their command lines must be alike
     _prepare()
     _serve(channel)
 
 
 def _prepare() -> None:
-    """Imports what workers need, none of which is ever freed."""
+    """Imports what workers need; these modules stay loaded."""
     from tests.harness import worker
 
     worker.die_with_parent()
@@ -245,7 +245,7 @@ def _prepare() -> None:
 
 
 def _serve(channel: socket.socket) -> None:
-    """Answers questions. A forked child returns from here into the worker."""
+    """Serves requests. A forked child returns from here into the worker."""
     from tests.harness import worker
 
     server = os.getpid()

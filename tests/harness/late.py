@@ -35,11 +35,11 @@ class _LateWork:
             complete()
 
     def will_arrive(self) -> bool:
-        """Whether a wait would end soon; the dice, so that both answers occur."""
+        """Returns at random whether a wait would end soon, so that tests see both answers."""
         return self._complete is None or self._network.throw() < 0.5
 
     def wait(self) -> None:
-        """Completes it, and perhaps others first."""
+        """Completes this transfer, and at random some others before it."""
         if self._complete is not None:
             self._network.complete_some()
             self._network.open.discard(self)
@@ -47,7 +47,7 @@ class _LateWork:
 
 
 class Network:
-    """What is on its way on this rank, over all transports."""
+    """The pending transfers of this rank, over all transports."""
 
     def __init__(self, seed: int) -> None:
         self._dice = random.Random(seed)
@@ -56,11 +56,11 @@ class Network:
         self.completed_out_of_order = 0
 
     def throw(self) -> float:
-        """One throw of the dice, between 0 and 1."""
+        """Returns a random number between 0 and 1."""
         return self._dice.random()
 
     def issue(self, complete: Callable[[], None]) -> _LateWork:
-        """A transfer is under way from now on."""
+        """Adds a pending transfer."""
         work = _LateWork(self, complete)
         self.complete_some()
         self.open.add(work)
@@ -96,7 +96,7 @@ class LateTransport(GlooTransport):
     network: Network
 
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """See the class this one derives from."""
+        """Overrides the base class: the transfer completes late."""
         _check_alive(flat, label)
         mine = self.my_slice(flat)
         for rank in range(self.size):
@@ -112,11 +112,11 @@ class LateTransport(GlooTransport):
         return self.network.issue(complete)
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        """See the class this one derives from."""
+        """Overrides the base class: the transfer completes late."""
         return self._reduce(super().reduce_scatter, flat, out, how)
 
     def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        """See the class this one derives from."""
+        """Overrides the base class: the transfer completes late."""
         return self._reduce(super().all_reduce, flat, out, how)
 
     def _reduce(self, reduce: Callable[..., Work], flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
@@ -144,7 +144,7 @@ def _check_alive(flat: torch.Tensor, label: str) -> None:
 
 @contextmanager
 def late_network(seed: int) -> Iterator[Network]:
-    """Engines that are created inside talk through one late network."""
+    """Makes engines that are created inside use one late network."""
     network = Network(seed)
 
     create = Axis.transport

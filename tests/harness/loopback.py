@@ -30,7 +30,7 @@ class RankGone(Exception):
 
 
 class Network:
-    """What the ranks have handed each other and not all have taken yet.
+    """The messages that not every rank has received yet.
 
     Attributes:
         log: By rank, ``(operation, label)`` of every call, in its order.
@@ -45,13 +45,13 @@ class Network:
         self._is_broken = False
 
     def post(self, name: Hashable, rank: int, value: Any) -> None:
-        """Hands over this rank's part of the exchange ``name``."""
+        """Posts this rank's part of the exchange ``name``."""
         with self.changed:
             self._posted.setdefault(name, {})[rank] = value
             self.changed.notify_all()
 
     def is_complete(self, name: Hashable) -> bool:
-        """Whether every rank has posted."""
+        """Returns whether every rank has posted."""
         return len(self._posted.get(name, ())) == self.size
 
     def take(self, name: Hashable, rank: int, label: str) -> list[Any]:
@@ -72,14 +72,14 @@ class Network:
             return parts
 
     def stop(self) -> None:
-        """A rank has raised: wakes those that wait for it."""
+        """Wakes the ranks that wait, because a rank has raised."""
         with self.changed:
             self._is_broken = True
             self.changed.notify_all()
 
     @property
     def is_empty(self) -> bool:
-        """Whether every transfer has been taken by every rank."""
+        """Returns whether every rank has received every transfer."""
         return not self._posted
 
 
@@ -106,7 +106,7 @@ class _Transfer:
                 land(parts)
 
     def will_arrive(self) -> bool:
-        """Whether all ranks have issued it."""
+        """Returns whether all ranks have issued it."""
         return self._land is None or self._transport.network.is_complete(self._name)
 
 

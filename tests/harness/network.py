@@ -34,7 +34,7 @@ class _Link:
     Attributes:
         name: Of the machine.
         descriptor: Of its TUN device.
-        free_at: When all that it has sent will be on the wire.
+        free_at: When the link has transmitted everything sent so far.
         sent: Bytes that it has sent to the others.
         is_cut: Whether nothing passes.
     """
@@ -47,7 +47,7 @@ class _Link:
 
 
 def open_device(name: str, process: int) -> int:
-    """Makes a TUN device and moves it into the network namespace of ``process``; returns its descriptor."""
+    """Creates a TUN device and moves it into the network namespace of ``process``; returns its descriptor."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI))
     subprocess.run(["ip", "link", "set", name, "netns", str(process)], check=True)
@@ -55,7 +55,7 @@ def open_device(name: str, process: int) -> int:
 
 
 def target_of(packet: bytes) -> bytes:
-    """Returns the address to which an IP packet goes; empty for what is no IP packet."""
+    """Returns the destination address of an IP packet; empty if it is not an IP packet."""
     version = packet[0] >> 4 if packet else 0
     return {4: packet[16:20], 6: packet[24:40]}.get(version, b"")
 

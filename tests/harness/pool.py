@@ -115,7 +115,7 @@ class Worker:
         self.connection = Connection(ours.detach())
 
     def start_run(self) -> None:
-        """Forgets what earlier runs wrote."""
+        """Clears the output of earlier runs."""
         for file in (self.output, self.stacks):
             # The worker shares the open file, its position included.
             file.seek(0)
@@ -162,7 +162,7 @@ class Pool:
     def run(
         self, payload: bytes, world_size: int, timeout: float, backend: str | None, environ: dict[str, str]
     ) -> list[bytes]:
-        """One run; returns the pickled results. Closes the pool if a worker cannot be used again."""
+        """Executes one run and returns the pickled results. Closes the pool if a worker cannot be used again."""
         try:
             return _Run(self._ranks(world_size), self).execute(
                 payload, timeout, backend, environ, self.directory / f"rendezvous-{next(self.runs)}"
@@ -221,7 +221,7 @@ class _Skipped(Exception):
 
 
 class _Run:
-    """One call in flight: hands out the work, gathers the answers, explains what went wrong."""
+    """One call in flight: sends the work to the workers, collects results, and builds the error of a failed run."""
 
     def __init__(self, workers: list[Worker], pool: Pool) -> None:
         self.workers = workers
@@ -364,7 +364,7 @@ class _Run:
         return RanksTimedOut(f"ranks {stuck} did not clean up in {CLEAN_UP_LIMIT:g} s", reports)
 
     def _replay_output(self) -> None:
-        """Shows what the ranks wrote, so that pytest has it when the test fails later."""
+        """Prints the output of the ranks, so that pytest shows it when the test fails later."""
         for rank, worker in enumerate(self.workers):
             for line in worker.read("output").splitlines():
                 print(f"[rank {rank}] {line}")
@@ -403,7 +403,7 @@ _servers: list[ForkServer] = []
 
 
 def _fork_servers() -> list[ForkServer]:
-    """The two servers, which start at the first need and again when one has been closed."""
+    """Returns the two servers. Starts them at the first call, and again after one was closed."""
     if not _servers:
         atexit.register(shut_down)
     _servers[:] = [server for server in _servers if not server.is_closed]

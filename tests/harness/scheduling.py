@@ -1,4 +1,4 @@
-"""Keeping gloo's event loops from taking the processor of those who hold what they wait for.
+"""Keeps gloo's event loops from preempting the thread that holds the lock they wait for.
 
 gloo's thread for a group's sockets tries the lock of a connection and, while another thread holds it, asks the kernel
 again at once (https://github.com/pytorch/gloo/issues/246). Where there are fewer cores than ranks, the holder often is
@@ -14,6 +14,6 @@ import sys
 
 
 def interrupt_nobody() -> None:
-    """Gives this thread, and the threads and processes that it starts from now on, the policy for batch work."""
+    """Sets ``SCHED_BATCH`` for this thread, and for the threads and processes that it starts later."""
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -1,4 +1,4 @@
-"""Putting a worker process back as it was, so that one call cannot change the next."""
+"""Restores the state of a worker process after a call, so that one call cannot affect the next."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ProcessState:
             hook()
 
     def collect(self) -> None:
-        """Frees what the call left behind.
+        """Collects garbage that the call left behind.
 
         What modules hold stays for ever, so it is looked through once, when they are new: with the libraries of every
         test loaded, that takes half a second, longer than most calls.
@@ -82,7 +82,7 @@ class ProcessState:
 
     @staticmethod
     def seed() -> None:
-        """The same seed on every rank, as models must start equal; data is the test's own affair."""
+        """Sets the same seed on every rank, because models must start equal. Tests seed their data themselves."""
         random.seed(SEED)
         np.random.seed(SEED)
         torch.manual_seed(SEED)

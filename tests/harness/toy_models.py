@@ -101,7 +101,7 @@ class Batch:
 
 
 def make_batch(*position: int, branch: bool = True, boost: float = 1.0) -> Batch:
-    """The batch at ``position`` (step, micro-batch, rank, ...): the same numbers wherever it is requested."""
+    """Returns the batch at ``position`` (step, micro-batch, rank, ...): the same numbers wherever it is requested."""
     seed = 17
     for number in position:
         seed = seed * 1009 + number + 1
@@ -119,7 +119,7 @@ class Losses:
 
 
 class Awkward(nn.Module):
-    """All at once: tied, frozen, unused, empty and scalar parameters, a block used twice, a branch, root parameters."""
+    """Has tied, frozen, unused, empty, scalar and root parameters, a block that is used twice, and a branch."""
 
     def __init__(self, output: str = "dataclass") -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Awkward(nn.Module):
 
 
 def losses_of(output: Any) -> Losses:
-    """The two losses in whichever form :class:`Awkward` returned them."""
+    """Returns the two losses from whichever form :class:`Awkward` returned them."""
     if isinstance(output, dict):
         return Losses(output["loss"], output["extra"]["auxiliary"])
     if isinstance(output, tuple):

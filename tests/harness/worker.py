@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def serve(connection_descriptor: int, stacks_descriptor: int) -> None:
-    """Answers calls until the pool ends this process."""
+    """Executes calls until the pool ends this process."""
     connection = Connection(connection_descriptor)
     stacks = os.fdopen(stacks_descriptor, "w")
     faulthandler.enable(file=stacks)
@@ -162,7 +162,7 @@ def _describe(error: BaseException, has_entered: bool) -> Raised:
 
 
 def _test_frames(error: BaseException) -> Any:
-    """The traceback without the frames of this file."""
+    """Returns the traceback without the frames of this file."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
         frame = frame.tb_next

@@ -82,7 +82,7 @@ def train(engine: Any, steps: int = 3) -> list[torch.Tensor]:
 
 
 def on_host(engine: Any) -> int:
-    """Bytes of compute parameters in host memory by the books, which the formula confirms."""
+    """Bytes of compute parameters in host memory by the memory report, compared with the formula."""
     rows = {kind: (counted, formula) for kind, counted, formula, _ in engine.memory_report()}
     for kind, (counted, formula) in rows.items():
         assert counted == formula, kind

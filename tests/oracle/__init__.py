@@ -1,4 +1,4 @@
-"""A trainer that is tiny, slow and obviously right, and the models and optimizers it is asked about.
+"""A small, slow reference trainer, with reference optimizers.
 
 Everything here is plain torch in one process. Nothing imports the package under test.
 """

@@ -1,4 +1,4 @@
-"""The reference itself: against plain torch on the whole batch, and against torch's own scaler."""
+"""Compares the reference trainer with plain torch on the whole batch, and against torch's own scaler."""
 
 from __future__ import annotations
 

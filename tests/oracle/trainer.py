@@ -95,7 +95,7 @@ class ReferenceTrainer:
             return self.model(batch)
 
     def backward(self, losses: Sequence[torch.Tensor], *, boundary: bool, retain_graph: bool = False) -> None:
-        """One backward on every rank.
+        """Runs one backward on every rank.
 
         Args:
             losses: One per rank.
@@ -125,7 +125,7 @@ class ReferenceTrainer:
         self._waiting = [{} for _ in range(self.ranks)]
 
     def step(self) -> None:
-        """Unscale, norm, overflow check, clip, update, publish."""
+        """Unscales, computes the norm, checks for overflow, clips, updates, and publishes the weights."""
         scale = self.scale.value if self.scale else 1.0
         squares = sum(gradient.double().square().sum().item() for gradient in self._combined.values())
         self.overflow = not math.isfinite(squares)
@@ -144,7 +144,7 @@ class ReferenceTrainer:
 
     @torch.no_grad()
     def load(self, weights: Gradients) -> None:
-        """Goes on from these weights; the optimizer's state stays."""
+        """Replaces the weights; keeps the optimizer's state."""
         for name, value in weights.items():
             self.masters.get_parameter(name).copy_(value)
         self._publish()
@@ -155,7 +155,7 @@ class ReferenceTrainer:
             compute.copy_(master)
 
     def weights(self) -> Gradients:
-        """A copy of the trained fp32 weights by name."""
+        """Returns a copy of the trained fp32 weights by name."""
         return {name: p.detach().clone() for name, p in self.masters.named_parameters() if p.requires_grad}
 
 

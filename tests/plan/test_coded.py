@@ -1,4 +1,4 @@
-"""A plan of a run whose values travel as codes: what ranks keep of what is lost, and the bytes of the codes."""
+"""A plan of a run with codecs: bytes of error feedback, and bytes of the codes."""
 
 from __future__ import annotations
 

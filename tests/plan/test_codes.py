@@ -1,4 +1,4 @@
-"""Bytes by formula are those of the books, for every way and number of ranks; and when codes pay."""
+"""Compares bytes by formula with the traffic counters, for every codec and number of ranks; tests when codes pay."""
 
 from __future__ import annotations
 

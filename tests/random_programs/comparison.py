@@ -46,7 +46,7 @@ _TINY = 1e-7
 
 
 def differences(program: Program, start: dict[str, torch.Tensor], wanted: Values, found: Values) -> Iterator[str]:
-    """A line for each value of a rank that is not the oracle's.
+    """Returns a line for each value of a rank that differs from the oracle's.
 
     Args:
         program: The program.

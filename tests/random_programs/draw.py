@@ -1,4 +1,4 @@
-"""Draws a program from a seed. What the documents say does not go together is not drawn."""
+"""Draws a program from a seed. Leaves out combinations that the documents exclude."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 def draw(seed: int) -> Program:
-    """The program of a seed."""
+    """Returns the program of a seed."""
     dice = random.Random(seed)
     kind = dice.choices(("own", "row", "llama", "gpt2", "mixtral"), (10, 4, 6, 2, 2))[0]
     steps = dice.choice((4, 5, 6))
@@ -104,7 +104,7 @@ def _layout(dice: random.Random, kind: str) -> Layout:
 
 
 def _zero(dice: random.Random, stage: int, sharers: int, experts: int) -> Options:
-    """Further keys of ``zero_optimization``."""
+    """Returns further keys of ``zero_optimization``."""
     made: dict[str, Any] = {}
     if dice.random() < 0.5:
         made["reduce_bucket_size"] = dice.choice((50, 300, 2000))

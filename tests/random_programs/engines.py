@@ -14,7 +14,7 @@ from tests.random_programs.values import ROWS
 
 
 def config_of(program: Program, phase: Phase, folder: str) -> dict[str, Any]:
-    """The ``ds_config``."""
+    """Returns the ``ds_config`` of a phase."""
     layout, choice = phase.layout, program.optimizer
     zero: dict[str, Any] = {"stage": layout.stage}
     for key, value in layout.zero:
@@ -49,7 +49,7 @@ def config_of(program: Program, phase: Phase, folder: str) -> dict[str, Any]:
 
 
 def sequence_group(layout: Layout) -> Any:
-    """The ranks that share a sequence with this one; None where nobody does. Every rank must call it."""
+    """Returns the ranks that share a sequence with this one; None if there are none. Every rank must call it."""
     if layout.sequence == 1:
         return None
     mine = None
@@ -61,7 +61,7 @@ def sequence_group(layout: Layout) -> Any:
 
 
 def build(program: Program, phase: Phase, number: int, frozen: dict[str, bool], folder: str) -> tuple[Any, Names]:
-    """The engine of a phase. Every rank must call it.
+    """Returns the engine of a phase. Every rank must call it.
 
     Args:
         program: The program.

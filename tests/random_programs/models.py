@@ -58,7 +58,7 @@ class Mlp(nn.Module):
 
 
 class Routed(nn.Module):
-    """A layer of experts in the stream; returns what it adds to the loss as well."""
+    """A layer of experts in the residual stream; also returns its term of the loss."""
 
     def __init__(self, width: int, inner: int, experts: int, k: int, ranks: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Routed(nn.Module):
 
 
 def block_of(given: dict[str, Any], kind: str, number: int, group: Any, experts: int) -> nn.Module:
-    """A block of the stream. ``experts``: ranks that share experts, or 0 for the layer of plain torch."""
+    """Returns a residual block. ``experts``: ranks that share experts, or 0 for the layer of plain torch."""
     width = given["width"]
     if kind == "attention":
         return Attention(width, given["heads"], given["key_heads"], group)
@@ -150,7 +150,7 @@ class Own(nn.Module):
         return checkpoint(block, x, use_reentrant=kind == "reentrant")
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, branch: bool = False) -> Any:
-        """Logits and the balance of the experts, 0-dim."""
+        """Returns logits and the balance of the experts, 0-dim."""
         x = self.words(ids) + self.places(positions) * self.gain + self.shift + self.nothing.sum()
         balance = torch.zeros(())
         blocks = self._in_order()
@@ -170,7 +170,7 @@ class Own(nn.Module):
 
 
 class First(nn.Module):
-    """The first layer of a row: tokens and positions to a value of the stream."""
+    """First pipeline layer: maps tokens and positions to the residual stream."""
 
     def __init__(self, vocabulary: int, tokens: int, width: int) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def unembed(module: nn.Module, value: tuple[torch.Tensor, torch.Tensor]) -> tupl
 
 
 class Step(nn.Module):
-    """A block of a row; the balance of experts travels along."""
+    """A block as a pipeline layer; passes the balance loss of the experts on."""
 
     def __init__(self, given: dict[str, Any], kind: str, number: int, group: Any, experts: int) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ class Oracle:
 
     @property
     def is_decided(self) -> bool:
-        """Whether every token's experts are clearly its best ones, so that rounding cannot choose others."""
+        """Returns whether every token's experts are clearly its best ones, so that rounding cannot choose others."""
         layers = [module for module in self.model.modules() if isinstance(module, PlainMoE)]
         return min([self.margin, *(layer.margin for layer in layers)]) > _MARGIN
 
@@ -152,7 +152,7 @@ class Oracle:
                 self.computing[name].requires_grad_(not is_frozen)
 
     def _evaluate(self, number: int, phase: Phase, step: int) -> None:
-        """Every rank's batch, as evaluation gives sequence ranks whole batches of their own."""
+        """Evaluates every rank's batch. Sequence ranks evaluate whole batches of their own."""
         self.model.eval()
         layout = phase.layout
         for data in range(layout.data * layout.sequence):
@@ -189,7 +189,7 @@ class Oracle:
 
 
 def state_keys(program: Program) -> list[str]:
-    """Names of the per-element states that the optimizer keeps."""
+    """Returns the names of the per-element states that the optimizer keeps."""
     parameter = nn.Parameter(torch.ones(2))
     choice = program.optimizer
     optimizer = build_optimizer(choice, [{"params": [parameter]}])

@@ -21,7 +21,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the ranks of a phase are and what each of them keeps.
+    """Numbers of ranks along each axis, and what is sharded, in a phase.
 
     Attributes:
         world: Ranks.
@@ -49,11 +49,11 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Ranks that see other samples."""
+        """Returns the number of ranks with different samples."""
         return self.world // (max(self.pipe, 1) * self.tensor * self.sequence)
 
     def place(self, rank: int) -> Place:
-        """Where a rank stands."""
+        """Returns the coordinates of a rank."""
         rank, tensor = divmod(rank, self.tensor)
         rank, sequence = divmod(rank, self.sequence)
         pipe, data = divmod(rank, self.data)
@@ -86,11 +86,11 @@ class Phase:
     compiled: bool = False
 
     def has(self, name: str, step: int) -> bool:
-        """Whether an action belongs to a step."""
+        """Returns whether a step has this action."""
         return any(action.name == name and action.step == step for action in self.actions)
 
     def at(self, step: int) -> list[Action]:
-        """The actions of a step."""
+        """Returns the actions of a step."""
         return [action for action in self.actions if action.step == step]
 
 
@@ -141,7 +141,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Program:
-    """All of it. ``seed`` is the number that it was drawn from."""
+    """A whole training program. ``seed`` is the number that it was drawn from."""
 
     seed: int
     model: Model
@@ -151,7 +151,7 @@ class Program:
     phases: tuple[Phase, ...]
 
     def describe(self) -> str:
-        """A line per part."""
+        """Returns a line per part."""
         lines = [f"seed {self.seed}: {self.model.kind} {self.model.given}, {self.precision}, clip {self.clip}"]
         lines.append(f"  {self.optimizer}")
         lines += [f"  {phase}" for phase in self.phases]

@@ -1,4 +1,4 @@
-"""Rows of zeros beside codes that cannot say 0: they arrive as zeros, and nothing is owed for them."""
+"""Rows of zeros beside codes that cannot say 0: they arrive as zeros, and error feedback stays 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of two runs come to one store: nobody is let in who belongs to the other, and everybody is told."""
+"""Processes of two runs reach one store: those of the other run are refused, and every process gets an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that wait in vain are told so, at once: for one whose program has ended, or which does something else."""
+"""Ranks that wait in vain get an error at once: their peer has ended, or executes another operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can no more begin is told as what can no more end: by the wait, in the words of the watch."""
+"""A transfer that cannot start and one that cannot end raise the same error: from the wait, worded by the watchdog."""
 
 from __future__ import annotations
 

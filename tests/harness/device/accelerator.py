@@ -19,7 +19,7 @@ class SimulatedAccelerator(CPUAccelerator):
 
     Args:
         clocks: Of the device.
-        memory: Its books, which the memory figures are from.
+        memory: Its record of storages, from which memory figures are read.
     """
 
     def __init__(self, clocks: Clocks, memory: Memory) -> None:
@@ -94,7 +94,7 @@ class SimulatedAccelerator(CPUAccelerator):
 
 @contextmanager
 def on_stream(clocks: Clocks, stream: simulated.Stream) -> Iterator[None]:
-    """Work is queued on ``stream`` inside."""
+    """Queues the work of the block on ``stream``."""
     before, clocks.current = clocks.current, stream
     try:
         yield

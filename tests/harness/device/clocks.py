@@ -16,7 +16,7 @@ from tests.harness.device.jobs import Job, JobQueue, unfinished
 
 
 class Actor:
-    """Something that works in one order.
+    """Executes its work in one order: the host, a stream, or a file's transfers.
 
     Attributes:
         name: For sentences.
@@ -36,7 +36,7 @@ class Actor:
         return self.name
 
     def work(self) -> int:
-        """Begins one more piece of work; returns its number."""
+        """Starts a piece of work and returns its number."""
         self.time += 1
         self.known[self] = self.time
         return self.time
@@ -46,7 +46,7 @@ class Actor:
         return other is self or self.known.get(other, 0) >= time
 
     def learn(self, known: dict[Actor, int]) -> None:
-        """What is over according to ``known`` is over for this one from now on."""
+        """Merges ``known`` into this actor's clock: what is over there is over for this actor too."""
         mine = self.known
         for actor, time in known.items():
             if mine.get(actor, 0) < time:
@@ -54,7 +54,7 @@ class Actor:
                 self.num_learnt += 1
 
     def follow(self, other: Actor) -> None:
-        """As ``learn(other.known)``; looks through it only if ``other`` has learnt something since the last time."""
+        """Does ``learn(other.known)``, unless ``other`` has not changed since the last call."""
         num_learnt = other.num_learnt
         if self._followed.get(other) == num_learnt:
             self.learn({other: other.time})
@@ -90,14 +90,14 @@ class Clocks:
         self._unnamed = 0
 
     def new_stream(self, name: str | None = None) -> Stream:
-        """A stream that is ordered after nothing but what the host has seen."""
+        """Returns a stream that is ordered only after what the host has seen."""
         self._unnamed += name is None
         made = Stream(self, name or f"stream {self._unnamed}")
         self.streams.append(made)
         return made
 
     def new_event(self, *_arguments: Any, **_options: Any) -> Event:
-        """An event; timing and the like are ignored."""
+        """Returns an event. Ignores timing and other arguments."""
         return Event(self)
 
     def over_on(self, stream: Stream) -> Callable[[], bool]:
@@ -105,7 +105,7 @@ class Clocks:
         return stream.record_event().is_reached
 
     def nap(self, seconds: float) -> None:
-        """The host sleeps, and the device catches up; the other ranks, if they are there, take their time."""
+        """Lets the host sleep while the device finishes its work. Other ranks, if any, continue at their own pace."""
         self.naps += 1
         if self.has_peers:
             sleep(seconds)
@@ -116,7 +116,7 @@ class Clocks:
         return self.allocate()
 
     def allocate(self) -> Actor:
-        """The stream that owns memory which the host allocates now."""
+        """Returns the stream that owns memory which the host allocates now."""
         self.current.follow(self.host)
         return self.current
 
@@ -216,7 +216,7 @@ class Event:
         return is_reached
 
     def is_reached(self) -> bool:
-        """Whether the device has come here. Asking orders nothing, unlike :meth:`query`."""
+        """Returns whether the device has reached the event. Adds no ordering, unlike :meth:`query`."""
         if self._clocks.has_peers:  # jobs of other ranks say how far the device is
             return not unfinished(self.jobs)
         host = self._clocks.host

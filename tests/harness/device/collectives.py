@@ -86,7 +86,7 @@ class Communicator:
         return self._queue(lambda: tensors[0].mul_(self.size), *tensors)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> _Queued:
-        """What comes from another rank is zeros: this one has nothing there to mirror."""
+        """Fills ``tensor`` with zeros where another rank is the source: this rank has nothing to mirror."""
         return self._queue(lambda: tensor.clone() if source == self.rank else tensor.zero_(), tensor)
 
     def all_to_all(
@@ -107,7 +107,7 @@ class Communicator:
     def alltoall_base(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int], *_options: Any
     ) -> _Queued:
-        """As NCCL's: rows along the first dimension; no counts mean equal parts."""
+        """Splits rows along the first dimension, as NCCL does. No counts mean equal parts."""
         widths = [x[:1].numel() or 1 for x in (output, tensor)]
         rows = [counts or [len(x) // self.size] * self.size for counts, x in ((received, output), (sent, tensor))]
         numels = [[count * width for count in counts] for counts, width in zip(rows, widths, strict=True)]
@@ -170,7 +170,7 @@ class MirrorJob(FakeJob):
         super().__init__(rank, Mesh(((DATA, size),)), "nccl", _Operations(self.communicator((rank, size))))
 
     def communicator(self, place: tuple[int, int]) -> Communicator:
-        """A new one, of which this rank is ``place``: rank and size."""
+        """Returns a new communicator in which this rank has ``place``: rank and size."""
         made = Communicator(self._clocks, f"the stream of communicator {len(self.communicators)}", place)
         self.communicators.append(made)
         return made

@@ -37,7 +37,7 @@ class Job:
             pass
 
     def work(self, is_aborted: Callable[[], bool]) -> None:
-        """Called by the queue's thread."""
+        """Runs the transfer. Called by the queue's thread."""
         try:
             while not is_aborted() and any(not job.is_over for job in self._after):
                 time.sleep(POLL)
@@ -56,7 +56,7 @@ def _nothing() -> None:
 
 
 def unfinished(*jobs: Sequence[Job]) -> tuple[Job, ...]:
-    """Those that are not over, each once."""
+    """Returns the jobs that are not over, each once."""
     return tuple(dict.fromkeys(job for some in jobs for job in some if not job.is_over))
 
 
@@ -78,7 +78,7 @@ class JobQueue:
         return job
 
     def abort(self) -> None:
-        """Ends the job that runs, and all later ones before they begin."""
+        """Aborts the running job, and all later ones before they start."""
         self.is_aborted = True
 
     def close(self) -> None:

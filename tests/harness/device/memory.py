@@ -110,11 +110,11 @@ class Block:
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether nobody has written any of it."""
+        """Returns whether nobody has written any of it."""
         return self.is_blank and all(byte_range.write is None for byte_range in self._byte_ranges)
 
     def last_uses(self) -> list[tuple[Actor, Access]]:
-        """The last use of every actor."""
+        """Returns the last use of every actor."""
         found: dict[Actor, Access] = {}
         for byte_range in self._byte_ranges:
             uses = [*byte_range.reads.items(), *([byte_range.write] if byte_range.write is not None else [])]
@@ -166,16 +166,16 @@ class Memory:
             self.findings.append(sentence)
 
     def block(self, storage: Any) -> Block | None:
-        """What is known of a storage."""
+        """Returns the block of a storage, None if it was never seen."""
         return self._blocks.get(storage._cdata)
 
     def on_device(self, storage: Any) -> bool:
-        """Whether a storage is device memory."""
+        """Returns whether a storage is device memory."""
         found = self._blocks.get(storage._cdata)
         return found is not None and found.on_device
 
     def know(self, storage: Any, *, on_device: bool) -> Block:
-        """The block of a storage; one that is seen for the first time was made just now."""
+        """Returns the block of a storage. Creates the block at the first call for that storage."""
         key = storage._cdata
         found = self._blocks.get(key)
         if found is None:
@@ -218,7 +218,7 @@ class Memory:
             self.pinned.record_stream(block.part, stream)
 
     def _hand_out(self, owner: Any, place: Place) -> None:
-        """Memory that was freed for this stream may be used again now."""
+        """Checks the freed blocks of this stream: the allocator may hand them out again now."""
         for entry in [entry for entry in self._loose if entry[0].owner is owner]:
             self._loose.remove(entry)
             block, freed, uses = entry
@@ -310,7 +310,7 @@ class Memory:
             )
 
     def mixed(self, tensor: Any, place: Place, *, writes: bool) -> None:
-        """A kernel got a tensor in host memory."""
+        """Reports a kernel that got a tensor in host memory."""
         if tensor.dim() == 0 and not writes:
             return
         self._report(

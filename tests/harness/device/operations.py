@@ -44,11 +44,11 @@ _WAITED_FOR = {
     _aten._unique2.default,
 }
 _COPIES = {_aten.copy_.default, _aten._to_copy.default, _aten._foreach_copy_.default}
-_MOST_RANGES = 128  # of a tensor with gaps; above that, the whole stretch it spans
+_MOST_RANGES = 128  # of a tensor with gaps; above that, all bytes that it spans
 
 
 def tensors_of(values: Any) -> list[torch.Tensor]:
-    """All tensors in lists, tuples and dicts."""
+    """Returns all tensors in lists, tuples and dicts."""
     if isinstance(values, torch.Tensor):
         return [values]
     found: list[torch.Tensor] = []
@@ -65,7 +65,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def ranges_of(tensor: torch.Tensor) -> Ranges:
-    """The bytes of its storage that a tensor covers."""
+    """Returns the ranges of bytes of its storage that a tensor covers."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if tensor.numel() == 0:
@@ -151,7 +151,7 @@ def _read_schema(func: Any) -> _Shape:
 
 
 class Operations(TorchDispatchMode):
-    """Records while it is active as a context.
+    """Records operations while it is active as a context manager.
 
     Args:
         clocks: Of the device.
@@ -170,7 +170,7 @@ class Operations(TorchDispatchMode):
 
     @contextmanager
     def requested(self, on_device: bool | None) -> Iterator[None]:
-        """Tensors that are made inside are made there; None changes nothing."""
+        """Sets the device of tensors that are created in the block; None changes nothing."""
         before = self._asked
         self._asked = before if on_device is None else on_device
         try:
@@ -179,12 +179,12 @@ class Operations(TorchDispatchMode):
             self._asked = before
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in device memory."""
+        """Returns whether a tensor lies in device memory."""
         with torch._C.DisableTorchFunction():
             return _is_plain(tensor) and self._memory.on_device(tensor.untyped_storage())
 
     def touch(self, tensor: torch.Tensor, actor: Actor, place: Place, *, writes: bool) -> None:
-        """``actor`` reads or writes a tensor, outside of torch's operations."""
+        """Records that ``actor`` reads or writes a tensor outside of torch's operations."""
         with torch._C.DisableTorchFunction():
             self._touch([tensor], actor, actor.work(), place, writes=writes)
 
@@ -248,7 +248,7 @@ class Operations(TorchDispatchMode):
     def _touch_all(
         self, argument: Any, on_device: bool, actor: Actor, time: int, place: Place, *, writes: bool
     ) -> None:
-        """As :meth:`_touch`; a kernel is handed the numbers of the host's tensors when it is queued."""
+        """Calls :meth:`_touch` for every tensor. A kernel reads the values of host scalars when it is queued."""
         for tensor in tensors_of(argument):
             if not _is_plain(tensor):
                 continue

@@ -268,7 +268,7 @@ def _make(store: Any, rank: int, size: int, timeout: Any) -> SimulatedGroup:
 
 @contextmanager
 def connected(clocks: Clocks, operations: Operations) -> Iterator[None]:
-    """Inside, the job's default process group is one of this backend, over RANK, WORLD_SIZE and MASTER_PORT."""
+    """Makes a group of this backend the default process group inside; reads RANK, WORLD_SIZE and MASTER_PORT."""
     global _device
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])

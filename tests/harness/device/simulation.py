@@ -48,27 +48,27 @@ class Device:
 
     @property
     def world(self) -> MirrorJob:
-        """The other ranks, where they are mirrors of this one."""
+        """Returns the job whose other ranks mirror this one."""
         assert self._world is not None, "the other ranks are processes"
         return self._world
 
     @property
     def pinned(self) -> PinnedAllocator:
-        """Torch's allocator of page-locked memory."""
+        """Returns torch's allocator of page-locked memory."""
         return self._memory.pinned
 
     @property
     def most_registered(self) -> int:
-        """The most bytes of pages that the package had registered with the driver at once."""
+        """Returns the peak of the bytes that the package had registered with the driver."""
         return self._memory.most_registered
 
     def forget_most_registered(self) -> None:
-        """Counts the most registered bytes anew from what there is."""
+        """Resets that peak to the bytes that are registered now."""
         self._memory.most_registered = self._memory.registered
 
     @property
     def findings(self) -> list[str]:
-        """The sentences so far."""
+        """Returns the findings so far."""
         return self._memory.findings
 
 
@@ -156,7 +156,7 @@ class _RecordedTransfer(Transfer):
 
 
 class _RecordedFile(BlockFile):
-    """A file whose transfers are work of their own, begun by the host and over when it has waited."""
+    """A file whose transfers are separate work: the host starts them, and they are over after its wait."""
 
     operations: Operations
     memory: Memory
@@ -190,7 +190,7 @@ class _RecordedDisk(Disk):
 
 @contextmanager
 def _bytes_are_read(operations: Operations, memory: Memory) -> Iterator[None]:
-    """Checkpoints read host memory by address."""
+    """Records reads of host memory by address, as checkpoints do."""
     real = checkpoint_disk.bytes_of
 
     def bytes_of(tensor: torch.Tensor) -> Any:

@@ -1,6 +1,6 @@
 """What a program sees of torch: tensors that say they are on a device, though their memory is the CPU's.
 
-``Tensor.device`` answers from the books of the checker. Functions that are requested a tensor on the device make one on
+``Tensor.device`` answers from the checker's records. Functions that are requested a tensor on the device make one on
 the CPU and enter it there. What has no meaning without a device (``record_stream``, page-locking) is noted. All of it
 is put in the place of torch's own names, so it holds in every thread and inside autograd.
 """
@@ -42,11 +42,11 @@ _FROM_HOST = ("tensor", "as_tensor", "new_tensor")
 
 @contextmanager
 def tensors_report_their_device(operations: Operations, memory: Memory) -> Iterator[None]:
-    """Inside, torch has the device.
+    """Makes torch report the simulated device inside the block.
 
     Args:
         operations: Records what runs.
-        memory: Its books.
+        memory: The checker's record of storages.
     """
     surface = _Surface(operations, memory)
     with torch.device("meta"):
@@ -70,7 +70,7 @@ def tensors_report_their_device(operations: Operations, memory: Memory) -> Itera
 
 
 def _requested_device(value: Any) -> bool | None:
-    """Whether an argument names the device (True), the host (False) or something else (None)."""
+    """Returns whether an argument names the device (True), the host (False) or something else (None)."""
     if not isinstance(value, (torch.device, str)):
         return None
     kind = value.type if isinstance(value, torch.device) else value.split(":")[0]

@@ -1,4 +1,4 @@
-"""Expert layers under what goes wrong: no numbers, no tokens, no room, ranks that differ, offload to files."""
+"""Expert layers in bad cases: values not finite, no tokens, no capacity, ranks that differ, offload to files."""
 
 from __future__ import annotations
 

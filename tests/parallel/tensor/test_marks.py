@@ -141,7 +141,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class Program(nn.Module):
-    """An embedding, two gated MLPs (gate and up in one weight, of two stretches), tied logits of a part each."""
+    """An embedding, two gated MLPs (gate and up packed in one weight), tied logits of a part each."""
 
     def __init__(self, mpu, seed: int = 0) -> None:
         super().__init__()

@@ -116,7 +116,7 @@ def _evaluate_only():
     assert getattr(build(2).optimizer, "parameter_offload", None) is None
 
 
-def test_an_engine_without_an_optimizer_returns_the_sharding_optimizer():
+def test_an_engine_without_an_optimizer_returns_deepspeed_zero_offload():
     run_ranks(_evaluate_only, 2)
 
 
@@ -136,5 +136,5 @@ def _by_itself():
         DeepSpeedZeRoOffload(Model(), None, settings, zenflow=True)
 
 
-def test_the_sharding_optimizer_by_itself():
+def test_deepspeed_zero_offload_without_an_engine():
     run_ranks(_by_itself, 2)

@@ -114,7 +114,7 @@ def cells(stages: tuple[int, ...]) -> None:
 
 
 def check_private(engine: DeepSpeedEngine, reference: Reference) -> None:
-    """The traffic books have the formula's bytes, and the tensors hold what was lost."""
+    """The traffic counters have the formula's bytes, and the tensors hold what was lost."""
     rows = {kind: (counted, formula) for kind, counted, formula, _ in engine.memory_report()}
     runtime = engine._runtime
     if reference.ranks == 1:
