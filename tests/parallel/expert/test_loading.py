@@ -67,7 +67,7 @@ def _loaded(folder: str, cells: list[tuple[str, int]]) -> None:
         whole = build(kind, **_wide(kind))
         sizes = {name: parameter.nbytes for name, parameter in whole.named_parameters()}
         with Peak() as peak:
-            usual = loading.taken
+            usual = loading.read_rows
 
             def counted(found: Any, rows: slice, peak: Peak = peak, usual: Any = usual) -> torch.Tensor:
                 part = usual(found, rows)
@@ -75,12 +75,12 @@ def _loaded(folder: str, cells: list[tuple[str, int]]) -> None:
                 peak.take(part)
                 return part
 
-            loading.taken = counted
+            loading.read_rows = counted
             try:
                 gc.collect()
                 model = from_pretrained(Path(folder, kind), settings)
             finally:
-                loading.taken = usual
+                loading.read_rows = usual
         what = f"{kind}, stage {stage}"
         share = wanted = 0
         for name, parameter in model.named_parameters():
