@@ -63,7 +63,7 @@ def is_missing(full_name: str) -> bool:
 
 
 def missing_names(module: str) -> list[str]:
-    """Returns the placeholders of ``module``."""
+    """Returns the names of the placeholders of ``module``, without the module's path."""
     return [name.rpartition(".")[2] for name in _BY_NAME if name.rpartition(".")[0] == module]
 
 

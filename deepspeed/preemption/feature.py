@@ -35,10 +35,10 @@ class StopRequest:
         names: Signals, such as ``SIGTERM``.
 
     Attributes:
-        reason: Name of the signal that came; None as long as none has.
+        reason: Name of the first signal received; None before that.
 
     Raises:
-        DeepSpeedConfigError: This is not the main thread, in which alone Python handles signals.
+        DeepSpeedConfigError: The caller is not the main thread; Python handles signals only there.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -79,17 +79,18 @@ def signals_of(section: Preemption, further: str) -> list[str]:
         further: Value of :data:`~deepspeed.config.sections.checkpoint.SIGNAL_VARIABLE`; empty: not set.
 
     Raises:
-        DeepSpeedConfigError: It names no signal that a program can wait for.
+        DeepSpeedConfigError: ``further`` is not the name of a signal that a program can handle.
     """
     if further and further not in CATCHABLE:
         raise DeepSpeedConfigError(
-            f"{SIGNAL_VARIABLE}={further}: expected the name of a signal that a program can wait for, such as SIGUSR1"
+            f"{SIGNAL_VARIABLE}={further}: expected the name of a signal that a program can handle; use for "
+            "example SIGUSR1"
         )
     return list(dict.fromkeys([*section.signals, *([further] if further else [])]))
 
 
 class PreemptionHooks(EngineHooks):
-    """The end of a run that received a stop signal.
+    """Saves a checkpoint and ends the run after the step in which a rank received a stop signal.
 
     Args:
         section: The configuration.
@@ -104,7 +105,7 @@ class PreemptionHooks(EngineHooks):
         self._engine: Any = None
 
     def begin(self, engine: Any) -> None:
-        """Continues from the last checkpoint in the folder, if there is one. Every rank must call it."""
+        """Loads the last checkpoint of ``preemption.save_dir`` if ``resume`` is set. All ranks must call it."""
         self._engine = engine
         self._exchange = Exchange()
         is_there = self._exchange.gather(os.path.isdir(self._folder), "the search for a checkpoint (preemption)")
@@ -115,7 +116,7 @@ class PreemptionHooks(EngineHooks):
 
     @override
     def after_step(self, global_steps: int) -> None:
-        assert self._exchange is not None, "the engine stands"
+        assert self._exchange is not None, "begin() was not called"
         mine = self._request.reason
         reasons_by_rank = self._exchange.gather(
             None if mine is None else f"{mine} on rank {self._exchange.rank} (host {socket.gethostname()})",
