@@ -1,4 +1,4 @@
-"""The page of the engine's features: what switches each one on, and what it does not go with.
+"""The page of the engine's features: the setting that enables each one, and the features that it excludes.
 
 ``python -m tests.project.feature_table`` writes ``docs/reference/features.md`` from the features themselves.
 """

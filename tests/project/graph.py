@@ -35,7 +35,7 @@ class Import:
 
 @cache
 def modules() -> dict[str, Path]:
-    """Dotted name -> file, for every module of the package."""
+    """Returns dotted name -> file, for every module of the package."""
     found: dict[str, Path] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -72,7 +72,7 @@ def nodes_of(source: str | ast.AST, *types: type[Node]) -> Iterator[Node]:
 
 @cache
 def imports() -> tuple[Import, ...]:
-    """All imports in the package, of any module; those only for type checkers are left out."""
+    """Returns all imports in the package, of any module, except those for type checkers only."""
     return tuple(entry for module in modules() for entry in _imports_of(module))
 
 
@@ -111,7 +111,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def edges() -> dict[str, set[str]]:
-    """Module -> modules of the package that it imports, inside functions too; packages on the way included."""
+    """Returns module -> modules of the package that it imports, also inside functions; parent packages included."""
     found: dict[str, set[str]] = {module: set() for module in modules()}
     for entry in imports():
         if entry.imported not in modules():
@@ -127,11 +127,11 @@ def edges() -> dict[str, set[str]]:
 
 
 def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """The knots of the graph: sets of modules each of which imports, in the end, all of the set (Tarjan 1972)."""
+    """Returns the import cycles: the strongly connected components of several modules (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    knots: list[list[str]] = []
+    components: list[list[str]] = []
 
     def visit(node: str) -> None:
         index[node] = low[node] = len(index)
@@ -143,12 +143,12 @@ def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
             elif other in stack:
                 low[node] = min(low[node], index[other])
         if low[node] == index[node]:
-            knot = stack[stack.index(node) :]
+            component = stack[stack.index(node) :]
             del stack[stack.index(node) :]
-            if len(knot) > 1 or node in edges[node]:
-                knots.append(sorted(knot))
+            if len(component) > 1 or node in edges[node]:
+                components.append(sorted(component))
 
     for node in edges:
         if node not in index:
             visit(node)
-    return knots
+    return components

@@ -20,8 +20,8 @@ def _part(module: str) -> str | None:
 
 
 def test_no_cycles():
-    knots = graph.cycles(graph.edges())
-    assert not knots, "modules that import each other:\n" + "\n".join(" <-> ".join(knot) for knot in knots)
+    cycles = graph.cycles(graph.edges())
+    assert not cycles, "modules that import each other:\n" + "\n".join(" <-> ".join(cycle) for cycle in cycles)
 
 
 def test_cycles_are_found():

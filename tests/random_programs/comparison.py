@@ -1,4 +1,4 @@
-"""Compares what ranks found with what plain torch found."""
+"""Compares the values of the ranks with those of plain torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Values = dict[tuple[Any, ...], Any]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How near values must be.
+    """Largest allowed differences.
 
     In fp32 the sides differ by the order of sums only, a few units in the last place of each gradient. Optimizers are
     drawn with an eps that is large beside that, so that an update differs as little as the gradient does. In 16 bits
     gradients are rounded before and after the reduction, so a parameter's update may differ by some per cent.
 
     Attributes:
-        number: Relative, of losses.
-        norm: Relative, of the gradient norm.
+        number: Of losses, relative.
+        norm: Of the gradient norm, relative.
         change: Of a parameter or state, relative to how far it has moved since the start.
         floor: Relative to the values themselves: the rounding of stored values.
         is_rough: In 16 bits: scalars are not compared.
@@ -52,7 +52,7 @@ def differences(program: Program, start: dict[str, torch.Tensor], wanted: Values
         program: The program.
         start: First values of parameters.
         wanted: The oracle's values.
-        found: A rank's.
+        found: The values of the rank.
     """
     tolerance = TOLERANCES[program.precision]
     for key, value in found.items():

@@ -29,13 +29,13 @@ class _Layer(nn.Module):
 
 
 def margin_of(scores: torch.Tensor, k: int) -> float:
-    """The least distance between the k-th and the next score of a row."""
+    """Returns the smallest distance between the k-th and the next score of a row."""
     ordered = scores.detach().sort(dim=1, descending=True).values
     return (ordered[:, k - 1] - ordered[:, k]).min().item()
 
 
 class PlainMoE(nn.Module):
-    """Every token goes to its ``k`` best experts; nothing is dropped. GShard's balance loss, first choices only."""
+    """Sends every token to its ``k`` best experts and drops none. Balance loss of GShard, over first choices only."""
 
     def __init__(self, width: int, expert: nn.Module, experts: int, k: int) -> None:
         super().__init__()

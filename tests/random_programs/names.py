@@ -1,4 +1,4 @@
-"""The name that a parameter has in the whole model, for what a rank's engine calls it."""
+"""Translates parameter names of a rank's engine to those of the whole model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Names:
 
     Args:
         program: The program.
-        layout: The phase's.
+        layout: The layout of the phase.
         rank: The rank.
-        module: What was given to ``initialize``.
+        module: The model that was given to ``initialize``.
     """
 
     def __init__(self, program: Program, layout: Layout, rank: int, module: Any) -> None:
@@ -35,7 +35,7 @@ class Names:
 
     @property
     def expert_place(self) -> int:
-        """This rank's number among those that share experts."""
+        """Returns this rank's number among those that share experts."""
         if self.ranks == 1 or not self.is_own_layer:
             return self.place.data % self.ranks
         from deepspeed.comm.job.job import Job
@@ -43,7 +43,7 @@ class Names:
         return Job.current().experts.ranks_of(self.ranks)[0].index(my_rank())
 
     def whole(self, name: str) -> str:
-        """The name in the whole model."""
+        """Returns the name in the whole model."""
         found = _EXPERT.fullmatch(name)
         if found is not None:
             number = self.expert_place * (self.experts // self.ranks) + int(found[2])
@@ -53,5 +53,5 @@ class Names:
 
 
 def my_rank() -> int:
-    """This rank; 0 where there is no process group."""
+    """Returns this rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0

@@ -1,4 +1,4 @@
-"""A phase of a program on its ranks; what each rank found, under the keys of the oracle."""
+"""Runs a phase of a program on its ranks; each rank returns its values under the keys of the oracle."""
 
 from __future__ import annotations
 
@@ -223,14 +223,14 @@ class PhaseRun:
                 self.values[(self.number, step, key, *self._cut(self.names.whole(name)))] = value.clone()
 
     def _cut(self, name: str) -> tuple[Any, ...]:
-        """The name; of stacked experts also which part of them this rank has."""
+        """Returns the name and, for stacked experts, the part that this rank holds."""
         if self.layout.experts > 1 and self.program.model.kind == "mixtral" and ".experts." in name:
             return name, self.names.expert_place, self.layout.experts
         return (name,)
 
 
 def frozen_before(program: Program, number: int) -> dict[str, bool]:
-    """What the phases before ``number`` froze or unfroze, by name."""
+    """Returns which parameters the phases before ``number`` froze or unfroze, by name."""
     every = [name for name, _ in models.whole(program.model).named_parameters()]
     frozen: dict[str, bool] = {}
     for phase in program.phases[:number]:

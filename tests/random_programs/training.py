@@ -1,4 +1,4 @@
-"""What both sides of a comparison share: losses, param groups, optimizers and what the actions change."""
+"""Code that the engine and the oracle share: losses, param groups, optimizers and the effects of actions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BALANCE = 0.1  # weight of the experts' balance in the loss
 
 
 def loss_of(logits: torch.Tensor, balance: Any, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of the labels that count, and the balance of the experts."""
+    """Returns the mean cross entropy over the labels that count, plus the weighted balance loss of the experts."""
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
     return loss + BALANCE * balance if isinstance(balance, torch.Tensor) else loss
 
 
 def prepare(program: Program, parameters: Mapping[str, nn.Parameter], frozen: Mapping[str, bool], salt: int) -> None:
-    """First values, and what was frozen or unfrozen in earlier phases."""
+    """Sets the initial values, and freezes or unfreezes parameters as earlier phases did."""
     fill(parameters, salt)
     for name, parameter in parameters.items():
         if name in frozen:
@@ -33,7 +33,7 @@ def prepare(program: Program, parameters: Mapping[str, nn.Parameter], frozen: Ma
 
 
 def param_groups(choice: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-    """Groups with a learning rate and a weight decay of their own; a name belongs to the same group everywhere."""
+    """Returns groups, each with its own learning rate and weight decay; a name is in the same group on all ranks."""
     rate = dict(choice.params)["lr"]
     has_decay = "weight_decay" in dict(choice.params)
     groups: list[dict[str, Any]] = []
@@ -48,20 +48,20 @@ def param_groups(choice: Optimizer, parameters: Mapping[str, nn.Parameter]) -> l
 
 
 def build_optimizer(choice: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer of torch."""
+    """Returns the optimizer of torch."""
     made: torch.optim.Optimizer = getattr(torch.optim, choice.name)(groups, **dict(choice.params))
     return made
 
 
 def build_schedule(choice: Optimizer, optimizer: torch.optim.Optimizer) -> Any:
-    """The schedule of torch, or None."""
+    """Returns the schedule of torch, or None."""
     if not choice.schedule:
         return None
     return getattr(torch.optim.lr_scheduler, choice.schedule)(optimizer, **dict(choice.schedule_params))
 
 
 def chosen(names: Iterable[str], action: Action) -> list[str]:
-    """The parameters that an action is about, in an order that all ranks share.
+    """Returns the parameters that an action affects, in the same order on all ranks.
 
     Experts are left out: ranks that share them have different ones under the same name.
     """
@@ -71,5 +71,5 @@ def chosen(names: Iterable[str], action: Action) -> list[str]:
 
 
 def changed(value: torch.Tensor) -> torch.Tensor:
-    """What actions that write make of a parameter, a gradient or a state."""
+    """Returns the value that a writing action gives to a parameter, a gradient or a state."""
     return value * 0.5

@@ -1,4 +1,4 @@
-"""First values of parameters and the contents of batches; both are functions of names and numbers alone."""
+"""Initial values of parameters and contents of batches; both depend on names and numbers only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = 2
 
 
 def generator(*key: Any) -> torch.Generator:
-    """Random numbers that depend on ``key`` only."""
+    """Returns a random generator whose seed depends on ``key`` only."""
     return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
 
 
@@ -33,7 +33,7 @@ def fill(parameters: Mapping[str, nn.Parameter], salt: int = 0) -> None:
 
 
 def batch_of(model: Model, phase: int, step: int, micro: int, data: int, extra: int = 0) -> dict[str, Any]:
-    """A micro-batch of a data rank: whole sequences.
+    """Returns a micro-batch of a data rank: whole sequences.
 
     Returns:
         ``ids``, ``positions`` and ``labels`` (each token's next one) of ``[rows, tokens]``, ``mask`` or None, and
@@ -65,7 +65,7 @@ def batch_of(model: Model, phase: int, step: int, micro: int, data: int, extra: 
 
 
 def part_of(batch: dict[str, Any], place: int, size: int) -> dict[str, Any]:
-    """A sequence rank's tokens of a batch."""
+    """Returns a sequence rank's tokens of a batch."""
     tokens = batch["ids"].shape[1]
     mine = slice(place * (tokens // size), (place + 1) * (tokens // size))
     return {name: value[:, mine] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

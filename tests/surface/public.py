@@ -146,12 +146,12 @@ def _signature(value: Any) -> str:
 
 
 def _takes_fields(kind: type) -> bool:
-    """Whether it is a section of the configuration, whose keys are listed as such."""
+    """Returns whether a class is a section of the configuration; its keys are listed as keys, not as attributes."""
     return hasattr(kind, "model_fields")
 
 
 class _Shown:
-    """A default value as it is written: plain values by value, others by their type."""
+    """A default value in a signature: shown by value if it is plain, otherwise by its type."""
 
     def __init__(self, parameter: inspect.Parameter):
         self._default = parameter.default

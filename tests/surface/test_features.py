@@ -1,4 +1,4 @@
-"""Names of missing features: importable, and one sentence when used."""
+"""Names of missing features can be imported; using one raises one sentence."""
 
 from __future__ import annotations
 

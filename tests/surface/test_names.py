@@ -1,4 +1,4 @@
-"""The public names: where the ecosystem looks for them, they are."""
+"""Public names exist at the paths from which other libraries import them."""
 
 from __future__ import annotations
 

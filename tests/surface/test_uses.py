@@ -1,4 +1,4 @@
-"""Names at upstream's paths, used for what training programs use them for."""
+"""Uses names at upstream's paths as training programs use them."""
 
 from __future__ import annotations
 
