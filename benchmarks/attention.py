@@ -46,7 +46,7 @@ def tensors(length: int) -> list[torch.Tensor]:
 
 
 def least(contestants: dict[str, Callable[[], torch.Tensor]], repetitions: int) -> dict[str, float]:
-    """Least processor seconds of a forward and a backward, in turns."""
+    """Returns the least processor seconds of a forward and a backward; the contestants take turns."""
     shortest = dict.fromkeys(contestants, float("inf"))
     for _ in range(repetitions):
         for name, forward in contestants.items():
@@ -83,7 +83,7 @@ def beside_dense(repetitions: int) -> list[dict[str, Any]]:
 
 
 def beside_big_bird(repetitions: int) -> dict[str, Any]:
-    """A BERT-like layer's attention with Transformers' BigBird, and ours over the pattern that it used."""
+    """Times a BERT-like layer with Transformers' BigBird attention, and with ours over the same pattern."""
     from transformers import BigBirdConfig
     from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention, BigBirdModel
 
@@ -121,7 +121,7 @@ def beside_big_bird(repetitions: int) -> dict[str, Any]:
 
 
 def peak(length: int) -> int:
-    """Bytes that a forward and a backward at this length add to a fresh process."""
+    """Returns the bytes that a forward and a backward at this length add to a fresh process."""
     random.seed(0)
     plan = compile_layout(BigBirdSparsityConfig(HEADS, 64, num_random_blocks=2).make_layout(length), 64)
     query, key, value = tensors(length)
@@ -132,7 +132,7 @@ def peak(length: int) -> int:
 
 
 def _highest() -> int:
-    """Most bytes this process has held so far; ``ru_maxrss`` would start at its parent's."""
+    """Returns the peak resident bytes of this process; ``ru_maxrss`` would start at its parent's."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
 

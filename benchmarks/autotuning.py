@@ -144,14 +144,14 @@ class Training:
         self.seconds: list[float] = []
 
     def update(self) -> None:
-        """One update on random bytes."""
+        """Runs one update on random bytes."""
         for _ in range(self.engine.gradient_accumulation_steps()):
             ids = torch.randint(0, 256, (self.engine.train_micro_batch_size_per_gpu(), LENGTH + 1))
             self.engine.backward(self.engine(ids[:, :-1], ids[:, 1:]))
             self.engine.step()
 
     def timed_update(self) -> None:
-        """One update, timed from a barrier to the slowest rank's end."""
+        """Times one update, from a barrier to the end of the slowest rank."""
         comm.barrier()
         start = time.perf_counter()
         self.update()

@@ -1,4 +1,4 @@
-"""Numbers about checkpoints: saving beside a plain write of the same bytes, loading, export, and their memory.
+"""Measures checkpoints: saving beside a plain write of the same bytes, loading, export, and their memory.
 
     python benchmarks/checkpoint.py [--path DIR] [--blocks N] [--rounds N] [--write-report]
     python benchmarks/checkpoint.py --beside-training [--rows N] [--write-report]
@@ -36,7 +36,7 @@ WIDTH = 1024
 
 
 def large_engine(blocks: int, stage: int = 1, width: int = WIDTH) -> Any:
-    """An engine with states in place; a block is a bucket, and takes 12 MiB of masters and moments at this width."""
+    """Returns an engine with initialized states. A block is one bucket, with 12 MiB of masters and moments."""
     import deepspeed
 
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def large_engine(blocks: int, stage: int = 1, width: int = WIDTH) -> Any:
 
 
 def plain_write(path: Path, files: list[Path]) -> float:
-    """Seconds to write the bytes of these files from memory to new ones, one after the other, and sync each."""
+    """Returns the seconds to write the bytes of these files to new files, one after the other, and sync each."""
     seconds = 0.0
     for number, file in enumerate(files):
         data = memoryview(file.read_bytes())
@@ -92,18 +92,18 @@ class Peak:
 
 
 def bytes_read() -> int:
-    """What this process has asked the system to read so far."""
+    """Returns the bytes that this process has requested from read calls so far."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
 
 
 def writer_of(path: Path) -> int:
-    """The rank that wrote a file of a checkpoint."""
+    """Returns the rank that wrote a file of a checkpoint."""
     return int(path.name[4:9]) if path.name.startswith("rank") else 0
 
 
 def measure(folder: str, blocks: int, stage: int, rounds: int, width: int = WIDTH) -> dict[str, Any]:
-    """Body of a rank."""
+    """Runs the measurements of one rank."""
     from deepspeed import comm
     from deepspeed.logging import logger
 
@@ -148,7 +148,7 @@ def measure(folder: str, blocks: int, stage: int, rounds: int, width: int = WIDT
 
 
 def step_seconds(run: Any, batch: torch.Tensor) -> float:
-    """Seconds of one training step."""
+    """Returns the seconds of one training step."""
     start = time.perf_counter()
     run.backward(run(batch).float().square().mean())
     run.step()
@@ -156,7 +156,7 @@ def step_seconds(run: Any, batch: torch.Tensor) -> float:
 
 
 def steps_during(worker: threading.Thread, run: Any, batch: torch.Tensor) -> list[float]:
-    """Seconds of the steps that begin and end while a thread works."""
+    """Returns the seconds of the steps that begin and end while a thread works."""
     found = []
     while worker.is_alive():
         seconds = step_seconds(run, batch)
@@ -166,7 +166,7 @@ def steps_during(worker: threading.Thread, run: Any, batch: torch.Tensor) -> lis
 
 
 def write_bytes(folder: Path, data: list[bytes]) -> None:
-    """Writes files of these bytes and syncs each: what any save of them must do."""
+    """Writes files of these bytes and syncs each: the minimum that a save must do."""
     for number, each in enumerate(data):
         with open(folder / f"plain{number}", "wb", buffering=0) as file:
             for start in range(0, len(each), 4 * MIB):
@@ -181,7 +181,7 @@ def checksum_bytes(_: Path, data: list[bytes]) -> None:
 
 
 def beside_training(folder: str, blocks: int, rounds: int, rows: int) -> dict[str, Any]:
-    """Steps alone, steps while a save writes, and saves that training waits for. One rank, one thread of torch."""
+    """Times steps alone, steps during a save, and saves that training waits for. One rank, one thread of torch."""
     from deepspeed.logging import logger
 
     logger.setLevel("WARNING")
@@ -239,7 +239,7 @@ print(time.perf_counter() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_
 
 
 def export(folder: str) -> dict[str, float]:
-    """Seconds and extra memory of writing one safetensors file from the checkpoint."""
+    """Returns the seconds and the extra memory of writing one safetensors file from the checkpoint."""
     command = [sys.executable, "-c", EXPORT, folder, f"{folder}/exported"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, check=True, capture_output=True, text=True)
@@ -248,7 +248,7 @@ def export(folder: str) -> dict[str, float]:
 
 
 def row(folder: str, blocks: int, ranks: int, stage: int, rounds: int) -> dict[str, Any]:
-    """One line of the report: one topology."""
+    """Returns one line of the report: one topology."""
     from benchmarks.checkpoint import measure as body  # the workers import it by this name
     from tests.harness import run_ranks
 
@@ -279,7 +279,7 @@ def row(folder: str, blocks: int, ranks: int, stage: int, rounds: int) -> dict[s
 
 
 def show(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
+    """Returns the report as Markdown."""
     rows = report["rows"]
     lines = [f"# Checkpoint benchmark, {report['date']}", "", f"Machine: {report['machine']}.", ""]
     lines += ["| | " + " | ".join(f"{r['ranks']} rank(s), stage {r['stage']}" for r in rows) + " |"]

@@ -36,13 +36,13 @@ _CHUNK_NUMEL = 128 * 1024  # 256 KiB of bf16 and 512 KiB of fp32: fits a second-
 
 
 def gather_native(full: Tensor, rank: int, world_size: int) -> None:
-    """``full`` [n] from everyone's slice; gloo gathers into buffers of its own and copies."""
+    """Gathers ``full`` [n] from the slices of all ranks; gloo gathers into its own buffers and copies."""
     numel = full.numel() // world_size
     dist.all_gather_into_tensor(full, full[rank * numel : (rank + 1) * numel])
 
 
 def gather_tagged(full: Tensor, rank: int, world_size: int) -> None:
-    """``full`` [n] from everyone's slice, received in place."""
+    """Gathers ``full`` [n] from the slices of all ranks, received in place."""
     slices = full.chunk(world_size)
     works = []
     for distance in range(1, world_size):
@@ -55,20 +55,20 @@ def gather_tagged(full: Tensor, rank: int, world_size: int) -> None:
 
 
 def scatter_native(full: Tensor, rank: int, world_size: int) -> Tensor:
-    """Sum of everyone's slice number ``rank``, bf16."""
+    """Sums slice ``rank`` over all ranks, in bf16."""
     mine = torch.empty(full.numel() // world_size, dtype=full.dtype)
     dist.reduce_scatter_tensor(mine, full)
     return mine
 
 
 def scatter_all_reduce(full: Tensor, rank: int, world_size: int) -> Tensor:
-    """The same by summing everything everywhere."""
+    """Computes the same by an all-reduce of the whole buffer."""
     dist.all_reduce(full)
     return full.chunk(world_size)[rank]
 
 
 def scatter_exchange(full: Tensor, rank: int, world_size: int) -> Tensor:
-    """The same by exchanging slices and adding them in rank order in fp32."""
+    """Computes the same by exchanging slices and adding them in rank order in fp32."""
     slices = full.chunk(world_size)
     arrived = {source: torch.empty_like(slices[0]) for source in range(world_size) if source != rank}
     works = []
@@ -87,7 +87,7 @@ def scatter_exchange(full: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def scatter_exchange_chunked(full: Tensor, rank: int, world_size: int) -> Tensor:
-    """As :func:`scatter_exchange`, in chunks: a chunk is added while it is in the cache and later ones arrive."""
+    """Works like :func:`scatter_exchange`, in chunks: adds a chunk from the cache while later ones arrive."""
     slices = full.chunk(world_size)
     arrived = {source: torch.empty_like(slices[0]) for source in range(world_size) if source != rank}
     chunks = max(1, min(8, slices[0].numel() // _CHUNK_NUMEL))
@@ -121,12 +121,12 @@ def scatter_exchange_chunked(full: Tensor, rank: int, world_size: int) -> Tensor
 
 
 def ours_gather(full: Tensor, rank: int, world_size: int) -> None:
-    """What stage 3 calls."""
+    """Runs the all-gather that stage 3 calls."""
     Job.current().axis_of().transport().all_gather(full, key=9, label="the benchmark").wait()
 
 
 def ours_scatter(full: Tensor, rank: int, world_size: int) -> Tensor:
-    """What stages 2 and 3 call; the result is fp32."""
+    """Runs the reduce-scatter that stages 2 and 3 call; the result is fp32."""
     mine = torch.empty(full.numel() // world_size)
     transport = Job.current().axis_of().transport()
     how = Reduction(scale=1.0, key=10, label="the benchmark", limit=full.numel())
@@ -147,7 +147,7 @@ VARIANTS: dict[str, Callable[[Tensor, int, int], Tensor | None]] = {
 
 
 def _check(rank: int, world_size: int) -> None:
-    """Every variant must give the right answer before it is timed; small integers are exact in bf16."""
+    """Checks the result of every variant before it is timed; small integers are exact in bf16."""
     numel = 4 * world_size * 65536
     for name, variant in VARIANTS.items():
         full = torch.full((numel,), float(rank + 1), dtype=torch.bfloat16)
@@ -187,7 +187,7 @@ def _rank_main(rank: int, world_size: int, nbytes: int, rounds: int, folder: str
 
 
 def measure(world_size: int, nbytes: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every round of every variant, slowest rank."""
+    """Returns the seconds of the slowest rank, for every round of every variant."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank_main, (world_size, nbytes, rounds, folder), nprocs=world_size)
         with open(f"{folder}/seconds.json") as file:

@@ -46,12 +46,12 @@ class Task:
     """A model with its text.
 
     Attributes:
-        name: For the table.
-        measure: What quality is called.
-        make: Builds the model with so many layers.
-        batches: Training batches from a seed, without an end.
-        quality: Of a model, on text that is never trained on.
-        steps: Of the first training.
+        name: Name in the table.
+        measure: Name of the quality metric.
+        make: Builds the model with a given number of layers.
+        batches: Yields training batches from a seed, without end.
+        quality: Returns the metric of a model, on text that is never trained on.
+        steps: Number of steps of the first training.
         parts: Names of layers: all that is quantised, sparse, rows with what follows, heads with what precedes, and
             what a student takes over besides its layers.
     """
@@ -164,7 +164,7 @@ def _technique(shared: dict[str, Any], params: dict[str, Any], modules: list[str
 
 
 def techniques(parts: dict[str, Any], steps: int) -> dict[str, dict[str, Any]]:
-    """The sections, by the name of their row. What begins at an update begins after a tenth of the steps."""
+    """Returns the sections by the name of their row. A technique with an offset begins after a tenth of the steps."""
     begin = {"schedule_offset": max(steps // 10, 1)}
 
     def weights(bits: int, start: int | None = None, kind: str = "symmetric", **more: Any) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class Row:
 
 
 def train(model: torch.nn.Module, task: Task, steps: int, seed: int, rate: float, **sections: Any) -> Any:
-    """Trains under the engine; returns it."""
+    """Trains under the engine; returns the engine."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
@@ -245,18 +245,18 @@ def train(model: torch.nn.Module, task: Task, steps: int, seed: int, rate: float
 
 
 def size_of(model: torch.nn.Module) -> int:
-    """Of parameters and buffers."""
+    """Returns the bytes of parameters and buffers."""
     return sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
 
 
 @torch.no_grad()
 def measure(task: Task, model: torch.nn.Module) -> float:
-    """Quality in evaluation mode."""
+    """Returns the quality in evaluation mode."""
     return task.quality(model.eval())
 
 
 def run(task: Task) -> list[Row]:
-    """Every technique on one task."""
+    """Runs every technique on one task."""
     torch.manual_seed(0)
     first = task.make(LAYERS)
     engine = train(first, task, task.steps, seed=1, rate=1.5e-3)
@@ -287,7 +287,7 @@ def run(task: Task) -> list[Row]:
 
 
 def _achieved(model: torch.nn.Module) -> str:
-    """Bits and shares as they stand at the end of training."""
+    """Returns bits and kept shares at the end of training."""
     states = compression_state(model)
     found: list[str] = []
     for bits, what in ((("bits"), "weights"), (("activation_bits"), "inputs")):
@@ -302,7 +302,7 @@ def _achieved(model: torch.nn.Module) -> str:
 
 
 def report(results: dict[str, list[Row]], tasks: list[Task], args: argparse.Namespace, seconds: float) -> str:
-    """The tables, in Markdown."""
+    """Returns the tables in Markdown."""
     lines = [
         "# Compression of models",
         "",

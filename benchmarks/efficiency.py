@@ -54,7 +54,7 @@ quickstart.CONTEXT = CONTEXT
 
 
 def operations(length: int, layers: list[int]) -> float:
-    """Floating-point operations of a step, forward and backward: sequences of ``length``, so many tokens per layer."""
+    """Returns the FLOPs of a step, forward and backward, from ``length`` and the number of tokens in each layer."""
     of_layers = sum(tokens * (24 * WIDTH**2 + 4 * tokens * WIDTH) for tokens in layers)
     return 3.0 * BATCH * (of_layers + 2 * length * WIDTH * 256)
 
@@ -64,7 +64,7 @@ class Kind:
 
     Args:
         name: Of :data:`RUNS`.
-        steps: Over which its schedule goes; what follows is whole.
+        steps: Length of its schedule; later steps train in full.
     """
 
     def __init__(self, name: str, steps: int) -> None:
@@ -96,7 +96,7 @@ class Kind:
             self.sections["progressive_layer_drop"] = {"enabled": True, "theta": 0.5, "gamma": 100 / steps}
 
     def shapes(self) -> Iterator[tuple[int, list[int]]]:
-        """For each step the length of its sequences, and the tokens of each layer."""
+        """Yields for each step the length of its sequences, and the tokens of each layer."""
         step = 0
         whole = [CONTEXT] * DEPTH
         curriculum = CurriculumScheduler(self.sections["curriculum_learning"]) if self.name == "curriculum" else None
@@ -123,7 +123,7 @@ class Kind:
             step += 1
 
     def steps_for(self, budget: float) -> int:
-        """How many steps a budget of operations pays for."""
+        """Returns the number of steps within a budget of FLOPs."""
         spent, steps = 0.0, 0
         for length, layers in self.shapes():
             spent += operations(length, layers)
@@ -134,7 +134,7 @@ class Kind:
 
 
 def kind_for(name: str, budget: float) -> tuple[Kind, int]:
-    """The kind whose schedule spans the steps that the budget pays for, and their number."""
+    """Returns the kind whose schedule spans the steps within the budget, and their number."""
     steps = Kind("plain", 1).steps_for(budget)
     for _ in range(20):  # more steps stretch the schedule, which makes them cheaper: a fixed point
         kind = Kind(name, steps)
@@ -183,7 +183,7 @@ def held_out_loss(engine: Any, samples: list[tuple[torch.Tensor, torch.Tensor]])
 
 
 def run(name: str, budget: float, text: Any, say: Callable[[str], None]) -> dict[str, Any]:
-    """Trains one kind until its budget is spent; losses against tokens, time and share of the budget."""
+    """Trains one kind until its budget is spent; returns losses with tokens, time and share of the budget."""
     seed = 1 if "other seed" in name else 0
     torch.manual_seed(seed)
     kind, steps = kind_for("plain" if "plain" in name else name, budget)
@@ -219,7 +219,7 @@ def run(name: str, budget: float, text: Any, say: Callable[[str], None]) -> dict
 
 
 def at(curve: list[list[float]], axis: int, where: float) -> float | None:
-    """The loss of a curve where an axis has a value, between its points; None beyond its end."""
+    """Returns the interpolated loss of a curve at a value of an axis; None beyond its end."""
     for before, after in zip(curve, curve[1:], strict=False):
         if before[axis] <= where <= after[axis]:
             share = (where - before[axis]) / max(after[axis] - before[axis], 1e-9)
@@ -245,7 +245,7 @@ def table(results: list[dict[str, Any]]) -> list[str]:
 
 
 def verdict(results: list[dict[str, Any]]) -> str:
-    """Who pays, beyond what another seed does."""
+    """Returns for each kind whether it beats plain training, by more than another seed changes the loss."""
     final = {result["name"]: result["curve"][-1][3] for result in results}
     chance = abs(final["plain, other seed"] - final["plain"])
     words = []
@@ -260,7 +260,7 @@ def verdict(results: list[dict[str, Any]]) -> str:
 
 
 def picture(results: list[dict[str, Any]]) -> str:
-    """Loss over tokens and over processor time, as an SVG document."""
+    """Returns the loss over tokens and over processor time, as an SVG document."""
     made: list[str] = []
     width, height = 420, 300
     everything = [point for result in results for point in result["curve"][2:] or result["curve"]]
@@ -322,7 +322,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def theta(arguments: argparse.Namespace) -> None:
-    """Processor time of a step at fixed keep ratios, in turns."""
+    """Measures the processor time of a step at fixed keep ratios; the ratios take turns."""
     ratios = (1.0, 0.75, 0.5, 0.25)
     kind = Kind("layer dropping", 100)
     engine = engine_for(kind, 100)

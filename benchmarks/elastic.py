@@ -48,7 +48,7 @@ def make_model(width: int) -> torch.nn.Module:
 
 
 class Marks:
-    """Appends a line with the time for everything that happens."""
+    """Appends a line with the time of each event."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / f"marks-{os.getpid()}.jsonl").open("a", buffering=1)
@@ -202,7 +202,7 @@ def run(kind: str, ranks: int, width: int) -> list[dict[str, Any]]:
 
 
 def seconds_lost(lines: list[dict[str, Any]]) -> float:
-    """From the death until a rank has finished the step in which it happened."""
+    """Returns the seconds from the kill until a rank has finished the step in which it happened."""
     killed = next(line["time"] for line in lines if line["event"] == "killed")
     again = (line for line in lines if line["event"] == "step" and line["time"] > killed and line["done"])
     return min(line["time"] for line in again if line["step"] >= DEATH) - killed

@@ -59,7 +59,7 @@ def work(name: str, shape: dict[str, int], rank: int, meeting: str) -> None:
 
 
 def build(name: str, shape: dict[str, int]) -> Any:
-    """The contestant's layer, from ``[S, M]`` to ``[S, M]``."""
+    """Returns the contestant's layer, from ``[S, M]`` to ``[S, M]``."""
     import torch
     from torch import nn
 
@@ -102,7 +102,7 @@ def build(name: str, shape: dict[str, int]) -> Any:
 
 
 def _plain(name: str, hidden: int, inner: int, experts: int, k: int) -> Any:
-    """What one writes by hand: routes sorted by expert and a loop, ``grouped_mm``, masks; or a dense layer."""
+    """Returns a layer in plain torch: a loop over routes sorted by expert, ``grouped_mm``, masks, or a dense layer."""
     import torch
     import torch.nn.functional as F  # noqa: N812
     from torch import nn
@@ -180,7 +180,7 @@ class Contestant:
         ]
 
     def turn(self) -> tuple[float, float]:
-        """One forward and backward: the slowest rank's wall and processor seconds."""
+        """Runs one forward and backward; returns the slowest rank's wall and processor seconds."""
         rows = take_turn(self.processes)
         return max(row[0] for row in rows), max(row[1] for row in rows)
 
@@ -189,7 +189,7 @@ class Contestant:
 
 
 def contest(shape: dict[str, int], names: list[str], options: argparse.Namespace) -> None:
-    """One table row per contestant."""
+    """Runs the contestants and returns one table row for each."""
     pythons = {name: options.peer_python if name in PEER else sys.executable for name in names}
     contestants = {name: Contestant(name, shape, pythons[name]) for name in names}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}

@@ -79,13 +79,13 @@ GOALS = (
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Returns the resident bytes of this process."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def work(name: str, shape: dict[str, int], rank: int, meeting: str) -> None:
-    """Answers every line on standard input with seconds, processor seconds, the digest of the tokens, bytes."""
+    """For every line on standard input, prints seconds, processor seconds, the digest of the tokens, and bytes."""
     import torch
     import transformers
 
@@ -115,7 +115,7 @@ def work(name: str, shape: dict[str, int], rank: int, meeting: str) -> None:
 
 
 def drop_cached(folder: str) -> None:
-    """The page cache forgets the files below ``folder``."""
+    """Drops the files below ``folder`` from the page cache."""
     for path in Path(folder).rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
@@ -143,7 +143,7 @@ def model_of(shape: dict[str, int], transformers: Any, torch: Any) -> Any:
 
 
 def build(name: str, model: Any, folder: str) -> tuple[Any, int]:
-    """What generates, and the bytes of weights that this process keeps in memory between uses."""
+    """Returns the ``generate`` function, and the bytes of weights that this process keeps in memory between calls."""
     import gc
 
     import torch
@@ -207,7 +207,7 @@ class Contestant:
         ]
 
     def turn(self) -> tuple[float, float, str, int, int]:
-        """One generate: the slowest rank's seconds; digest; the largest rank's bytes."""
+        """Runs one ``generate``; returns the slowest rank's seconds, the digest, and the largest rank's bytes."""
         rows = take_turn(self.processes, lambda: Path(self.log.name).read_text()[-2000:])
         wall, cpu, held, grown = (max(row[column] for row in rows) for column in (0, 1, 3, 4))
         return wall, cpu, rows[0][2], held, grown

@@ -1,4 +1,4 @@
-"""Numbers about offload: the host's Adam, file throughput, step times with each tier.
+"""Measures offload: the host's Adam, file throughput, step times with each tier.
 
     python benchmarks/offload.py adam [--numel N]         GB/s beside torch's fused kernel and a plain copy
     python benchmarks/offload.py files --path DIR          GB/s of the file store, beside fio where it is installed
@@ -32,7 +32,7 @@ _BF16_EXTRA = 2  # the 16-bit copy
 
 
 def best_of(contestants: dict[str, Callable[[], None]], repetitions: int) -> dict[str, float]:
-    """Shortest seconds of each, measured in turns."""
+    """Returns the shortest seconds of each function; they take turns."""
     shortest = dict.fromkeys(contestants, float("inf"))
     for each in contestants.values():
         each()
@@ -232,7 +232,7 @@ def steps(path: Path, count: int, ranks: int, layers: int) -> dict[str, Any]:
 def time_speculation(count: int, layers: int) -> dict[str, Any]:
     """Body of a rank: seconds of forward and backward, and of the update, with and without ``super_offload``.
 
-    The engines take turns. "clipped" clips every gradient, so that whatever was begun is made again.
+    The engines take turns. "clipped" clips every gradient, so every update that starts early is repeated.
     """
     import deepspeed
     from deepspeed.logging import logger

@@ -55,7 +55,7 @@ class StoreRates:
 
 
 class _Parked:
-    """A thread that does not run, until its ``turn``."""
+    """A thread that is blocked until its ``turn``."""
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
@@ -167,9 +167,9 @@ class SimulatedStore:
     """A store in this process that one rank after the other uses; it counts.
 
     Attributes:
-        count: Operations by name.
+        count: Number of operations, by name.
         bytes: Sent and received, without the protocol's own.
-        busy_seconds: In which the server was at work.
+        busy_seconds: Seconds in which the server was busy.
     """
 
     def __init__(self, clock: VirtualClock | None = None, rates: StoreRates | None = None) -> None:
@@ -183,11 +183,11 @@ class SimulatedStore:
 
     @property
     def operations(self) -> int:
-        """All of them."""
+        """Returns the number of all operations."""
         return sum(self.count.values())
 
     def has_extended_api(self) -> bool:
-        """As torch's store over TCP."""
+        """Returns True, as torch's store over TCP does."""
         return True
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
@@ -341,7 +341,7 @@ def simulate_start(ranks: int, rates: StoreRates | None = None, spread: float = 
 
 @dataclass(frozen=True)
 class SimulatedWait:
-    """What it costs that all ranks but one wait for long.
+    """What a long wait of all ranks but one costs.
 
     Attributes:
         ranks: How many.

@@ -1,8 +1,8 @@
 """Who trains: each contestant turns a workload into one function, ``step(batch) -> loss``.
 
 All start from the same weights, see the same batches and use AdamW with the same settings, without clipping and
-accumulation. What differs in dtype is in the contestant's description. Needs torch only; `deepspeed` is imported by
-those that use it.
+accumulation. A contestant's description states its dtypes. Needs torch only; contestants that use `deepspeed` import it
+themselves.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Contestant:
 
 
 class _MasterUpdate:
-    """fp32 masters of a bf16 model with one fused AdamW over all of them: what a careful person writes by hand."""
+    """Keeps fp32 masters of a bf16 model and updates them with one fused AdamW, as plain torch code would."""
 
     def __init__(self, module: nn.Module) -> None:
         self.params = list(module.parameters())

@@ -15,7 +15,7 @@ _WIDEST_SPREAD = 0.15  # of the ratio: above it the rounds differ too much for a
 
 @dataclass(frozen=True)
 class Goal:
-    """A wanted ratio of step times; ``at_most`` None is a ratio worth showing without a goal."""
+    """A goal for a ratio of step times; ``at_most`` None: the ratio is shown without a goal."""
 
     ours: str
     other: str
@@ -61,10 +61,10 @@ class Verdict:
     """One measured pair.
 
     Attributes:
-        goal: What was wanted.
+        goal: The goal.
         ratio: Median step time of ours over the other's.
         spread: Quartiles of the ratios of single rounds.
-        fastest: Ratio of the fastest steps; on a busy machine the steadier of the two.
+        fastest: Ratio of the fastest steps; on a busy machine less noisy than ``ratio``.
         cpu: Ratio of the median processor times of a step.
         memory: Ratio of peak resident memory in steady training.
         memory_above_import: The same without what importing torch costs.
@@ -80,7 +80,7 @@ class Verdict:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the rounds disagree too much for a verdict."""
+        """Returns whether the rounds differ too much for a verdict."""
         return self.spread[1] - self.spread[0] > _WIDEST_SPREAD * self.ratio
 
     @property
@@ -90,7 +90,7 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """Whether the goal was met, by how much of the other's step it was missed, or that noise forbids to say."""
+        """Returns the verdict as text: met, missed by which share of the other's step, or too noisy to decide."""
         if self.goal.at_most is None:
             return ""
         if self.is_noisy:
@@ -99,7 +99,7 @@ class Verdict:
 
 
 def judge(workload: str, results: Mapping[str, Result]) -> list[Verdict]:
-    """Verdicts on the pairs of ``workload`` of which both took part to the end."""
+    """Returns verdicts on the pairs of ``workload`` whose two contestants both finished."""
     verdicts = []
     for goal in GOALS[workload]:
         ours, other = results.get(goal.ours), results.get(goal.other)
@@ -123,6 +123,6 @@ def judge(workload: str, results: Mapping[str, Result]) -> list[Verdict]:
 
 
 def loss_distance(result: Result, reference: Result) -> float:
-    """Largest relative difference of the mean loss over the first ten steps."""
+    """Returns the largest relative difference of the mean loss over the first ten steps."""
     pairs = list(zip(result.losses, reference.losses, strict=False))[:_LOSS_STEPS]
     return max(abs(a - b) / abs(b) for a, b in pairs)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 _LATE = 3e-4  # seconds by which a sleep may end too late
 
 
-class _Taken:
-    """Takes the time of one layer: sleeps, and looks at the clock at the end, so that it is neither late nor early.
+class _LayerClock:
+    """Lasts as long as one layer: sleeps, then polls the clock for an exact end.
 
     What autograd does around the sleeps is part of a layer's time, as it is of any layer's.
     """
@@ -41,45 +41,45 @@ class _Taken:
 
 
 class _ForInputs(torch.autograd.Function):
-    """Takes time in backward, for the part that gives the gradient of the inputs."""
+    """Lasts in backward as long as the gradient of the inputs takes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, taken: _Taken, seconds: float) -> Tensor:
-        ctx.taken, ctx.seconds, ctx.anchor = taken, seconds, anchor
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, clock: _LayerClock, seconds: float) -> Tensor:
+        ctx.clock, ctx.seconds, ctx.anchor = clock, seconds, anchor
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        ctx.taken.take(ctx.seconds)
+        ctx.clock.take(ctx.seconds)
         return gradient, None if ctx.anchor is None else torch.zeros_like(ctx.anchor), None, None
 
 
 class _ForWeights(torch.autograd.Function):
-    """Takes time in backward, for the part that gives the gradient of the weights."""
+    """Lasts in backward as long as the gradient of the weights takes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, taken: _Taken, seconds: float) -> Tensor:
-        ctx.taken, ctx.seconds, ctx.shape = taken, seconds, weight.shape
+    def forward(ctx: Any, x: Tensor, weight: Tensor, clock: _LayerClock, seconds: float) -> Tensor:
+        ctx.clock, ctx.seconds, ctx.shape = clock, seconds, weight.shape
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
-        ctx.taken.take(ctx.seconds)
+        ctx.clock.take(ctx.seconds)
         return None, gradient.new_zeros(ctx.shape), None, None
 
 
 class _Both(torch.autograd.Function):
-    """Passes one value on and its gradient to both; takes the time of forward, and begins that of backward."""
+    """Passes one value on, and its gradient to both inputs. Lasts as long as forward; starts the clock of backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, side: Tensor, taken: _Taken, seconds: float) -> Tensor:
-        ctx.taken = taken
-        taken.take(seconds)
+    def forward(ctx: Any, x: Tensor, side: Tensor, clock: _LayerClock, seconds: float) -> Tensor:
+        ctx.clock = clock
+        clock.take(seconds)
         return x.data  # not a view: torch's split backwards detach what a stage gives, in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        ctx.taken.begin()
+        ctx.clock.begin()
         return gradient, gradient, None, None
 
 
@@ -92,13 +92,13 @@ class SleepingLayer(nn.Module):
         self.seconds = (forward, backward - weight, weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        taken = _Taken()
-        taken.begin()
+        clock = _LayerClock()
+        clock.begin()
         forward, backward_input, backward_weight = self.seconds
         # The inputs of the model need no gradient; its first layer takes as long as the others all the same.
-        main = _ForInputs.apply(x, None if x.requires_grad else self.weight, taken, backward_input)
-        side = _ForWeights.apply(x.detach(), self.weight, taken, backward_weight)
-        return _Both.apply(main, side, taken, forward)
+        main = _ForInputs.apply(x, None if x.requires_grad else self.weight, clock, backward_input)
+        side = _ForWeights.apply(x.detach(), self.weight, clock, backward_weight)
+        return _Both.apply(main, side, clock, forward)
 
 
 class Embedding(nn.Module):
@@ -148,7 +148,7 @@ def _next_token(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def workload(setup: dict[str, Any]) -> tuple[list[nn.Module], Any, Tensor, Tensor]:
-    """Layers, loss, and the inputs and labels of one micro-batch."""
+    """Returns layers, loss, and the inputs and labels of one micro-batch."""
     torch.manual_seed(0)
     if setup["workload"] == "gpt":
         hidden, length, vocabulary = setup["hidden"], setup["length"], 512

@@ -33,12 +33,12 @@ class Contest:
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """The pairs with goals, judged."""
+        """Returns the verdicts on the pairs with goals."""
         return judge(self.workload, self.results)
 
     @property
     def reference(self) -> Result | None:
-        """Whose losses the others are held against."""
+        """Returns the contestant with whose losses the others are compared."""
         for name in ("ddp-bf16", "hand", "fsdp2"):
             if name in self.results and not self.results[name].failure:
                 return self.results[name]
@@ -51,7 +51,7 @@ def load() -> float:
 
 
 def hardware() -> dict[str, Any]:
-    """The machine, without anything that names it."""
+    """Returns a description of the machine without its name."""
     model = platform.processor()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as lines:
@@ -66,7 +66,7 @@ def hardware() -> dict[str, Any]:
 
 
 def times_table(contest: Contest) -> Rows:
-    """Absolute figures of every contestant."""
+    """Returns the table of absolute figures of every contestant."""
     header = [
         "contestant",
         "ms/step",
@@ -168,7 +168,7 @@ def show(console: Console, contest: Contest) -> None:
 
 
 def as_dict(contests: list[Contest], facts: dict[str, Any]) -> dict[str, Any]:
-    """Everything measured, for machines; seconds, bytes and MiB as the keys say."""
+    """Returns all measurements for JSON; the keys name the units."""
     return {
         **facts,
         "workloads": {
@@ -214,7 +214,7 @@ def _markdown(rows: Rows) -> list[str]:
 
 
 def settings(*, rounds: int, steps: int, warmup: int) -> dict[str, Any]:
-    """What was configured."""
+    """Returns the settings of the run."""
     return {
         "rounds": rounds,
         "timed_steps_per_round": steps,

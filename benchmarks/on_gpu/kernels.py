@@ -29,7 +29,7 @@ def _seconds(settings: Settings, run: Callable[[], object]) -> float:
 
 
 def _adam(settings: Settings, report: Report) -> None:
-    """One update of a flat run of fp32 masters: bytes of gradient, master and two moments, read and written."""
+    """Times one update of flat fp32 masters; GB/s count gradient, master and two moments, read and written."""
     numel = 2**16 if settings.dry else 10**9
     table = report.table("AdamW over one flat run", ["who", "elements", "ms", "GB/s"])
     master = torch.randn(numel, device=settings.device)

@@ -11,7 +11,7 @@ import deepspeed
 
 
 def main() -> None:
-    """Trains; a sanitizer looks on."""
+    """Trains under compute-sanitizer."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

@@ -144,7 +144,7 @@ def timed(step: Callable[[], Any], *, warmup: int, steps: int, wait: Callable[[]
 
 
 def waiter(device: str) -> Callable[[], None]:
-    """Returns what blocks until the device has done its work; nothing to do on the CPU."""
+    """Returns a function that blocks until the device is idle; on the CPU it does nothing."""
     if device != "cuda":
         return lambda: None
     import torch

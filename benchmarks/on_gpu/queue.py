@@ -1,4 +1,4 @@
-"""A process group of ranks that do not exist: its transfers keep a CUDA stream busy as long as they would take."""
+"""A process group with simulated peers: its transfers keep a CUDA stream busy as long as real ones would."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class QueuedGroup:
         return self._queue((flat.numel() - mine.numel()) * flat.element_size(), arrive)
 
     def _reduce_scatter_base(self, out: torch.Tensor, flat: torch.Tensor, *_options: Any) -> QueuedWork:
-        """The sum of so many equal slices."""
+        """Writes the first slice times the number of ranks to ``out``, as if all ranks had sent the same."""
         ranks = flat.numel() // max(out.numel(), 1)
         return self._queue(
             (flat.numel() - out.numel()) * flat.element_size(),
@@ -75,7 +75,7 @@ class QueuedGroup:
         return self._queue(source.numel() * source.element_size(), lambda: out.view(-1).copy_(source.view(-1)))
 
     def allreduce(self, tensors: list[torch.Tensor], *_options: Any) -> QueuedWork:
-        """Leaves them as they are, as if the others had sent zeros."""
+        """Leaves the tensors unchanged, as if the other ranks had sent zeros."""
         return self._queue(2 * sum(tensor.numel() * tensor.element_size() for tensor in tensors), lambda: None)
 
 
@@ -83,7 +83,7 @@ class QueuedTransport(NativeTransport):
     """The package's transport for NCCL over a :class:`QueuedGroup`, which has no broadcasts and no sends."""
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
-        """Leaves it as it is."""
+        """Leaves the tensor unchanged."""
 
     def move(self, transfers: Any, *, label: str) -> None:
-        """Leaves the tensors as they are."""
+        """Leaves the tensors unchanged."""
