@@ -69,7 +69,7 @@ class CheckpointError(DeepSpeedError, RuntimeError):
 
 
 class ElasticityError(DeepSpeedError):
-    """The section ``elasticity`` and what it is used for do not go together."""
+    """The section ``elasticity`` allows no batch for the run at hand."""
 
 
 class ElasticityConfigError(ElasticityError, DeepSpeedConfigError):
@@ -77,7 +77,7 @@ class ElasticityConfigError(ElasticityError, DeepSpeedConfigError):
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):  # noqa: N818 - the name that programs catch
-    """The number of ranks is not one of those that share the elastic batch."""
+    """The elastic batch cannot be divided over this number of ranks."""
 
 
 class OffloadError(DeepSpeedError, RuntimeError):

@@ -170,7 +170,8 @@ class DynamicLossScaler(LossScalerBase):
             overflow: Whether the gradients held an infinity or NaN. Must be equal on all ranks.
 
         Raises:
-            NonFiniteError: The scale is at its minimum, the tolerance is used up, and it still overflowed.
+            NonFiniteError: The scale is at its minimum, the tolerance is used up, and it still overflowed; only with
+                ``raise_error_at_min_scale``.
         """
         if overflow:
             self._after_overflow()

@@ -182,14 +182,18 @@ def check_device(precision: PrecisionPolicy) -> None:
         DeepSpeedConfigError: The accelerator does not support a configured dtype.
     """
     accelerator = get_accelerator()
-    for dtype, key, supported in (
-        (torch.float16, "fp16.enabled", accelerator.is_fp16_supported),
-        (torch.bfloat16, "bf16.enabled", accelerator.is_bf16_supported),
+    for dtype, name, supported in (
+        (torch.float16, "fp16", accelerator.is_fp16_supported),
+        (torch.bfloat16, "bf16", accelerator.is_bf16_supported),
     ):
-        if precision.compute_dtype is dtype and not supported():
-            raise DeepSpeedConfigError(
-                f"{key}: the device {accelerator.device_name()} does not support {dtype}; set {key} to false"
-            )
+        for configured, key in (
+            (precision.compute_dtype, f"{name}.enabled"),
+            (precision.autocast_dtype, "torch_autocast.enabled"),
+        ):
+            if configured is dtype and not supported():
+                raise DeepSpeedConfigError(
+                    f"{key}: the device {accelerator.device_name()} does not support {dtype}; set {key} to false"
+                )
     _warn_of_emulation(precision)
 
 

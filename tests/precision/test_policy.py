@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import parse
-from deepspeed.precision.policy import PrecisionPolicy
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.precision.policy import PrecisionPolicy, check_device
 
 
 def policy_of(**sections):
@@ -28,3 +30,18 @@ def test_only_floating_buffers_are_cast():
     policy_of(bf16={"enabled": True}).cast_buffers(model, torch.device("cpu"))
     assert model.running_mean.dtype == torch.bfloat16
     assert model.num_batches_tracked.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"bf16": {"enabled": True}}, "bf16.enabled"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast.enabled"),
+    ],
+)
+def test_a_dtype_that_the_device_lacks_is_refused(sections, key, monkeypatch):
+    policy = policy_of(**sections)
+    check_device(policy)
+    monkeypatch.setattr(type(get_accelerator()), "is_bf16_supported", lambda accelerator: False)
+    with pytest.raises(DeepSpeedConfigError, match=rf"^{key}: the device cpu does not .*bfloat16; set {key} to false"):
+        check_device(policy)

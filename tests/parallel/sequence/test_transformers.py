@@ -374,3 +374,12 @@ def _registered_by_name(folder, order):
 
 def test_models_registered_by_name_keep_their_settings(tmp_path):
     run_ranks(_registered_by_name, 2, str(tmp_path), ["first", "second"])
+
+
+def test_positions_with_several_axes_are_refused():
+    from deepspeed.parallel.sequence.transformers_attention import _checked_positions
+
+    places, module = torch.zeros(1, 6).long(), nn.Identity()
+    assert _checked_positions(None, module) is None and _checked_positions(places, module) is places
+    with pytest.raises(DeepSpeedConfigError, match=r"Identity got position_ids of shape \(3, 1, 6\); expected \[batch"):
+        _checked_positions(places.expand(3, 1, 6), module)
