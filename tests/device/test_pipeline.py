@@ -75,8 +75,8 @@ def test_receives_of_tensors_are_started_when_they_have_been_sent(posts_ahead: b
     watched = SimpleNamespace(issue=lambda _: ("", 0), guard=lambda wait, *_, **__: wait())
     route = Route(ACTIVATIONS, 0, 1, (0, 1), watched, 0)
     transport = _Loop(posts_ahead)
-    going = ChannelSender(route, transport, packs=False, taken=lambda: 0)
-    coming = ChannelReceiver(route, transport, torch.device("cpu"), packs=False, let_go=lambda _: None)
+    going = ChannelSender(route, transport, packs=False, received=lambda: 0)
+    coming = ChannelReceiver(route, transport, torch.device("cpu"), packs=False, drop_sent=lambda _: None)
     values = [torch.arange(float(n)) for n in (3, 3, 3, 5, 5, 3)]
     coming.expect(len(values))
     for number, value in enumerate(values):

@@ -346,7 +346,7 @@ def test_bytes_of_the_exchange_are_printed(world_size, stage):
     assert all(sent == named for sent, named, _ in results), results
     total = sum(sent for sent, *_ in results)
     assert (total == 0) is (stage == 0)
-    expected = f"of 8 matrices .* exchanges {total:,} bytes .* this rank sends {results[0][0]:,}$"
+    expected = f"of 8 matrices .* exchange {total:,} bytes .* this rank sends {results[0][0]:,}$"
     assert re.search(expected, results[0][2]) if stage else not results[0][2]
 
 
