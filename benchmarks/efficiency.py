@@ -35,7 +35,7 @@ sys.path.insert(0, str(_HERE.parent))
 import deepspeed  # noqa: E402
 from deepspeed.data.curriculum import CurriculumScheduler, shortened  # noqa: E402
 from deepspeed.dropping import ProgressiveLayerDrop, RandomLTDScheduler, convert_to_random_ltd  # noqa: E402
-from deepspeed.dropping.layers import LayerDrop, rows_of  # noqa: E402
+from deepspeed.dropping.layers import LayerDrop, droppable_blocks  # noqa: E402
 
 WIDTH, DEPTH, HEADS, CONTEXT, BATCH = 128, 8, 4, 256, 8
 RUNS = ("plain", "plain, other seed", "curriculum", "random-LTD", "layer dropping")
@@ -206,7 +206,7 @@ def run(name: str, budget: float, text: Any, say: Callable[[str], None]) -> dict
         engine.step()
         seconds += time.process_time() - start
         if kind.name == "layer dropping":
-            dropped = rows_of(engine.module)[0][0].dropped
+            dropped = droppable_blocks(engine.module)[0][0].dropped
             assert layers == [0 if layer in dropped else CONTEXT for layer in range(DEPTH)], "the budget was counted so"
         tokens += BATCH * length
         spent += operations(length, layers)
@@ -326,7 +326,7 @@ def theta(arguments: argparse.Namespace) -> None:
     ratios = (1.0, 0.75, 0.5, 0.25)
     kind = Kind("layer dropping", 100)
     engine = engine_for(kind, 100)
-    drop = rows_of(engine.module)[0][0]
+    drop = droppable_blocks(engine.module)[0][0]
     data = batches(quickstart.Text(arguments.text), 0, 1000)
     spent, kept = dict.fromkeys(ratios, 0.0), dict.fromkeys(ratios, 0)
     for turn in range(arguments.turns + 1):
