@@ -19,10 +19,10 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) % 256)
 """
 
 SHOW = """
-import atexit, os, signal, sys, threading, time
+import atexit, os, signal, sys, threading
 import beside
 atexit.register(print, "first function, last")
-threading.Thread(target=lambda: (time.sleep(0.05), print("a thread was waited for"))).start()
+threading.Thread(target=lambda: (threading.main_thread().join(), print("a thread was waited for"))).start()
 print(sys.argv, sys.orig_argv[1:], __name__, __file__, sys.path[0], beside.VALUE, os.environ["ADDED"], __package__)
 print(sys.modules["__main__"].__dict__ is globals(), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 print(os.getsid(0) == os.getpid(), sorted(int(n) for n in os.listdir("/proc/self/fd") if int(n) > 2)[1:])
