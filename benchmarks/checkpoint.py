@@ -166,7 +166,7 @@ def steps_during(worker: threading.Thread, run: Any, batch: torch.Tensor) -> lis
 
 
 def write_bytes(folder: Path, data: list[bytes]) -> None:
-    """Writes files of these bytes and syncs each: the minimum that a save must do."""
+    """Writes these bytes to new files and calls fsync on each: a lower bound for the time of a save."""
     for number, each in enumerate(data):
         with open(folder / f"plain{number}", "wb", buffering=0) as file:
             for start in range(0, len(each), 4 * MIB):

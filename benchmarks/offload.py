@@ -32,7 +32,7 @@ _BF16_EXTRA = 2  # the 16-bit copy
 
 
 def best_of(contestants: dict[str, Callable[[], None]], repetitions: int) -> dict[str, float]:
-    """Returns the shortest seconds of each function; they take turns."""
+    """Runs the functions in turn for several rounds; returns the shortest time of each in seconds."""
     shortest = dict.fromkeys(contestants, float("inf"))
     for each in contestants.values():
         each()

@@ -314,7 +314,7 @@ def _section_of(config: Mapping[str, Any] | None) -> Autotuning:
 
 
 def _remove_results(folder: Path) -> None:
-    """Removes the files of an earlier search; other files in the folder stay."""
+    """Deletes the files of an earlier search and no other files of the folder."""
     for path in folder.iterdir():
         if path.is_dir() and (path / "exp.json").exists():
             shutil.rmtree(path)

@@ -154,7 +154,7 @@ class CandidateSpace:
         return self._samples_of_rank(setting) // micro
 
     def name(self, setting: CandidateGroup, micro: int) -> str:
-        """Returns the name of a candidate, which is also the name of its folder."""
+        """Returns the name of a candidate; its folder has the same name."""
         words = "".join(f"_{word}" for word in setting.words)
         return f"z{setting.stage}_gas{self.accumulation(setting, micro)}_tmbspg{micro}{words}"
 

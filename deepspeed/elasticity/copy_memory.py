@@ -1,4 +1,4 @@
-"""Host memory for copies that other processes on the host can open. It outlives the process that made it.
+"""Shared host memory for copies. Other processes on the host can open it, also after its creator has exited.
 
 A header in the memory holds the generation of the copy, so a process that has it open needs no message to know which
 copy it contains.

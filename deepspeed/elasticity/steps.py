@@ -167,7 +167,7 @@ class ElasticSteps:
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """All changes of ranks so far, with their durations."""
+        """All recoveries and joins of ranks so far, with their durations in seconds."""
         return self._continuation.run.recoveries
 
     @property

@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 def share(folder: Path) -> None:
     """Makes the workers that this process starts wait if the tests have no bytecode yet.
 
-    ``folder`` is used by these workers only."""
+    Args:
+        folder: Used by these workers only.
+    """
     if not any(ROOT.glob("*/__pycache__/test_*.pyc")):
         os.environ[COLLECTED] = str(folder / "collected")
 

@@ -119,7 +119,7 @@ class Losses:
 
 
 class Awkward(nn.Module):
-    """Has tied, frozen, unused, empty, scalar and root parameters, a block that is used twice, and a branch."""
+    """A model with tied, frozen, unused, empty, scalar and root parameters, a block used twice, and a branch."""
 
     def __init__(self, output: str = "dataclass") -> None:
         super().__init__()

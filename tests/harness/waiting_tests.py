@@ -26,12 +26,14 @@ WAITING = (
     "tests/run_report/",
     "tests/zero/gather/test_divergence.py",
 )
-"""How the node ids of tests begin that wait for half of their time. Together they take less than the others' share."""
+"""Prefixes of the node ids of tests that wait for much of their time. One worker runs them all, so together they must
+take less time than the share of each other worker."""
 
 
 def workers() -> int:
     """Returns how many workers ``-n logical`` starts."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + 1
 
 
 class WaitingTestsScheduling(WorkStealingScheduling):

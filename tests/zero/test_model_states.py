@@ -1,4 +1,4 @@
-"""How a tile moves from one division over ranks to another (``zero.model_states``)."""
+"""Tests how a tile is moved when its elements are divided over the ranks in another way (``zero.model_states``)."""
 
 from __future__ import annotations
 
