@@ -50,8 +50,8 @@ class CommunicationCompression(Section):
     )
     error_feedback: Bool | None = key(
         None,
-        "Add the coding error of a gradient to the next one. Costs 4 bytes per element on each rank, and 4 more "
-        "if a step may be skipped (fp16).",
+        "Add the coding error of a gradient to the next one. Costs 4 bytes per element on each rank, and 4 more if a "
+        "step may be skipped (bf16.check_grad_overflow, true by default, or loss scaling).",
         null_means='false with "int8", else true',
     )
     block: Int | None = key(

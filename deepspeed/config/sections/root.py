@@ -221,7 +221,9 @@ class Root(Section):
         since="0.19.6",
     )
     communication_data_type: DType | None = key(
-        None, "Dtype in which gradients are sent.", null_means="fp16 or bf16 when enabled, else fp32"
+        None,
+        "Dtype in which gradients are sent.",
+        null_means="their own dtype; at stages 0 and 1 sums of several micro-batches in data_types.grad_accum_dtype",
     )
     seq_parallel_communication_data_type: DType = key(
         "fp32",

@@ -83,7 +83,7 @@ class ZeroOptimization(Section):
     stage: Stage = key(
         0,
         "What is sharded over the data-parallel ranks: 0 nothing; 1 master weights and optimizer state; 2 also "
-        "gradients; 3 also parameters. Stages 2 and 3 not with a pipeline module.",
+        "gradients; 3 also parameters.",
     )
     reduce_bucket_size: Int = key(
         500_000_000,
