@@ -274,7 +274,14 @@ def is_initialized() -> bool:
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Destroys ``group``, or all groups. After a failed wait this also frees the port of the rendezvous."""
+    """Destroys ``group``, or all groups. After a failed start or wait this also frees the port of the rendezvous.
+
+    Without ``group`` and without a process group, there is nothing to destroy: the start has failed, or this is the
+    second call. So a ``finally`` clause may call it.
+    """
+    if group is None and not torch_dist.is_initialized():
+        release_store()
+        return
     is_all = group is None or group is torch_dist.group.WORLD
     job = Job.current()
     torch_dist.destroy_process_group(group)

@@ -261,13 +261,19 @@ def test_a_process_whose_run_has_failed_starts_the_next_one(ranks):
     assert out.split() == ["failed", "failed", "met", "4.0"], err
 
 
-def test_a_failed_run_leaves_its_port():
+@pytest.mark.parametrize("moment", ["start", "run"])
+def test_a_failed_run_leaves_its_port(moment):
     """Whatever holds the process group still, here an error's traceback."""
-    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "MOMENT": moment}
     survivor = start(
         """
         import socket
+        from deepspeed.comm.start import process_group
         from deepspeed.errors import CommunicationError
+        def fail(*arguments, **options):
+            raise RuntimeError("Connection closed by peer")
+        if os.environ["MOMENT"] == "start":
+            process_group.start_world_group = fail
         try:
             dist.init_distributed()
             group = dist.get_world_group()
@@ -284,7 +290,16 @@ def test_a_failed_run_leaves_its_port():
         LOCAL_RANK="0",
         **where,
     )
-    start("dist.init_distributed(); os.kill(os.getpid(), 9)", RANK="1", LOCAL_RANK="1", **where).communicate(timeout=60)
+    dies = """
+        from deepspeed.comm.start import process_group
+        die = lambda *arguments, **options: os.kill(os.getpid(), 9)
+        if os.environ["MOMENT"] == "start":
+            process_group.start_world_group = die
+        dist.init_distributed()
+        dist.all_reduce(torch.ones(1))
+        die()
+    """
+    start(dies, RANK="1", LOCAL_RANK="1", **where).communicate(timeout=60)
     out, err = survivor.communicate(timeout=60)
     assert out.strip() == "True", err
 
