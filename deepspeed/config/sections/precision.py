@@ -151,7 +151,8 @@ class DataTypes(Section):
         None,
         "Dtype in which the gradients of several micro-batches are summed. With one micro-batch per step there is "
         "no accumulator.",
-        null_means="fp32, also under bf16 and fp16 (upstream: the model's type, which loses small gradients)",
+        null_means="fp32, also under bf16 and fp16 (upstream: the model's type, which loses small gradients); the "
+        "16-bit type with bf16_master_weights_and_grads or fp16_master_weights_and_grads",
     )
     param_dtype: DType | None = key(
         None, "Dtype of the model; must agree with the enabled precision mode.", since="0.19.2"
