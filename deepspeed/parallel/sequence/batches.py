@@ -291,8 +291,8 @@ class UlyssesSPDataLoaderAdapter:
             )
         if not self._compared and self.sp_world_size > 1 and len({one.digest for one in descriptions}) == 1:
             log_dist_once(
-                f"{_CLASS}: all {self.sp_world_size} ranks that share sequences brought the same samples, so each is "
-                f"trained on {self.sp_world_size} times; give every rank's loader samples of its own (a "
+                f"{_CLASS}: all {self.sp_world_size} ranks that share sequences brought the same samples, so each "
+                f"sample is used {self.sp_world_size} times; give every rank's loader samples of its own (a "
                 "DistributedSampler over all ranks)",
                 level=30,
             )

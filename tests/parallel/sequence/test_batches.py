@@ -70,5 +70,5 @@ def _same_samples():
 
 def test_the_same_samples_on_all_ranks_are_remarked():
     logs = run_ranks(_same_samples, 2)[0]
-    assert any("brought the same samples, so each is trained on 2 times" in line for line in logs)
+    assert any("brought the same samples, so each sample is used 2 times" in line for line in logs)
     assert any("padded at the end" in line for line in logs)
