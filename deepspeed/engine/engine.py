@@ -163,6 +163,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
 
     def _make_train_step(self) -> TrainStep:
         settings = self._root.flops_profiler
+        packs_tokens = self.data_sampling_enabled() and self.data_sampling_config().dynamic_batching.enabled
         return TrainStep(
             self._runtime,
             self._updater,
@@ -174,6 +175,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             profiled=ProfiledStep(settings, self) if settings.enabled else None,
             advance_lr=self._advance_lr,
             counts=self._make_loss_counter(),
+            checks_rows=not packs_tokens,
         )
 
     def _make_loss_counter(self) -> LossCounter:

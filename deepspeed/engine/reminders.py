@@ -46,11 +46,14 @@ class RowCheck:
     """Compares the batch dimension of the first training batch with the configured micro-batch.
 
     Attributes:
-        is_done: Whether a batch was compared.
+        is_done: Whether nothing is left to compare.
+
+    Args:
+        is_done: Compare nothing, because the batches have other sizes on purpose.
     """
 
-    def __init__(self) -> None:
-        self.is_done = False
+    def __init__(self, *, is_done: bool = False) -> None:
+        self.is_done = is_done
 
     def compare(self, inputs: Any, micro_batch_size: int) -> None:
         """Warns unless some tensor of ``inputs`` has ``micro_batch_size`` rows (its first dimension).

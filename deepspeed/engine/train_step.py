@@ -102,6 +102,7 @@ class TrainStep:
         profiled: The step whose operations are counted, or None.
         advance_lr: Advances the learning rates after an applied update; gets the keyword arguments of :meth:`update`.
         counts: Counts the tokens of losses; None: made here.
+        checks_rows: Warn if the first training batch has another number of rows than the micro-batch.
 
     Attributes:
         global_steps: Updates so far, skipped ones included.
@@ -127,6 +128,7 @@ class TrainStep:
         profiled: ProfiledStep | None = None,
         advance_lr: Callable[[Mapping[str, Any]], None],
         counts: LossCounter | None = None,
+        checks_rows: bool = True,
     ) -> None:
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.was_applied = False
@@ -143,7 +145,7 @@ class TrainStep:
         self._precision = precision
         self._advance_lr = advance_lr
         self._missing_step = MissingStep()
-        self._row_check = RowCheck()
+        self._row_check = RowCheck(is_done=not checks_rows)
         self._in_forward = False  # a whole training step may run inside a forward
         self._runs_backward = False
         self._program_runs_backward = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from torch import nn
 
 from deepspeed.engine import initialize
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import logger
 from deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr import (
     VariableBatchSizeLR,
     batch_by_seqlens,
@@ -140,6 +143,10 @@ def _config(folder):
 def _trained(folder):
     import torch.distributed as dist
 
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
     samples = _samples()
     engine, *_ = initialize(model=Mean(), config=_config(folder))
     loader, scheduler, arguments = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
@@ -161,6 +168,9 @@ def _trained(folder):
     assert arguments["batch_size"] == max(own)
     with pytest.raises(DeepSpeedConfigError, match="has the lengths of 12 samples, and the dataset has 5"):
         get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(samples[:5], engine)
+    logger.removeHandler(handler)
+    assert bool(lines) == (dist.get_rank() == 0)
+    assert not any("row(s)" in line for line in lines), "micro-batches of other sizes are no mistake here"
     same = [torch.full((4,), number) for number in range(16)]
     engine, _, loader, scheduler = initialize(model=Mean(), training_data=same, config=_config(folder / "same"))
     assert isinstance(scheduler, VariableBatchSizeLR) and [batch.shape for batch in loader] == [(3, 4)] * 2
