@@ -1,9 +1,9 @@
-"""Seconds of block-sparse attention beside dense attention, and beside BigBird of Transformers at the same pattern.
+"""Times block-sparse attention beside dense attention, and beside BigBird of Transformers with the same pattern.
 
     python benchmarks/attention.py [--repetitions N] [--write-report]
 
-One thread; batch 1, 8 heads of 64. Each line is the least processor time of forward and backward over several
-repetitions in turns, so that other work on the machine matters little. Prints ratios beside their goals.
+One thread, batch 1, 8 heads of 64. Contestants take turns; each time is the least processor time of forward and
+backward over several repetitions, which other load of the machine changes little. Prints ratios beside their goals.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ import argparse
 import datetime
 import json
 import random
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from contest.process_memory import status_bytes
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from deepspeed.ops.sparse_attention import BigBirdSparsityConfig, FixedSparsityConfig, attend, compile_layout  # noqa: E402
+from deepspeed.ops.sparse_attention import BigBirdSparsityConfig, FixedSparsityConfig, attend, compile_layout
 
 HEADS, WIDTH = 8, 64
-# name -> (length, pattern, goal as a share of dense attention)
+# name -> (length, pattern, goal: largest share of the time of dense attention)
 CASES: dict[str, tuple[int, Any, float]] = {
     "4,096 tokens, blocks of 64, BigBird": (4096, BigBirdSparsityConfig(HEADS, 64, num_random_blocks=2), 0.20),
     "4,096 tokens, blocks of 16, BigBird": (
@@ -42,6 +41,7 @@ CASES: dict[str, tuple[int, Any, float]] = {
 
 
 def tensors(length: int) -> list[torch.Tensor]:
+    """Returns random query, key and value, each ``[1, HEADS, length, WIDTH]``."""
     return [torch.randn(1, HEADS, length, WIDTH, requires_grad=True) for _ in range(3)]
 
 
@@ -58,32 +58,26 @@ def least(contestants: dict[str, Callable[[], torch.Tensor]], repetitions: int) 
 
 
 def beside_dense(repetitions: int) -> list[dict[str, Any]]:
+    """Times every case beside dense attention; returns the rows."""
     rows = []
     for name, (length, config, goal) in CASES.items():
         random.seed(0)
         layout = config.make_layout(length)
         plan = compile_layout(layout, config.block)
-        query, key, value = tensors(length)
-
-        def dense(q: torch.Tensor = query, k: torch.Tensor = key, v: torch.Tensor = value) -> torch.Tensor:
-            return functional.scaled_dot_product_attention(q, k, v)
-
-        def sparse(
-            q: torch.Tensor = query, k: torch.Tensor = key, v: torch.Tensor = value, plan: Any = plan
-        ) -> torch.Tensor:
-            return attend(q, k, v, plan)
-
-        times = least({"dense": dense, "sparse": sparse}, repetitions if length < 10_000 else 2)
-        density = layout.float().mean().item()
-        rows.append(
-            {"case": name, "density": density, **times, "ratio": times["sparse"] / times["dense"], "goal": goal}
-        )
+        operands = tensors(length)
+        contestants = {
+            "dense": partial(functional.scaled_dot_product_attention, *operands),
+            "sparse": partial(attend, *operands, plan),
+        }
+        times = least(contestants, repetitions if length < 10_000 else 2)
+        row = {"case": name, "density": layout.float().mean().item(), **times}
+        rows.append({**row, "ratio": times["sparse"] / times["dense"], "goal": goal})
         show(rows[-1])
     return rows
 
 
 def beside_big_bird(repetitions: int) -> dict[str, Any]:
-    """Times a BERT-like layer with Transformers' BigBird attention, and with ours over the same pattern."""
+    """Times Transformers' BigBird attention layer beside the same layer with our attention; returns the row."""
     from transformers import BigBirdConfig
     from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention, BigBirdModel
 
@@ -99,7 +93,7 @@ def beside_big_bird(repetitions: int) -> dict[str, Any]:
     def big_bird() -> torch.Tensor:
         return theirs(hidden, band, from_mask, to_mask, blocked, blocked)[0]
 
-    # The same number of blocks per row: 3 of the window, 3 random, the first and the last for all.
+    # The same number of blocks per row: 3 in the window, 3 random, and the first and the last, which are global.
     random.seed(0)
     config = BigBirdSparsityConfig(HEADS, block, True, num_random_blocks=3, num_global_blocks=1)
     layout = config.make_layout(length)
@@ -121,23 +115,18 @@ def beside_big_bird(repetitions: int) -> dict[str, Any]:
 
 
 def peak(length: int) -> int:
-    """Returns the bytes that a forward and a backward at this length add to a fresh process."""
+    """Returns the growth of this process's peak resident memory in a forward and a backward, in bytes."""
     random.seed(0)
     plan = compile_layout(BigBirdSparsityConfig(HEADS, 64, num_random_blocks=2).make_layout(length), 64)
     query, key, value = tensors(length)
-    before = _highest()
+    before = status_bytes("VmHWM")  # ru_maxrss would start at the peak of the parent process
     result = attend(query, key, value, plan)
     result.backward(torch.ones_like(result))
-    return _highest() - before
-
-
-def _highest() -> int:
-    """Returns the peak resident bytes of this process; ``ru_maxrss`` would start at its parent's."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
+    return status_bytes("VmHWM") - before
 
 
 def memory() -> list[dict[str, Any]]:
+    """Measures :func:`peak` at three lengths, each in a fresh process; returns the rows."""
     rows = []
     for length in (4096, 8192, 16384):
         command = [sys.executable, __file__, "--peak-of", str(length)]
@@ -156,21 +145,21 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--write-report", action="store_true", help="also write benchmarks/results/attention-DATE.json")
     parser.add_argument("--peak-of", type=int, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if given.peak_of:
-        print(peak(given.peak_of))
+    if arguments.peak_of:
+        print(peak(arguments.peak_of))
         return
     report = {
         "torch": torch.__version__,
-        "beside_dense": beside_dense(given.repetitions),
-        "beside_transformers": beside_big_bird(given.repetitions),
+        "beside_dense": beside_dense(arguments.repetitions),
+        "beside_transformers": beside_big_bird(arguments.repetitions),
         "memory": memory(),
     }
     text = json.dumps(report, indent=1)
     print(text)
-    if given.write_report:
+    if arguments.write_report:
         place = Path(__file__).parent / "results" / f"attention-{datetime.date.today()}.json"
         place.write_text(text + "\n")
 

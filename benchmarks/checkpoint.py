@@ -1,11 +1,11 @@
-"""Measures checkpoints: saving beside a plain write of the same bytes, loading, export, and their memory.
+"""Measures checkpoints: saving beside a write of the same bytes, loading, export, and their memory.
 
     python benchmarks/checkpoint.py [--path DIR] [--blocks N] [--rounds N] [--write-report]
     python benchmarks/checkpoint.py --beside-training [--rows N] [--write-report]
 
-Every time is the shortest of several interleaved rounds, because other work on the machine only ever adds time. With
-``--beside-training``: steps while a save in the background writes (goal: at most 1.10 of a step alone), steps alone,
-and saves that training waits for, in turns; medians.
+Every time is the shortest of several interleaved rounds, because other load of the machine only adds to it.
+``--beside-training`` reports medians instead: of steps alone, of steps while a save writes in the background (goal: at
+most 1.10 of a step alone), and of saves that training waits for, in turns.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,14 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.contest.process_memory import reset_peak, status_bytes  # noqa: E402 - tests import it by this name too
+
 MIB = 1 << 20
 WIDTH = 1024
 
 
 def large_engine(blocks: int, stage: int = 1, width: int = WIDTH) -> Any:
-    """Returns an engine with initialized states. A block is one bucket, with 12 MiB of masters and moments."""
+    """Returns an engine after one step. A block is one bucket; of width 1024 it has 12 MiB of masters and moments."""
     import deepspeed
 
     torch.manual_seed(0)
@@ -53,42 +56,22 @@ def large_engine(blocks: int, stage: int = 1, width: int = WIDTH) -> Any:
     return run
 
 
-def plain_write(path: Path, files: list[Path]) -> float:
-    """Returns the seconds to write the bytes of these files to new files, one after the other, and sync each."""
-    seconds = 0.0
-    for number, file in enumerate(files):
-        data = memoryview(file.read_bytes())
-        start = time.perf_counter()
-        descriptor = os.open(path.with_name(f"plain{number}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        while data:
-            data = data[os.write(descriptor, data[: 4 * MIB]) :]
-        os.fsync(descriptor)
-        os.close(descriptor)
-        seconds += time.perf_counter() - start
-    return seconds
+def write_file(path: Path, data: bytes) -> float:
+    """Writes a new file with calls of 4 MiB and fsync, a lower bound for a save; returns the seconds."""
+    start = time.perf_counter()
+    with open(path, "wb", buffering=0) as file:
+        for position in range(0, len(data), 4 * MIB):
+            file.write(memoryview(data)[position : position + 4 * MIB])
+        os.fsync(file.fileno())
+    return time.perf_counter() - start
 
 
-class Peak:
-    """Growth of this process's peak resident memory over what is resident at the start of the block.
-
-    Attributes:
-        nbytes: Bytes, after the block.
-    """
-
-    nbytes = 0
-
-    def __enter__(self) -> Peak:
-        Path("/proc/self/clear_refs").write_text("5")
-        self._before = self._read("VmRSS")
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.nbytes = self._read("VmHWM") - self._before
-
-    @staticmethod
-    def _read(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key))
+def time_and_peak(run: Callable[[], Any]) -> tuple[float, int]:
+    """Returns the seconds of a call, and the bytes by which its peak exceeds what is resident at its start."""
+    reset_peak()
+    resident, start = status_bytes("VmRSS"), time.perf_counter()
+    run()
+    return time.perf_counter() - start, status_bytes("VmHWM") - resident
 
 
 def bytes_read() -> int:
@@ -103,7 +86,7 @@ def writer_of(path: Path) -> int:
 
 
 def measure(folder: str, blocks: int, stage: int, rounds: int, width: int = WIDTH) -> dict[str, Any]:
-    """Runs the measurements of one rank."""
+    """Runs the measurements of one rank; returns seconds by round, and bytes."""
     from deepspeed import comm
     from deepspeed.logging import logger
 
@@ -114,26 +97,24 @@ def measure(folder: str, blocks: int, stage: int, rounds: int, width: int = WIDT
     times: dict[str, list[float]] = {"save": [], "plain": [], "beside": [], "load": []}
     grown = {"save": 0, "load": 0}
     total = read = 0
-    for _ in range(rounds):
+
+    def record(name: str, call: Callable[[], Any]) -> None:
         comm.barrier()
-        with Peak() as peak:
-            start = time.perf_counter()
-            run.save_checkpoint(folder, tag="tag")
-            times["save"].append(time.perf_counter() - start)
-        grown["save"] = max(grown["save"], peak.nbytes)
+        seconds, nbytes = time_and_peak(call)
+        times[name].append(seconds)
+        grown[name] = max(grown[name], nbytes)
+
+    for _ in range(rounds):
+        record("save", lambda: run.save_checkpoint(folder, tag="tag"))
         comm.barrier()
         mine = [path for path in (root / "tag").iterdir() if writer_of(path) == rank]
         total = sum(path.stat().st_size for path in (root / "tag").iterdir())
         comm.barrier()
-        (root / f"plain-{rank}").mkdir(exist_ok=True)
-        times["plain"].append(plain_write(root / f"plain-{rank}" / "x", mine))
-        comm.barrier()
+        copies = root / f"plain-{rank}"
+        copies.mkdir(exist_ok=True)
+        times["plain"].append(sum(write_file(copies / path.name, path.read_bytes()) for path in mine))
         before = bytes_read()
-        with Peak() as peak:
-            start = time.perf_counter()
-            run.load_checkpoint(folder, tag="tag")
-            times["load"].append(time.perf_counter() - start)
-        grown["load"] = max(grown["load"], peak.nbytes)
+        record("load", lambda: run.load_checkpoint(folder, tag="tag"))
         read = bytes_read() - before
         comm.barrier()
         start = time.perf_counter()
@@ -156,28 +137,25 @@ def step_seconds(run: Any, batch: torch.Tensor) -> float:
 
 
 def steps_during(worker: threading.Thread, run: Any, batch: torch.Tensor) -> list[float]:
-    """Returns the seconds of the steps that begin and end while a thread works."""
+    """Returns the seconds of the steps that begin and end while a thread runs."""
     found = []
     while worker.is_alive():
         seconds = step_seconds(run, batch)
-        if worker.is_alive():  # else a part of the step was without it
+        if worker.is_alive():  # otherwise it ended during the step
             found.append(seconds)
     return found
 
 
-def write_bytes(folder: Path, data: list[bytes]) -> None:
-    """Writes these bytes to new files and calls fsync on each: a lower bound for the time of a save."""
-    for number, each in enumerate(data):
-        with open(folder / f"plain{number}", "wb", buffering=0) as file:
-            for start in range(0, len(each), 4 * MIB):
-                file.write(memoryview(each)[start : start + 4 * MIB])
-            os.fsync(file.fileno())
+def write_files(folder: Path, data: list[bytes]) -> None:
+    """Writes a file per element of ``data``."""
+    for number, content in enumerate(data):
+        write_file(folder / f"plain{number}", content)
 
 
-def checksum_bytes(_: Path, data: list[bytes]) -> None:
-    """Keeps one core busy for a while, and nothing else."""
-    for each in data * 8:
-        zlib.crc32(each)
+def checksum_files(_: Path, data: list[bytes]) -> None:
+    """Computes checksums of ``data`` eight times, which keeps one core busy and no disk."""
+    for content in data * 8:
+        zlib.crc32(content)
 
 
 def beside_training(folder: str, blocks: int, rounds: int, rows: int) -> dict[str, Any]:
@@ -207,7 +185,7 @@ def beside_training(folder: str, blocks: int, rounds: int, rows: int) -> dict[st
         files = list((Path(folder) / f"beside{number}").iterdir())
         total = sum(path.stat().st_size for path in files)
         data = [file.read_bytes() for file in files]
-        for name, work in (("beside_plain_write", write_bytes), ("beside_checksums", checksum_bytes)):
+        for name, work in (("beside_plain_write", write_files), ("beside_checksums", checksum_files)):
             worker = threading.Thread(target=work, args=(Path(folder), data))
             worker.start()
             times[name] += steps_during(worker, run, batch)
@@ -239,7 +217,7 @@ print(time.perf_counter() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_
 
 
 def export(folder: str) -> dict[str, float]:
-    """Returns the seconds and the extra memory of writing one safetensors file from the checkpoint."""
+    """Returns the seconds, and the growth of the peak, of writing one safetensors file from the checkpoint."""
     command = [sys.executable, "-c", EXPORT, folder, f"{folder}/exported"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, check=True, capture_output=True, text=True)
@@ -248,7 +226,7 @@ def export(folder: str) -> dict[str, float]:
 
 
 def row(folder: str, blocks: int, ranks: int, stage: int, rounds: int) -> dict[str, Any]:
-    """Returns one line of the report: one topology."""
+    """Measures one number of ranks and stage; returns its column of the report."""
     from benchmarks.checkpoint import measure as body  # the workers import it by this name
     from tests.harness import run_ranks
 
@@ -291,9 +269,9 @@ def show(report: dict[str, Any]) -> str:
     lines += [
         "",
         "Saving and the plain write (the same bytes from memory, 4 MiB per call, fsync each) take turns; times are the",
-        "shortest of the rounds, of the slowest rank. Extra memory is the growth of the process's peak resident memory",
-        "over what was resident before. Loading verifies checksums, so it reads its share twice, the second time from",
-        "the page cache. Export writes one safetensors file; its goal is twice the largest tensor plus 200 MB.",
+        "shortest of the rounds, of the slowest rank. Extra memory is the peak of resident memory minus the resident",
+        "memory before. Loading verifies checksums, so it reads its share twice, the second time from the page cache.",
+        "Export writes one safetensors file; its goal is twice the largest tensor plus 200 MB.",
         "",
     ]
     return "\n".join(lines)
@@ -313,22 +291,22 @@ def show_beside(report: dict[str, Any]) -> str:
         lines.append(f"| {key.replace('_', ' ')} | {f'{value:,}' if isinstance(value, int) else f'{value:.3f}'} |")
     lines += [
         "",
-        "One rank, one thread of torch, stage 1, bf16 with fp32 masters; the bytes of one checkpoint. In turns: three",
-        "steps alone, a save in the background and the steps that begin and end while it writes, a save that",
-        "training waits for, steps while a thread only writes the same bytes, and while one only computes checksums.",
-        "Medians. Copying is what training waits for at the call of a save in the background.",
+        "One rank, one thread of torch, stage 1, bf16 with fp32 masters. Bytes are those of one checkpoint. In turns:",
+        "three steps alone, steps that begin and end while a save writes in the background, a save that training waits",
+        "for, steps while a thread only writes the same bytes, and while one only computes checksums. Medians. Copying",
+        "is the time that training waits for a save in the background.",
         "",
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Command line."""
+    """Measures, prints the report, and writes it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, default=None, help="folder on the disk to measure")
     parser.add_argument("--blocks", type=int, default=48, help="blocks of the model, 12 MiB of checkpoint each")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--beside-training", action="store_true", help="steps while a save writes")
+    parser.add_argument("--beside-training", action="store_true", help="measure steps while a save writes")
     parser.add_argument("--rows", type=int, default=64, help="with --beside-training: rows of a micro-batch")
     parser.add_argument("--write-report", action="store_true", help="also write benchmarks/results/checkpoint-DATE")
     arguments = parser.parse_args()

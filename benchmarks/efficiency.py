@@ -1,12 +1,12 @@
-"""Does training on less pay? Curriculum, random-LTD and layer dropping against the plain run, at equal compute.
+"""Compares curriculum, random-LTD and layer dropping with a plain training of equal compute.
 
     python benchmarks/efficiency.py train [--steps N] [--write-report]     five runs on the quickstart's text
-    python benchmarks/efficiency.py theta [--write-report]                 time of a step against the keep ratio
+    python benchmarks/efficiency.py theta [--write-report]                 time of a step over the keep ratio
 
-`train`: every run gets the arithmetic of `--steps` plain steps, counted in floating-point operations, and as many
-steps of its own kind as that pays for; rates fall along a cosine over those steps. The loss is measured on text
-that no run trains on, whole sequences, all layers, all tokens. One process, one thread, fp32, ZeRO stage 0. Times are
-processor time of training alone. A second plain run from another seed shows how much is chance.
+`train`: every run has a budget of floating-point operations, that of `--steps` plain steps, and takes as many steps as
+the budget allows; the learning rate falls along a cosine over these steps. The loss is measured on text that no run
+trains on, with whole sequences, all layers and all tokens. One process, one thread, fp32, ZeRO stage 0. Times are
+processor time of training alone. A second plain run with another seed shows the variation by chance.
 """
 
 from __future__ import annotations
@@ -16,30 +16,23 @@ import datetime
 import importlib.util
 import json
 import math
-import os
-import resource
-import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
+from contest.curves import Panel, draw_panels
 
-import torch  # noqa: E402
+import deepspeed
+from deepspeed.data.curriculum import CurriculumScheduler, shortened
+from deepspeed.dropping import ProgressiveLayerDrop, RandomLTDScheduler, convert_to_random_ltd
+from deepspeed.dropping.layers import LayerDrop, droppable_blocks
 
 _HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(_HERE.parent))
-
-import deepspeed  # noqa: E402
-from deepspeed.data.curriculum import CurriculumScheduler, shortened  # noqa: E402
-from deepspeed.dropping import ProgressiveLayerDrop, RandomLTDScheduler, convert_to_random_ltd  # noqa: E402
-from deepspeed.dropping.layers import LayerDrop, droppable_blocks  # noqa: E402
-
 WIDTH, DEPTH, HEADS, CONTEXT, BATCH = 128, 8, 4, 256, 8
 RUNS = ("plain", "plain, other seed", "curriculum", "random-LTD", "layer dropping")
-COLOURS = ("#333333", "#999999", "#5b8cc9", "#f58518", "#54a24b")
 POINTS = 20  # measurements of a run
 HELD_OUT = 24  # sequences
 
@@ -54,17 +47,22 @@ quickstart.CONTEXT = CONTEXT
 
 
 def operations(length: int, layers: list[int]) -> float:
-    """Returns the FLOPs of a step, forward and backward, from ``length`` and the number of tokens in each layer."""
+    """Returns the FLOPs of a step, forward and backward.
+
+    Args:
+        length: Tokens of a sequence.
+        layers: Tokens that each layer computes.
+    """
     of_layers = sum(tokens * (24 * WIDTH**2 + 4 * tokens * WIDTH) for tokens in layers)
     return 3.0 * BATCH * (of_layers + 2 * length * WIDTH * 256)
 
 
 class Kind:
-    """One way of training: its sections of the configuration, and what each step computes.
+    """A kind of training: its sections of the configuration, and the size of each step.
 
     Args:
-        name: Of :data:`RUNS`.
-        steps: Length of its schedule; later steps train in full.
+        name: One of :data:`RUNS`.
+        steps: Length of its schedule; a curriculum and random-LTD compute everything before it ends.
     """
 
     def __init__(self, name: str, steps: int) -> None:
@@ -96,7 +94,7 @@ class Kind:
             self.sections["progressive_layer_drop"] = {"enabled": True, "theta": 0.5, "gamma": 100 / steps}
 
     def shapes(self) -> Iterator[tuple[int, list[int]]]:
-        """Yields for each step the length of its sequences, and the tokens of each layer."""
+        """Yields for each step the length of its sequences, and the tokens that each layer computes."""
         step = 0
         whole = [CONTEXT] * DEPTH
         curriculum = CurriculumScheduler(self.sections["curriculum_learning"]) if self.name == "curriculum" else None
@@ -123,7 +121,7 @@ class Kind:
             step += 1
 
     def steps_for(self, budget: float) -> int:
-        """Returns the number of steps within a budget of FLOPs."""
+        """Returns the number of steps within a budget of FLOPs, at least 1."""
         spent, steps = 0.0, 0
         for length, layers in self.shapes():
             spent += operations(length, layers)
@@ -136,7 +134,7 @@ class Kind:
 def kind_for(name: str, budget: float) -> tuple[Kind, int]:
     """Returns the kind whose schedule spans the steps within the budget, and their number."""
     steps = Kind("plain", 1).steps_for(budget)
-    for _ in range(20):  # more steps stretch the schedule, which makes them cheaper: a fixed point
+    for _ in range(20):  # iterates to a fixed point: with more steps the schedule is longer and each is cheaper
         kind = Kind(name, steps)
         found = kind.steps_for(budget)
         if found == steps:
@@ -182,8 +180,8 @@ def held_out_loss(engine: Any, samples: list[tuple[torch.Tensor, torch.Tensor]])
     return loss
 
 
-def run(name: str, budget: float, text: Any, say: Callable[[str], None]) -> dict[str, Any]:
-    """Trains one kind until its budget is spent; returns losses with tokens, time and share of the budget."""
+def run(name: str, budget: float, text: Any) -> dict[str, Any]:
+    """Trains one kind within its budget; returns its curve of (tokens, seconds, share of the budget, loss)."""
     seed = 1 if "other seed" in name else 0
     torch.manual_seed(seed)
     kind, steps = kind_for("plain" if "plain" in name else name, budget)
@@ -194,11 +192,9 @@ def run(name: str, budget: float, text: Any, say: Callable[[str], None]) -> dict
     held_out = [text[number] for number in range(train_samples, samples, stride)][:HELD_OUT]
     curve, tokens, seconds, spent = [], 0, 0.0, 0.0
     data, shapes = batches(text, seed, train_samples), kind.shapes()
-    for step in range(steps + 1):
-        if step == steps or step * POINTS // steps > (step - 1) * POINTS // steps:
+    for step in range(steps):
+        if step * POINTS // steps > (step - 1) * POINTS // steps:
             curve.append([tokens, seconds, spent / budget, held_out_loss(engine, held_out)])
-        if step == steps:
-            break
         start = time.process_time()
         length, layers = next(shapes)
         seen, wanted = shortened(next(data), length)
@@ -207,15 +203,16 @@ def run(name: str, budget: float, text: Any, say: Callable[[str], None]) -> dict
         seconds += time.process_time() - start
         if kind.name == "layer dropping":
             dropped = droppable_blocks(engine.module)[0][0].dropped
-            assert layers == [0 if layer in dropped else CONTEXT for layer in range(DEPTH)], "the budget was counted so"
+            assert layers == [0 if layer in dropped else CONTEXT for layer in range(DEPTH)], "the budget assumes it"
         tokens += BATCH * length
         spent += operations(length, layers)
+    curve.append([tokens, seconds, spent / budget, held_out_loss(engine, held_out)])
     engine.destroy()
-    say(f"{name}: {steps} steps, {tokens:,} tokens, {seconds:.0f} s, loss {curve[-1][3]:.4f}")
+    print(f"{name}: {steps} steps, {tokens:,} tokens, {seconds:.0f} s, loss {curve[-1][3]:.4f}")
     return {"name": name, "steps": steps, "curve": curve}
 
 
-# -- what comes of it -------------------------------------------------------------------------------------------------
+# -- the report -------------------------------------------------------------------------------------------------------
 
 
 def at(curve: list[list[float]], axis: int, where: float) -> float | None:
@@ -245,7 +242,7 @@ def table(results: list[dict[str, Any]]) -> list[str]:
 
 
 def verdict(results: list[dict[str, Any]]) -> str:
-    """Returns for each kind whether it beats plain training, by more than another seed changes the loss."""
+    """Returns a sentence about each kind: whether its loss differs from the plain run's by more than chance does."""
     final = {result["name"]: result["curve"][-1][3] for result in results}
     chance = abs(final["plain, other seed"] - final["plain"])
     words = []
@@ -254,49 +251,28 @@ def verdict(results: list[dict[str, Any]]) -> str:
         summary = "pays" if gain > chance else "costs" if -gain > chance else "makes no difference beyond chance"
         words.append(f"{name} {summary} ({-gain:+.4f})")
     return (
-        f"Two plain runs differ by {chance:.4f}. At equal compute: {'; '.join(words)}. Read it with care: each kind "
-        "ran with one seed and the plain run's learning rate, and a kind whose steps are cheaper takes more of them."
+        f"Two plain runs differ by {chance:.4f}. At equal compute: {'; '.join(words)}. Each kind ran with one seed and "
+        "the plain run's learning rate, and a kind whose steps are cheaper takes more of them."
     )
 
 
-def picture(results: list[dict[str, Any]]) -> str:
-    """Returns the loss over tokens and over processor time, as an SVG document."""
-    made: list[str] = []
-    width, height = 420, 300
-    everything = [point for result in results for point in result["curve"][2:] or result["curve"]]
-    low, high = min(point[3] for point in everything), max(point[3] for point in everything)
-    for panel, (axis, title) in enumerate(((0, "tokens"), (1, "processor seconds"))):
-        left, most = 60 + panel * width, max(point[axis] for point in everything) or 1
-
-        def place(point: list[float], axis: int = axis, left: int = left, most: float = most) -> str:
-            x = left + (width - 90) * point[axis] / most
-            return f"{x:.1f},{20 + (height - 60) * (high - point[3]) / max(high - low, 1e-9):.1f}"
-
-        made.append(f'<text x="{left + 120}" y="{height - 4}">{title} (to {most:,.0f})</text>')
-        made += [
-            f'<text x="{left - 6}" y="{24 + (height - 60) * i / 4:.0f}" text-anchor="end">'
-            f"{high - (high - low) * i / 4:.2f}</text>"
-            for i in range(5)
-        ]
-        for result, colour in zip(results, COLOURS, strict=True):
-            points = " ".join(place(point) for point in result["curve"] if point[3] <= high)
-            made.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
-    for number, (result, colour) in enumerate(zip(results, COLOURS, strict=True)):
-        x = 60 + 160 * number
-        made.append(f'<rect x="{x}" y="{height + 8}" width="12" height="12" fill="{colour}"/>')
-        made.append(f'<text x="{x + 18}" y="{height + 18}">{result["name"]}</text>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * width + 40}" height="{height + 30}" '
-        'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n'
-        + "\n".join(made)
-        + "\n</svg>\n"
-    )
+def picture(path: Path, results: list[dict[str, Any]]) -> None:
+    """Draws the loss over tokens and over processor time."""
+    losses = [point[3] for result in results for point in result["curve"][2:] or result["curve"]]  # the first are high
+    panels = []
+    for axis, label in ((0, "tokens"), (1, "processor seconds")):
+        curves = {
+            result["name"]: ([point[axis] for point in result["curve"]], [point[3] for point in result["curve"]])
+            for result in results
+        }
+        panels.append(Panel(label, "held-out loss, nats per byte", curves, y_limits=(min(losses), max(losses))))
+    draw_panels(path, panels)
 
 
 def train(arguments: argparse.Namespace) -> None:
     text = quickstart.Text(arguments.text)
     budget = arguments.steps * operations(CONTEXT, [CONTEXT] * DEPTH)
-    results = [run(name, budget, text, print) for name in RUNS]
+    results = [run(name, budget, text) for name in RUNS]
     lines, summary = table(results), verdict(results)
     print("\n".join(["", *lines, "", summary]))
     if arguments.write_report:
@@ -307,7 +283,7 @@ def train(arguments: argparse.Namespace) -> None:
             "",
             f"Byte-level GPT of the quickstart (width {WIDTH}, {DEPTH} layers, context {CONTEXT}), batch {BATCH}, "
             f"torch {torch.__version__}, one thread, fp32. Every run has the arithmetic of {arguments.steps} plain "
-            "steps. Loss in nats per byte on held-out text; the model is whole when it is measured.",
+            "steps. Loss in nats per byte on held-out text, of the whole model.",
             "",
             f"![curves](efficiency-{date}.svg)",
             "",
@@ -317,7 +293,7 @@ def train(arguments: argparse.Namespace) -> None:
             "",
         ]
         (folder / f"efficiency-{date}.md").write_text("\n".join(report))
-        (folder / f"efficiency-{date}.svg").write_text(picture(results))
+        picture(folder / f"efficiency-{date}.svg", results)
         (folder / f"efficiency-{date}.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
@@ -328,21 +304,21 @@ def theta(arguments: argparse.Namespace) -> None:
     engine = engine_for(kind, 100)
     drop = droppable_blocks(engine.module)[0][0]
     data = batches(quickstart.Text(arguments.text), 0, 1000)
-    spent, kept = dict.fromkeys(ratios, 0.0), dict.fromkeys(ratios, 0)
+    spent, layers = dict.fromkeys(ratios, 0.0), dict.fromkeys(ratios, 0)
     for turn in range(arguments.turns + 1):
         for ratio in ratios:
             engine.progressive_layer_drop.gamma, engine.progressive_layer_drop.theta = 1e9, ratio
-            engine.global_steps = max(engine.global_steps, 2)  # past the first steps, which are whole
+            engine.global_steps = max(engine.global_steps, 2)  # the first two steps drop nothing
             seen, wanted = next(data)
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+            start = time.process_time()
             engine.backward(engine(seen, wanted))
             engine.step()
             if turn:  # the first one warms up
-                spent[ratio] += resource.getrusage(resource.RUSAGE_SELF).ru_utime - before
-                kept[ratio] += DEPTH - len(drop.dropped)
+                spent[ratio] += time.process_time() - start
+                layers[ratio] += DEPTH - len(drop.dropped)
     lines = ["| theta | layers kept, mean | time of a step against theta 1 |", "| --- | --- | --- |"]
     lines += [
-        f"| {ratio:g} | {kept[ratio] / arguments.turns:.2f} of {DEPTH} | {spent[ratio] / spent[1.0]:.2f} |"
+        f"| {ratio:g} | {layers[ratio] / arguments.turns:.2f} of {DEPTH} | {spent[ratio] / spent[1.0]:.2f} |"
         for ratio in ratios
     ]
     print("\n".join(lines))

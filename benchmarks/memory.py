@@ -1,4 +1,4 @@
-"""Curves of peak memory per rank beside FSDP2: against the number of ranks, and against the size of the model.
+"""Measures peak memory per rank beside FSDP2: over the number of ranks, and over the size of the model.
 
 Run ``python benchmarks/memory.py --help``; ``benchmarks/README.md`` describes what is measured and how to read it.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from contest.arena import Arena
 from contest.contestants import CONTESTANTS
+from contest.curves import Panel, draw_panels
 from contest.report import hardware
 from contest.workloads import gpt
 
@@ -32,11 +33,11 @@ class Point:
     """One model on one number of ranks.
 
     Attributes:
-        layers: Of the GPT.
-        ranks: Processes.
-        parameters: Of the whole model.
-        peaks: By contestant: MiB of the rank that needs most, over what importing torch takes, for each run.
-        failures: By contestant, where it could not run.
+        layers: Number of layers of the GPT.
+        ranks: Number of ranks.
+        parameters: Number of parameters of the model.
+        peaks: By contestant and run: MiB of the rank with the highest peak, without those of ``import torch``.
+        failures: By contestant that could not run: why.
     """
 
     layers: int
@@ -46,19 +47,19 @@ class Point:
     failures: dict[str, str]
 
     def lowest(self, name: str) -> float | None:
-        """The lowest run of a contestant."""
+        """Returns the lowest peak of a contestant; None: it could not run."""
         return min(self.peaks[name], default=None)
 
     @property
     def ratio(self) -> float | None:
-        """Our peak over the lower one of FSDP2's two forms."""
+        """Returns our peak divided by the lower one of FSDP2's two forms; None: one side could not run."""
         ours = self.lowest(OURS)
         theirs = [peak for name in (THEIRS, THEIRS_TUNED) if (peak := self.lowest(name)) is not None]
         return None if ours is None or not theirs else ours / min(theirs)
 
 
 def measure(layers: int, ranks: int, *, repeats: int, report_progress: Any) -> Point:
-    """Trains every contestant ``repeats`` times in fresh processes."""
+    """Trains every contestant ``repeats`` times in fresh processes and returns their peaks."""
     workload = gpt(layers, ranks)
     parameters = sum(parameter.numel() for parameter in workload.build().parameters())
     peaks: dict[str, list[float]] = {name: [] for name in ENTRIES}
@@ -76,7 +77,7 @@ def measure(layers: int, ranks: int, *, repeats: int, report_progress: Any) -> P
 
 
 def table(points: list[Point]) -> list[str]:
-    """Markdown lines."""
+    """Returns the table of some points, in Markdown."""
     lines = [
         "| layers | parameters | ranks | ours | FSDP2 | FSDP2, our malloc settings | ours / FSDP2 | spread |",
         "|---|---|---|---|---|---|---|---|",
@@ -97,71 +98,31 @@ def table(points: list[Point]) -> list[str]:
     return lines
 
 
-# -- the picture -----------------------------------------------------------------------------------------------------
-
-_COLOURS = {OURS: "#1b6ca8", THEIRS: "#c8553d", THEIRS_TUNED: "#e0a458"}
 _LABELS = {OURS: "this project, ZeRO 3", THEIRS: "FSDP2", THEIRS_TUNED: "FSDP2, our malloc settings"}
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 420, 300, 60, 46, 40
 
 
-def _panel(title: str, axis: str, values: list[tuple[float, Point]], shift: int) -> list[str]:
-    """One curve per contestant over ``values`` (position on the x axis and the point), as SVG elements."""
-    highest = max(point.lowest(name) or 0.0 for _, point in values for name in ENTRIES) * 1.1
-    last = max(x for x, _ in values)
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        return (
-            shift + _LEFT + (_WIDTH - _LEFT - 20) * x / last,
-            _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * y / highest,
-        )
-
-    origin, right = at(0, 0), at(last, 0)
-    made = [
-        f'<text x="{shift + _WIDTH / 2}" y="20" text-anchor="middle" font-weight="bold">{title}</text>',
-        f'<line x1="{origin[0]}" y1="{origin[1]}" x2="{right[0]}" y2="{right[1]}" stroke="#444"/>',
-        f'<line x1="{origin[0]}" y1="{origin[1]}" x2="{origin[0]}" y2="{_TOP}" stroke="#444"/>',
-        f'<text x="{shift + _WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle">{axis}</text>',
-    ]
-    step = 10 ** (len(str(int(highest))) - 1) / (2 if highest < 3 * 10 ** (len(str(int(highest))) - 1) else 1)
-    mark = 0.0
-    while mark <= highest:
-        x, y = at(0, mark)
-        made.append(f'<text x="{x - 6}" y="{y + 4}" text-anchor="end">{mark:.0f}</text>')
-        made.append(f'<line x1="{x}" y1="{y}" x2="{right[0]}" y2="{y}" stroke="#ddd"/>')
-        mark += step
-    for x_value, _ in values:
-        x, y = at(x_value, 0)
-        made.append(f'<text x="{x}" y="{y + 16}" text-anchor="middle">{x_value:g}</text>')
+def _curves(points: list[Point], x: list[float]) -> dict[str, tuple[list[float], list[float]]]:
+    """Returns by contestant its lowest peaks over ``x``, without those that could not run."""
+    found = {}
     for name in ENTRIES:
-        places = [at(x, peak) for x, point in values if (peak := point.lowest(name)) is not None]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        made.append(f'<polyline points="{path}" fill="none" stroke="{_COLOURS[name]}" stroke-width="2"/>')
-        made += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{_COLOURS[name]}"/>' for x, y in places]
-    return made
+        pairs = [(at, peak) for at, point in zip(x, points, strict=True) if (peak := point.lowest(name)) is not None]
+        found[_LABELS[name]] = [at for at, _ in pairs], [peak for _, peak in pairs]
+    return found
 
 
-def picture(by_ranks: list[Point], by_size: list[Point]) -> str:
-    """Both curves side by side, as an SVG document."""
-    size = [(round(point.parameters / 1e6, 1), point) for point in by_size]
-    made = _panel(f"{BASE_LAYERS} layers", "ranks", [(point.ranks, point) for point in by_ranks], 0)
-    made += _panel(f"{BASE_RANKS} ranks", "million parameters", size, _WIDTH)
-    for number, name in enumerate(ENTRIES):
-        x = 80 + 260 * number
-        made.append(f'<rect x="{x}" y="{_HEIGHT + 6}" width="12" height="12" fill="{_COLOURS[name]}"/>')
-        made.append(f'<text x="{x + 18}" y="{_HEIGHT + 16}">{_LABELS[name]}</text>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * _WIDTH}" height="{_HEIGHT + 30}" '
-        'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n'
-        + "\n".join(made)
-        + "\n</svg>\n"
-    )
-
-
-# -- the command -----------------------------------------------------------------------------------------------------
+def picture(path: Path, by_ranks: list[Point], by_size: list[Point]) -> None:
+    """Draws both curves side by side."""
+    sizes = [point.parameters / 1e6 for point in by_size]
+    of_ranks, of_sizes = _curves(by_ranks, [point.ranks for point in by_ranks]), _curves(by_size, sizes)
+    panels = [
+        Panel("ranks", "MiB", of_ranks, f"{BASE_LAYERS} layers"),
+        Panel("million parameters", "MiB", of_sizes, f"{BASE_RANKS} ranks"),
+    ]
+    draw_panels(path, panels, marker="o")
 
 
 def report(by_ranks: list[Point], by_size: list[Point], date: str, repeats: int, verdict: str) -> str:
-    """The dated report as Markdown."""
+    """Returns the report as Markdown."""
     facts = hardware()
     lines = [
         f"# Peak memory per rank, {date}",
@@ -169,10 +130,10 @@ def report(by_ranks: list[Point], by_size: list[Point], date: str, repeats: int,
         f"{facts['cpu']}, {facts['logical_cores']} logical cores, {facts['memory_gib']} GiB, {facts['system']}; torch "
         f"{torch.__version__}, gloo, one thread per rank. Lowest of {repeats} run(s) each.",
         "",
-        "Peak of resident memory in steady training (the kernel's `VmHWM`, reset after four steps), of the rank that",
-        "needs most, over what importing torch takes, in MiB. GPT of width 512, sequence 128, micro-batch 2, AdamW, no",
-        "accumulation. FSDP2: fp32 shards, `MixedPrecisionPolicy(bf16, bf16)`, `fully_shard` per block and root. Ours:",
-        "ZeRO 3, bf16 compute and reduction, fp32 masters, `stage3_param_persistence_threshold: 0`.",
+        "Peak of resident memory in steady training (the kernel's `VmHWM`, reset after five steps), of the rank with",
+        "the highest peak, without that of `import torch`, in MiB. GPT of width 512, sequence 128, micro-batch 2,",
+        "AdamW, no accumulation. FSDP2: fp32 shards, `MixedPrecisionPolicy(bf16, bf16)`, `fully_shard` per block and",
+        "root. Ours: ZeRO 3, bf16 compute and reduction, fp32 masters, `stage3_param_persistence_threshold: 0`.",
         "",
         f"![curves](memory-{date}.svg)",
         "",
@@ -203,11 +164,11 @@ def main() -> int:
     parser.add_argument(
         "--write-report", action="store_true", help="write benchmarks/results/memory-DATE.{md,json,svg}"
     )
-    parser.add_argument("--keep", type=Path, help="JSON file of points; those in it are not measured again")
+    parser.add_argument("--points", type=Path, help="JSON file of points: those in it are not measured again")
     parser.add_argument("--check", action="store_true", help="exit with code 1 where our peak is above FSDP2's")
     arguments = parser.parse_args()
-    kept: Path | None = arguments.keep
-    points = [Point(**entry) for entry in json.loads(kept.read_text())] if kept is not None and kept.exists() else []
+    file: Path | None = arguments.points
+    points = [Point(**entry) for entry in json.loads(file.read_text())] if file is not None and file.exists() else []
     known = {(each.layers, each.ranks): each for each in points}
 
     def point(layers: int, ranks: int) -> Point:
@@ -215,8 +176,8 @@ def main() -> int:
             known[layers, ranks] = measure(
                 layers, ranks, repeats=arguments.repeats, report_progress=lambda line: sys.stderr.write(f"{line}\n")
             )
-            if kept is not None:
-                kept.write_text(json.dumps([vars(each) for each in known.values()]))
+            if file is not None:
+                file.write_text(json.dumps([vars(each) for each in known.values()]))
         return known[layers, ranks]
 
     by_ranks = [point(BASE_LAYERS, ranks) for ranks in arguments.ranks]
@@ -233,7 +194,7 @@ def main() -> int:
     if arguments.write_report:
         results = _HERE / "results"
         (results / f"memory-{date}.md").write_text(text)
-        (results / f"memory-{date}.svg").write_text(picture(by_ranks, by_size))
+        picture(results / f"memory-{date}.svg", by_ranks, by_size)
         raw = {"hardware": hardware(), "torch": torch.__version__, "points": [vars(p) for p in known.values()]}
         (results / f"memory-{date}.json").write_text(json.dumps(raw, indent=1) + "\n")
     return 1 if arguments.check and above else 0

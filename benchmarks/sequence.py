@@ -1,19 +1,19 @@
 """Measures sequence parallelism: memory, traffic, time beside a hand-written exchange, and the longest sequence.
 
-- memory: bytes that are alive for backward after the forward of one block, per rank, at 1, 2 and 4 ranks that share a
-  sequence: of a Llama layer of Transformers, and of a bare block of attention and an MLP without norms and gates, in
-  which the one thing that is held twice weighs most (attention's result, by heads for its own backward and by tokens
-  for the projection behind it); and of both with ``recompute_exchange``, which holds it once;
-- traffic: bytes that a rank sends per block and direction, and by the formula, 4 s M (sp - 1) / sp^2;
-- time: a block's forward and backward at 2 ranks beside the same block whose exchange is written out by hand with
-  ``torch.distributed.all_to_all_single``, and beside itself with ``recompute_exchange``; they take turns; beside it
-  processor time, and bytes that are only copied;
-- length: the longest sequence that a small Llama trains on one rank when its data may grow by so many MiB, plain, and
-  with ``tiled_mlp``, ``tiled_loss`` and checkpointed layers.
+- memory: bytes per rank that the forward of one block saves for backward, at 1, 2 and 4 ranks that share a sequence.
+  The blocks are a Llama layer of Transformers, and a bare block of attention and an MLP without norms and gates.
+  Attention's output is saved twice (by heads for its own backward, by tokens for the projection after it), which weighs
+  most in the bare block; ``recompute_exchange`` saves it once. Each block is measured both ways;
+- traffic: bytes that a rank sends per block and direction, beside the formula 4 s M (sp - 1) / sp^2;
+- time: forward and backward of the bare block at 2 ranks, beside the same block with a hand-written exchange by
+  ``torch.distributed.all_to_all_single``, and beside itself with ``recompute_exchange``, in turns; also processor time,
+  and the bytes that are only copied;
+- length: the longest sequence that a small Llama trains on one rank with a limit on the growth of its data, with and
+  without ``tiled_mlp``, ``tiled_loss`` and checkpointed layers.
 
     python benchmarks/sequence.py [--part memory] [--part time] [--part length] [--report FILE]
 
-On a quiet machine of 2 cores all of it takes about 6 minutes, nearly all of which is the length.
+On a quiet machine of 2 cores all parts take about 6 minutes, nearly all of it for the length.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from contest.alive import Alive
 from contest.longest import Longest, find_longest
+from contest.process_memory import status_bytes
 from rich.console import Console
 from torch.nn import functional
 
@@ -51,7 +52,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
 
 
 class _ByHand(torch.autograd.Function):
-    """``[1, tokens, heads, width]``: tokens gathered and heads cut, or back."""
+    """Gathers the tokens and splits the heads of ``[1, tokens, heads, width]``; ``back``: the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, back: bool) -> torch.Tensor:
@@ -90,17 +91,18 @@ class Block(torch.nn.Module):
         return x + self.mlp(x)
 
 
-def _kept(block: torch.nn.Module, x: torch.Tensor, **given: Any) -> int:
-    """Bytes alive for backward, the input counted and the weights not."""
+def _saved_bytes(block: torch.nn.Module, x: torch.Tensor, **arguments: Any) -> int:
+    """Returns the bytes that are alive for backward, with the input and without the weights."""
     with Alive() as alive:
-        out = block(x, **given)
+        out = block(x, **arguments)
         out = (out[0] if isinstance(out, tuple) else out).sum()
     found = alive.nbytes(x, out, *block.parameters()) + x.nbytes
     out.backward()
     return found
 
 
-def _kept_by_llama(rank: int, size: int, tokens: int, once: bool) -> int:
+def _saved_by_llama(rank: int, size: int, tokens: int, once: bool) -> int:
+    """Returns the bytes alive for backward of a Llama layer; ``once``: with ``recompute_exchange``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from deepspeed.parallel.sequence.context import sharing_of
@@ -121,44 +123,44 @@ def _kept_by_llama(rank: int, size: int, tokens: int, once: bool) -> int:
     places = torch.arange(rank * tokens // size, (rank + 1) * tokens // size)[None]
     angles = model.model.rotary_emb(x, places)
     layer = model.model.layers[0]
-    return _kept(layer, x, position_embeddings=angles, position_ids=places, attention_mask=None)
+    return _saved_bytes(layer, x, position_embeddings=angles, position_ids=places, attention_mask=None)
 
 
 def _step(block: Block, x: torch.Tensor) -> tuple[float, float]:
-    """Seconds, and those of this process's processor time."""
+    """Runs forward and backward; returns wall and processor seconds of this rank."""
     dist.barrier()
-    started, worked = time.perf_counter(), time.process_time()
+    started, processor = time.perf_counter(), time.process_time()
     block(x).sum().backward()
-    worked = time.process_time() - worked
+    processor = time.process_time() - processor
     dist.barrier()
-    return time.perf_counter() - started, worked
+    return time.perf_counter() - started, processor
 
 
-def _copied(block: Block, x: torch.Tensor) -> int:
-    with Alive() as seen:
+def _copied_bytes(block: Block, x: torch.Tensor) -> int:
+    with Alive() as alive:
         block(x).sum().backward()
-    return seen.copied
+    return alive.copied
 
 
 def _rank(rank: int, size: int, tokens: int, rounds: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     deepspeed.init_distributed(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size, verbose=False
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, verbose=False
     )
     torch.manual_seed(0)
 
-    def block(**more: Any) -> Block:
-        shared = DistributedAttention(_attend, dist.group.WORLD, **more)
+    def block(**options: Any) -> Block:
+        shared = DistributedAttention(_attend, dist.group.WORLD, **options)
         return Block(lambda query, key, value: shared(query, key, value, 0))
 
     ours, once = block(), block(recompute_exchange=True)
     x = torch.randn(1, tokens // size, HEADS * WIDTH, requires_grad=True)
     found: dict[str, Any] = {
-        "bare": _kept(ours, x),
-        "bare once": _kept(once, x),
-        "llama": _kept_by_llama(rank, size, tokens, False),
-        "llama once": _kept_by_llama(rank, size, tokens, True),
+        "bare": _saved_bytes(ours, x),
+        "bare once": _saved_bytes(once, x),
+        "llama": _saved_by_llama(rank, size, tokens, False),
+        "llama once": _saved_by_llama(rank, size, tokens, True),
     }
     with counted() as traffic:
         out = ours(x)
@@ -172,10 +174,10 @@ def _rank(rank: int, size: int, tokens: int, rounds: int, folder: str) -> None:
         other = Block(by_hand)
         other.load_state_dict(ours.state_dict())
         torch.testing.assert_close(other(x), ours(x))
-        found["copied"] = _copied(ours, x), _copied(other, x), _copied(once, x)
+        found["copied"] = _copied_bytes(ours, x), _copied_bytes(other, x), _copied_bytes(once, x)
         turns = [[_step(block, x) for block in (ours, other, once)] for _ in range(rounds + 2)][2:]
-        for place, name in enumerate(("wall", "worked")):
-            found[name] = [[each[place] for each in turn] for turn in turns]
+        for index, name in enumerate(("wall", "processor")):
+            found[name] = [[step[index] for step in turn] for turn in turns]
     if rank == 0:
         with open(f"{folder}/found.json", "w") as file:
             json.dump(found, file)
@@ -183,7 +185,8 @@ def _rank(rank: int, size: int, tokens: int, rounds: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _measured(size: int, tokens: int, rounds: int) -> dict[str, Any]:
+def _measure(size: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """Returns what rank 0 of ``size`` ranks finds."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (size, tokens, rounds, folder), nprocs=size)
         with open(f"{folder}/found.json") as file:
@@ -192,32 +195,32 @@ def _measured(size: int, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def _memory(tokens: int) -> list[str]:
-    found = {size: _measured(size, tokens, 0) for size in (1, 2, 4)}
+    found = {size: _measure(size, tokens, 0) for size in (1, 2, 4)}
     lines = [
         f"Bytes alive for backward per rank, {tokens:,} tokens, in brackets the share of one rank's; goal: within 5 % "
-        "of 1 / ranks. *Once*: with `recompute_exchange`. *Sent* forward, beside 4 s M (sp - 1) / sp².",
+        "of 1 / ranks. *Once*: with `recompute_exchange`. *Sent*: in forward; the formula is 4 s M (sp - 1) / sp².",
         "",
         "| ranks | Llama layer | once | bare block | once | sent | by formula |",
         "|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for size, each in found.items():
         names = "llama", "llama once", "bare", "bare once"
-        kept = [f"{each[name]:,} ({each[name] / found[1][name]:.4f})" for name in names]
+        saved = [f"{each[name]:,} ({each[name] / found[1][name]:.4f})" for name in names]
         formula = 4 * tokens * HEADS * WIDTH * 4 * (size - 1) // size**2
-        lines.append(f"| {size} | {' | '.join(kept)} | {each['sent']:,} | {formula:,} |")
+        lines.append(f"| {size} | {' | '.join(saved)} | {each['sent']:,} | {formula:,} |")
     return lines
 
 
 def _time(tokens: int, rounds: int) -> list[str]:
-    found = _measured(2, tokens, rounds)
+    found = _measure(2, tokens, rounds)
     lines = [
         f"A bare block forward and backward at 2 ranks, {tokens:,} tokens, {rounds} turns; goal: at most 1.03. *Once*: "
-        "with `recompute_exchange`, which exchanges one tensor of nine more.",
+        "with `recompute_exchange`, which exchanges one more tensor beside nine.",
         "",
         "| | ours | by hand | ratio | once | over ours |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for name, words in (("wall", "median, ms"), ("worked", "median of processor time, ms")):
+    for name, words in (("wall", "median, ms"), ("processor", "median of processor time, ms")):
         mine, theirs, again = (statistics.median(column) * 1000 for column in zip(*found[name], strict=True))
         ratio, more = (statistics.median(turn[a] / turn[b] for turn in found[name]) for a, b in ((0, 1), (2, 0)))
         lines.append(f"| {words} | {mine:.2f} | {theirs:.2f} | {ratio:.3f} | {again:.2f} | {more:.3f} |")
@@ -229,7 +232,7 @@ def _time(tokens: int, rounds: int) -> list[str]:
 
 
 def _train_once(tokens: int, mebibytes: int, is_ours: bool) -> None:
-    """One step of a small Llama in this process, whose data may grow by ``mebibytes`` (0: as it likes)."""
+    """Trains one step of a small Llama in this process, whose data may grow by ``mebibytes`` (0: without limit)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(2)
@@ -251,11 +254,9 @@ def _train_once(tokens: int, mebibytes: int, is_ours: bool) -> None:
         },
     )[0]
     if mebibytes:
-        with open("/proc/self/status") as file:
-            used = next(int(line.split()[1]) for line in file if line.startswith("VmData")) * 1024
-        limit = used + mebibytes * 2**20
+        limit = status_bytes("VmData") + mebibytes * 2**20
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    print("ready", flush=True)  # noqa: T201
+    print("ready", flush=True)
     ids = torch.randint(0, 32000, (1, tokens))
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()
@@ -275,8 +276,8 @@ def _length(mebibytes: int, times: int, console: Console) -> list[str]:
         console.print(f"{'tiles' if is_ours else 'plain'}: {found[is_ours]}")
     lines = [
         f"The longest sequence of a Llama with 2 layers and 32,000 words whose data may grow by {mebibytes:,} MiB; "
-        "goal: at least 12 times longer. Attention's time grows with the square of the length, so beyond "
-        f"{times} times nothing is run; *by the line* is how far memory would reach, by the growth of two short runs.",
+        "goal: at least 12 times longer. Attention's time grows with the square of the length, so nothing longer than "
+        f"{times} times is run; *by the line* is the length that memory allows by the growth of two short runs.",
         "",
         "| | fits | times plain | grew by, MiB | seconds | fails | KiB per token | by the line |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -300,11 +301,11 @@ def _length(mebibytes: int, times: int, console: Console) -> list[str]:
 
 
 def main() -> None:
-    """Prints a table for each part, and writes them into a report."""
+    """Prints a table for each part, and writes the report if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=("memory", "time", "length"), action="append", help="default: all")
     parser.add_argument("--tokens", type=int, default=2048, help="sequence length of the block (default 2048)")
-    parser.add_argument("--rounds", type=int, default=41, help="timed pairs of steps (default 41)")
+    parser.add_argument("--rounds", type=int, default=41, help="timed rounds (default 41)")
     parser.add_argument(
         "--mebibytes", type=int, default=2048, help="limit on the growth of memory in MiB (default 2048)"
     )
@@ -312,7 +313,7 @@ def main() -> None:
         "--times",
         type=int,
         default=14,
-        help="longest sequence to try, as a multiple of that without sequence parallelism (default 14)",
+        help="longest sequence to try, as a multiple of the longest one without tiles (default 14)",
     )
     parser.add_argument("--report", type=Path, help="also write the tables into this file, as Markdown")
     parser.add_argument("--train", type=int, help=argparse.SUPPRESS)
@@ -329,8 +330,9 @@ def main() -> None:
         ("length", "Length", lambda: _length(chosen.mebibytes, chosen.times, console)),
     ):
         if part in parts:
-            sections += ["", f"## {title}", "", *make()]
-            console.print("\n".join(sections[-10:]))
+            table = [f"## {title}", "", *make()]
+            sections += ["", *table]
+            console.print("\n".join(table))
     loads.append(os.getloadavg()[0])
     if chosen.report is not None:
         head = [

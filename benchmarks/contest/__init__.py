@@ -1,1 +1,4 @@
-"""The parts of ``benchmarks/zero.py``: workloads, contestants, worker, arena, goals, report (read in this order)."""
+"""Parts that benchmarks share, and the programs of their ranks.
+
+Read those of ``zero.py`` in this order: workloads, contestants, worker, arena, goals, report.
+"""

@@ -1,4 +1,4 @@
-"""Counts the memory of operation results that is still referenced."""
+"""Counts the bytes of operation results that are still referenced."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-COPIES = ("copy_", "cat", "clone", "stack", "_to_copy")
+COPIES = ("copy_", "cat", "clone", "stack", "_to_copy")  # operations that only move data
 
 
 class Alive(TorchDispatchMode):
-    """Watches the operations of its block, also those of backward in it.
+    """Records the results of all operations inside the context, those of backward too.
 
     Attributes:
-        copied: Bytes that operations wrote which only move.
+        copied: Bytes that :data:`COPIES` have written.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            # What cannot be resized is not torch's: pages that ranks share, which are there once for all layers.
+            # Storage that cannot be resized is memory that ranks share; all layers use the same.
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().resizable():
                 reference = StorageWeakRef(tensor.untyped_storage())
                 self._made[reference.cdata] = reference, tensor.untyped_storage().nbytes()
@@ -36,7 +36,7 @@ class Alive(TorchDispatchMode):
         return out
 
     def nbytes(self, *without: torch.Tensor) -> int:
-        """Bytes that are alive now, but for the memory of some tensors."""
+        """Returns the bytes that are referenced now, without the storage of the tensors in ``without``."""
         gc.collect()
         left_out = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in without}
         return sum(

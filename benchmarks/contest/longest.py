@@ -1,10 +1,10 @@
-"""The longest sequence that a training fits with in so much memory, found with few runs.
+"""Finds the longest sequence that trains within a memory limit, in few runs.
 
-A run is a process of its own, which trains one step. Two short ones, without a limit, give a line: how much memory
-grows by per token. The length where the line meets the limit is then tried, a little below and a little above, with
-the limit as ``RLIMIT_DATA``, so that what is reported was seen to fit, and to fail. That the short ones end well shows
-that a failure with the limit is one of memory; the last lines of its output are kept. Attention's time grows with the
-square of the length: beyond a given length nothing is tried, and the line alone shows how far memory would reach.
+A run is a process of its own, which trains one step. Two short runs without a limit give a line: the bytes by which
+memory grows per token. Runs with the limit (``RLIMIT_DATA``) follow, a little below and a little above the length where
+the line meets it, so that a length that fits and a length that fails are both observed. The short runs succeeded, so
+such a failure is one of memory. The time of attention grows with the square of the length: beyond a maximum nothing is
+run, and the line alone shows how far memory would reach.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-STEP = 1 / 24
-GRAIN = 64  # tokens
+from contest.process_memory import status_bytes
+
+STEP = 1 / 24  # of the length: how far beside the line's length the first runs are
+GRAIN = 64  # lengths are multiples of this
 
 
 @dataclass
@@ -27,9 +29,9 @@ class Run:
 
     Attributes:
         tokens: Of its sequence.
-        error: The last lines of its output where it failed; nothing where it fits.
-        grown: Bytes by which its data grew at most.
-        seconds: How long it took, imports included.
+        error: Exit code and the last line of its output; empty: it fits.
+        grown: Largest growth of its data in bytes.
+        seconds: Duration, imports included.
     """
 
     tokens: int
@@ -69,11 +71,14 @@ def find_longest(
     """Finds the longest sequence that fits, from two short runs and a search near the predicted limit.
 
     Args:
-        command: Of tokens and MiB (0: no limit), the command that trains one step, and prints ``ready`` on a line of
-            its own when it is set up.
-        mebibytes: By which its data may grow from then on.
-        short: Two lengths, the line of which is long enough.
-        most: Tokens that are tried at most; None: any number.
+        command: Returns the command line for a number of tokens and a limit in MiB (0: none). The command prints the
+            line ``ready`` when it is set up, then trains one step.
+        mebibytes: Limit on the growth of its data after ``ready``.
+        short: Lengths of the two runs without a limit.
+        most: Longest length to run; None: any.
+
+    Raises:
+        SystemExit: A run without a limit fails, or the shortest length does not fit.
     """
     first, second = (_run(command(tokens, 0), tokens) for tokens in short)
     for run in (first, second):
@@ -101,8 +106,8 @@ def _round(tokens: float, most: int | None) -> int:
 
 
 def _run(command: list[str], tokens: int) -> Run:
-    """Runs it, and looks from outside every millisecond at its data."""
-    # Large tensors in mappings of their own, on both sides: else glibc's heap keeps gaps that count as memory in use.
+    """Runs the command and samples the size of its data every millisecond."""
+    # With a fixed threshold large tensors have mappings of their own; otherwise gaps in glibc's heap count as used.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
     since = time.monotonic()
     with (
@@ -112,9 +117,9 @@ def _run(command: list[str], tokens: int) -> Run:
         assert process.stdout is not None
         while process.stdout.readline().strip() != "ready" and process.poll() is None:
             pass
-        before = most = _data(process.pid)
+        before = most = _data_bytes(process.pid)
         while process.poll() is None:
-            most = max(most, _data(process.pid))
+            most = max(most, _data_bytes(process.pid))
             time.sleep(0.001)
         error.seek(0)
         last = error.read().strip().splitlines()[-1:]
@@ -122,10 +127,9 @@ def _run(command: list[str], tokens: int) -> Run:
     return Run(tokens, failed, most - before, time.monotonic() - since)
 
 
-def _data(process: int) -> int:
-    """What ``RLIMIT_DATA`` limits, in bytes; 0 once the process has ended."""
+def _data_bytes(process: int) -> int:
+    """Returns the bytes that ``RLIMIT_DATA`` limits; 0 once the process has ended."""
     try:
-        with open(f"/proc/{process}/status") as lines:
-            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData")), 0)
-    except (FileNotFoundError, ProcessLookupError):
+        return status_bytes("VmData", process)
+    except (RuntimeError, FileNotFoundError, ProcessLookupError):
         return 0

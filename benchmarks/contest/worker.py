@@ -1,8 +1,8 @@
 """One rank of one contestant: builds it, then runs steps whenever the arena requests it and sleeps in a read otherwise.
 
-Started as ``python -m contest.worker CONTESTANT WORKLOAD RANK RENDEZVOUS`` by :mod:`contest.arena`. Commands arrive as
-JSON lines on standard input and are answered by JSON lines on what was standard output at the start; whatever a library
-prints goes to standard error instead, so that it cannot garble an answer. The end of standard input ends the process.
+:mod:`contest.arena` starts it as ``python -m contest.worker CONTESTANT WORKLOAD RANK RENDEZVOUS``. Commands arrive as
+JSON lines on standard input. Answers are JSON lines on the original standard output; what libraries print goes to
+standard error, so that it cannot mix with answers. The end of standard input ends the process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import time
 import traceback
 from typing import Any
 
+from contest.process_memory import reset_peak, status_bytes
+
 _TCP_INFO_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info of linux/tcp.h
 
 
 def tcp_bytes_received() -> int | None:
-    """Payload bytes received on all open TCP sockets of this process; None where the system does not report them."""
+    """Returns the payload bytes received on this process's open TCP sockets; None: the system does not report them."""
     if not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
         return None
     total = 0
@@ -43,23 +45,8 @@ def tcp_bytes_received() -> int | None:
     return total
 
 
-def _status_mib(key: str) -> float:
-    """A memory line of /proc/self/status in MiB."""
-    with open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) / 1024
-    raise RuntimeError(f"/proc/self/status has no line {key}; memory can be measured on Linux only")
-
-
-def _forget_peak() -> None:
-    """Sets the kernel's peak of resident memory back to what is resident now."""
-    with open("/proc/self/clear_refs", "w") as control:
-        control.write("5")
-
-
 class Worker:
-    """Holds the step function and answers commands; each public method is one command."""
+    """Holds the step function of a contestant; each public method answers one command."""
 
     def __init__(self, contestant: str, workload: str, rank: int, rendezvous: str) -> None:
         import torch
@@ -70,16 +57,16 @@ class Worker:
 
         self._rank = rank
         self._workload = workload_named(workload)
-        self._imported_mib = _status_mib("VmRSS")
+        self._imported_mib = status_bytes("VmRSS") / 2**20
         join_group(self._workload, rank, rendezvous)
         self._step = CONTESTANTS[contestant].build(self._workload)
         self._done = 0
         self._cpu_when_paused: float | None = None
         self._paused_at = 0.0
-        self._whole_life_peak = 0.0
+        self._warmup_peak_mib = 0.0
 
     def hello(self) -> dict[str, Any]:
-        """Versions, so that the report can prove which package ran."""
+        """Returns the versions and the file of the package that runs."""
         import torch
 
         package = sys.modules.get("deepspeed")
@@ -91,7 +78,7 @@ class Worker:
         }
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Runs ``count`` steps; times, losses, traffic, processor time running and paused, page faults."""
+        """Runs ``count`` steps; returns times, losses, traffic, processor time (running and paused), page faults."""
         idle = None
         if self._cpu_when_paused is not None:
             paused = time.perf_counter() - self._paused_at
@@ -121,21 +108,21 @@ class Worker:
 
     def forget_peak(self) -> dict[str, Any]:
         """Ends the warm-up: from here on the peak is that of steady training."""
-        self._whole_life_peak = _status_mib("VmHWM")
-        _forget_peak()
+        self._warmup_peak_mib = status_bytes("VmHWM") / 2**20
+        reset_peak()
         return {}
 
     def memory(self) -> dict[str, Any]:
-        """Resident MiB of this process: after imports, highest ever, highest in steady training."""
-        steady = _status_mib("VmHWM")
+        """Returns the resident MiB of this process: after imports, highest ever, highest in steady training."""
+        steady = status_bytes("VmHWM") / 2**20
         return {
             "imported_mib": self._imported_mib,
-            "peak_mib": max(self._whole_life_peak, steady),
+            "peak_mib": max(self._warmup_peak_mib, steady),
             "steady_peak_mib": steady,
         }
 
     def profile(self, count: int) -> dict[str, Any]:
-        """Profiles ``count`` steps twice: operators (torch.profiler) and Python functions (cProfile); both as text."""
+        """Profiles ``count`` steps by operator (torch.profiler) and as many by Python function; returns both texts."""
         import torch
 
         batches = [self._workload.draw(self._rank, self._done + index) for index in range(2 * count)]
@@ -151,7 +138,7 @@ class Worker:
         text = io.StringIO()
         pstats.Stats(functions, stream=text).sort_stats("tottime").print_stats(45)
         table = operators.key_averages().table(sort_by="self_cpu_time_total", row_limit=45, max_name_column_width=70)
-        return {"operators": table, "functions": text.getvalue(), "steps": count}
+        return {"operators": table, "functions": text.getvalue()}
 
 
 def main() -> None:
@@ -169,11 +156,11 @@ def main() -> None:
         for line in sys.stdin:
             command = json.loads(line)
             answer(getattr(worker, command.pop("do"))(**command))
-    except BaseException as error:  # the arena must learn of it whatever it is; the traceback stays in our log
+    except BaseException as error:  # the arena needs an answer to every command; the log has the traceback
         traceback.print_exc()
         answer({"error": f"{type(error).__name__}: {error}"})
     sys.stderr.flush()
-    os._exit(0)  # a peer rank may be gone already: interpreter shutdown could wait for it
+    os._exit(0)  # an ordinary exit could wait for a rank that has ended already
 
 
 if __name__ == "__main__":
