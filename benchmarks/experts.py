@@ -1,12 +1,12 @@
-"""How long a mixture-of-experts layer takes, forward and backward, beside other ways of computing the same.
+"""Times a mixture-of-experts layer, forward and backward, beside other implementations of the same.
 
     .venv/bin/python benchmarks/experts.py                              # one rank: about 4 minutes
     .venv/bin/python benchmarks/experts.py --ep 2 --peer-python ../peer/bin/python
     .venv/bin/python benchmarks/experts.py --tokens 64 --rounds 2 --experts 8 --top-k 1   # does it run?
 
-Every contestant is a process of its own per rank, with one thread; they take turns, in a new order each round, so that
-whatever else the machine does hits all alike. All have the same gate, tokens and routes. `ours` and `upstream` are the
-layers of this package and of the published one; `-drop` drops tokens at capacity factor 1, the others drop none.
+Every contestant has a process per rank, with one thread. They take turns, in a new order each round, so that other load
+of the machine affects all alike. All have the same gate, tokens and routes. `ours` and `upstream` are the layers of
+this package and of the published one; `-drop` drops tokens at capacity factor 1, the others drop none.
 """
 
 from __future__ import annotations
@@ -16,37 +16,36 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
-from contest.turns import dismiss, take_turn
+from contest.turns import Contestant, answer, requests
 
 LOCAL = ("ours", "ours-drop", "loop", "grouped", "masked", "dense")
 PEER = ("upstream", "upstream-drop")
 RIVALS = {"ours": ("upstream", "loop", "grouped", "masked"), "ours-drop": ("upstream-drop",)}
 
 
-# -- one contestant: a process that computes on request --------------------------------------------------------
+# -- one contestant: a process that computes at each request ---------------------------------------------------
 
 
-def work(name: str, shape: dict[str, int], rank: int, meeting: str) -> None:
-    """For every line on standard input, prints the seconds of one forward and backward: wall and processor time."""
+def work(name: str, shape: dict[str, int], rank: int, rendezvous: str) -> None:
+    """At each request, answers with the seconds of one forward and backward: wall and processor time."""
     import torch
 
     torch.set_num_threads(1)
     if shape["ep"] > 1:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=shape["ep"])
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=shape["ep"]
+        )
     torch.manual_seed(0)
-    layer = build(name, shape)
+    layer = build(name, shape, rendezvous)
     x = torch.randn(
         shape["tokens"], shape["hidden"], generator=torch.Generator().manual_seed(7 + rank), requires_grad=True
     )
-    for line in sys.stdin:
-        if not line.strip():
-            break
+    for _ in requests():
         if shape["ep"] > 1:
             torch.distributed.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
@@ -55,11 +54,11 @@ def work(name: str, shape: dict[str, int], rank: int, meeting: str) -> None:
         seconds = time.perf_counter() - wall, time.process_time() - cpu
         for parameter in (x, *layer.parameters()):
             parameter.grad = None
-        print(json.dumps(seconds), flush=True)
+        answer(*seconds)
 
 
-def build(name: str, shape: dict[str, int]) -> Any:
-    """Returns the contestant's layer, from ``[S, M]`` to ``[S, M]``."""
+def build(name: str, shape: dict[str, int], rendezvous: str) -> Any:
+    """Returns the contestant's layer, from ``[tokens, hidden]`` to ``[tokens, hidden]``."""
     import torch
     from torch import nn
 
@@ -70,11 +69,9 @@ def build(name: str, shape: dict[str, int]) -> Any:
 
         is_ours = "parallel" in os.listdir(os.path.dirname(deepspeed.__file__))
         assert is_ours == name.startswith("ours"), f"{name} imported {deepspeed.__file__}"
-        if not is_ours and torch.distributed.is_initialized() is False:
-            torch.distributed.init_process_group(
-                "gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1
-            )
         if not is_ours:
+            if not torch.distributed.is_initialized():
+                torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
             deepspeed.init_distributed("gloo")
         layer = MoE(
             hidden,
@@ -98,16 +95,16 @@ def build(name: str, shape: dict[str, int]) -> Any:
                 return result
 
         return First()
-    return _plain(name, hidden, inner, experts, k)
+    return _torch_layer(name, hidden, inner, experts, k)
 
 
-def _plain(name: str, hidden: int, inner: int, experts: int, k: int) -> Any:
-    """Returns a layer in plain torch: a loop over routes sorted by expert, ``grouped_mm``, masks, or a dense layer."""
+def _torch_layer(name: str, hidden: int, inner: int, experts: int, k: int) -> Any:
+    """Returns a layer in torch alone: a loop over routes sorted by expert, ``grouped_mm``, masks, or a dense layer."""
     import torch
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
     from torch import nn
 
-    class Plain(nn.Module):
+    class TorchLayer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.gate = nn.Linear(hidden, experts, bias=False)
@@ -154,52 +151,33 @@ def _plain(name: str, hidden: int, inner: int, experts: int, k: int) -> Any:
                 made = torch.cat([F.linear(F.gelu(F.linear(r, u, a)), d, b) for r, u, a, d, b in parts])
             return torch.zeros_like(x).index_add(0, token, made * weights.reshape(-1)[order, None])
 
-    return Plain()
+    return TorchLayer()
 
 
 # -- the contest -------------------------------------------------------------------------------------------------------
 
 
-class Contestant:
-    """The processes of one contestant."""
-
-    def __init__(self, name: str, shape: dict[str, int], python: str) -> None:
-        meeting = tempfile.mktemp(prefix="experts-")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 40000))}
-        self.processes = [
-            subprocess.Popen(
-                [python, __file__, "--work", name, json.dumps(shape), str(rank), meeting],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(shape["ep"])},
-            )
-            for rank in range(shape["ep"])
-        ]
-
-    def turn(self) -> tuple[float, float]:
-        """Runs one forward and backward; returns the slowest rank's wall and processor seconds."""
-        rows = take_turn(self.processes)
-        return max(row[0] for row in rows), max(row[1] for row in rows)
-
-    def leave(self) -> None:
-        dismiss(self.processes)
+def _slowest(contestant: Contestant) -> tuple[float, float]:
+    """Runs one forward and backward; returns the wall and the processor seconds of the slowest rank."""
+    rows = contestant.turn()
+    return max(row[0] for row in rows), max(row[1] for row in rows)
 
 
 def contest(shape: dict[str, int], names: list[str], options: argparse.Namespace) -> None:
-    """Runs the contestants and returns one table row for each."""
-    pythons = {name: options.peer_python if name in PEER else sys.executable for name in names}
-    contestants = {name: Contestant(name, shape, pythons[name]) for name in names}
+    """Runs the contestants and prints their table."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for round_ in range(options.rounds + 1):
-        for name in random.sample(names, len(names)):
-            contestants[name].turn()  # finds the caches full of somebody else's data
-            taken = [contestants[name].turn() for _ in range(options.block)]
-            times[name] += taken if round_ else []
-    for contestant in contestants.values():
-        contestant.leave()
+    with tempfile.TemporaryDirectory(prefix="experts-") as folder:
+        contestants = {}
+        for name in names:
+            python = options.peer_python if name in PEER else sys.executable
+            contestants[name] = Contestant(__file__, name, shape, shape["ep"], folder, python)
+        for number in range(options.rounds + 1):
+            for name in random.sample(names, len(names)):
+                contestants[name].turn()  # the caches have the data of the contestant before
+                taken = [_slowest(contestants[name]) for _ in range(options.block)]
+                times[name] += taken if number else []
+        for contestant in contestants.values():
+            contestant.end()
     print(f"\nE {shape['experts']}, k {shape['k']}, ep {shape['ep']}: ms of forward and backward\n")
     print("| contestant | median | fastest | processor |\n|---|---|---|---|")
     medians = {name: statistics.median(wall for wall, _ in rows) for name, rows in times.items()}
@@ -207,16 +185,16 @@ def contest(shape: dict[str, int], names: list[str], options: argparse.Namespace
         fastest, cpu = min(wall for wall, _ in rows), statistics.median(cpu for _, cpu in rows)
         print(f"| {name} | {1e3 * medians[name]:.1f} | {1e3 * fastest:.1f} | {1e3 * cpu:.1f} |")
     for ours, rivals in RIVALS.items():
-        there = [name for name in rivals if name in medians]
-        if ours in medians and there:
-            best = min(there, key=medians.__getitem__)
+        timed = [name for name in rivals if name in medians]
+        if ours in medians and timed:
+            best = min(timed, key=medians.__getitem__)
             print(f"\n{ours} / best of the others ({best}): {medians[ours] / medians[best]:.3f}")
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--work"]:
-        name, shape, rank, meeting = sys.argv[2:6]
-        work(name, json.loads(shape), int(rank), meeting)
+        name, shape, rank, rendezvous = sys.argv[2:6]
+        work(name, json.loads(shape), int(rank), rendezvous)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)

@@ -1,21 +1,21 @@
-"""How fast tokens come, and what memory they take: plain ``generate``, this project in every width, ZeRO-Inference.
+"""Times ``generate`` and measures its memory: the model's own, this project in every width, ZeRO-Inference.
 
     .venv/bin/python benchmarks/inference.py                        # 119 million parameters: about 12 minutes
     .venv/bin/python benchmarks/inference.py --write-report         # also writes benchmarks/results/inference-DATE.md
     .venv/bin/python benchmarks/inference.py --only plain-fp32,fp32 --rounds 15
     .venv/bin/python benchmarks/inference.py --layers 2 --hidden 128 --new 4 --rounds 1   # does it run?
 
-Every contestant has processes of its own, one thread per rank. All are alive all the time and take turns, in a new
-order each round, so that whatever else the machine does hits all alike. A turn is one ``generate`` that is not counted,
-as it finds the caches full of somebody else's data, and one that is. All have the same weights and prompt; a digest of
-the tokens shows whose text is the same. Ratios are medians over the ratios of single rounds.
+Every contestant has processes of its own, one thread per rank. They take turns, in a new order each round, so that
+other load of the machine affects all alike. A turn is one ``generate`` that is not counted, because the caches have the
+data of the contestant before, and one that is. All have the same weights and prompt; contestants with the same digest
+have generated the same tokens. Ratios are medians over the ratios of single rounds.
 
 - ``plain-*``: the model's own ``generate``. ``fp32``, ``bf16``, ``int8``, ``int4``: ``deepspeed.init_inference``.
 - ``tp2-*``: two ranks share every layer.
 - ``host-*``, ``file-*``: ZeRO-Inference, weights in host memory or files, one layer in use.
 - ``accelerate-host``, ``accelerate-file``: Accelerate's offload, as ``device_map`` dispatches it, in bf16.
-- ``cold-*``: from files as on a machine whose memory is too small for the model: ours with direct access, and on both
-  sides the system drops what it has cached of the files before every forward. ``file`` finds them in the page cache.
+- ``cold-*``: from files that are not in the page cache, as on a machine whose memory is too small for the model: the
+  cache is dropped before every forward, and ours reads with direct access. For ``file-*`` the files are in the cache.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from contest.turns import dismiss, take_turn
+from contest.process_memory import status_bytes
+from contest.turns import Contestant, answer, requests
 
 ROOT = Path(__file__).resolve().parents[1]
 FOUR = {"weight": {"num_bits": 4}}
-WAYS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "plain-fp32": {},
     "plain-bf16": {},
     "fp32": {"dtype": "fp32"},
@@ -59,7 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "cold-bf16": {"dtype": "bf16", "zero": "nvme"},
     "cold-accelerate": {},
 }
-# (faster or equal, beside, what is asked of the ratio of tokens per second)
+# (contestant, the one beside it, least ratio of their tokens per second; None: shown without a goal)
 GOALS = (
     ("fp32", "plain-fp32", 1 / 1.02),
     ("bf16", "plain-bf16", 1 / 1.02),
@@ -75,43 +75,38 @@ GOALS = (
 )
 
 
-# -- one contestant: a process that generates on request -------------------------------------------------------
+# -- one contestant: a process that generates at each request --------------------------------------------------
 
 
-def resident() -> int:
-    """Returns the resident bytes of this process."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def work(name: str, shape: dict[str, int], rank: int, rendezvous: str) -> None:
+    """At each request, answers with seconds, processor seconds, the digest of the tokens, and bytes.
 
-
-def work(name: str, shape: dict[str, int], rank: int, meeting: str) -> None:
-    """For every line on standard input, prints seconds, processor seconds, the digest of the tokens, and bytes."""
+    The bytes are those of the weights in memory, and the growth of the process since the imports.
+    """
     import torch
     import transformers
 
-    import deepspeed  # noqa: F401 - counts as imported for all alike
+    import deepspeed  # noqa: F401 - so that its import counts for no contestant
 
     torch.set_num_threads(1)
     if name.startswith("tp2"):
-        torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+        torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     tiny = model_of({**shape, "hidden": 64, "inner": 64, "layers": 1}, transformers, torch)
-    tiny.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, do_sample=False)  # what it imports when used
-    before = resident()
-    model, held = build(name, model_of(shape, transformers, torch), f"{meeting}-files")
+    tiny.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, do_sample=False)  # imports modules
+    before, folder = status_bytes("VmRSS"), f"{rendezvous}-files"
+    model, nbytes = build(name, model_of(shape, transformers, torch), folder)
     if name.startswith("cold"):
-        forgetful = getattr(model, "module", model)
-        forgetful.register_forward_pre_hook(lambda *_: drop_cached(f"{meeting}-files"), prepend=True)  # before it reads
+        module = getattr(model, "module", model)
+        module.register_forward_pre_hook(lambda *_: drop_cached(folder), prepend=True)  # before it reads
     ids = torch.arange(3, 3 + shape["prompt"]).view(1, -1) % shape["vocabulary"]
-    how = {"max_new_tokens": shape["new"], "min_new_tokens": shape["new"], "do_sample": False}
-    for line in sys.stdin:
-        if not line.strip():
-            break
+    options = {"max_new_tokens": shape["new"], "min_new_tokens": shape["new"], "do_sample": False}
+    for _ in requests():
         wall, cpu = time.perf_counter(), time.process_time()
         with torch.no_grad():
-            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         seconds = time.perf_counter() - wall, time.process_time() - cpu
         digest = hashlib.sha1(bytes(str(tokens.tolist()), "ascii")).hexdigest()[:6]
-        print(json.dumps([*seconds, digest, held, resident() - before]), flush=True)
+        answer(*seconds, digest, nbytes, status_bytes("VmRSS") - before)
 
 
 def drop_cached(folder: str) -> None:
@@ -119,13 +114,13 @@ def drop_cached(folder: str) -> None:
     for path in Path(folder).rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
-            os.fdatasync(handle)  # what is not written yet is kept
+            os.fdatasync(handle)  # pages that are not written yet would stay
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(handle)
 
 
 def model_of(shape: dict[str, int], transformers: Any, torch: Any) -> Any:
-    """A Llama, the same in every process."""
+    """Returns a Llama with the same weights in every process."""
     torch.manual_seed(0)
     hidden = shape["hidden"]
     config = transformers.LlamaConfig(
@@ -143,7 +138,7 @@ def model_of(shape: dict[str, int], transformers: Any, torch: Any) -> Any:
 
 
 def build(name: str, model: Any, folder: str) -> tuple[Any, int]:
-    """Returns the ``generate`` function, and the bytes of weights that this process keeps in memory between calls."""
+    """Returns the contestant's model, and the bytes of weights that this process keeps in memory between calls."""
     import gc
 
     import torch
@@ -167,13 +162,13 @@ def build(name: str, model: Any, folder: str) -> tuple[Any, int]:
         accelerate.disk_offload(model, folder, execution_device="cpu")
         gc.collect()
         return model, nbytes(model)
-    way = dict(WAYS[name])
-    if (device := way.pop("zero", None)) is not None:
+    settings = dict(SETTINGS[name])
+    if (device := settings.pop("zero", None)) is not None:
         offload: dict[str, Any] = {"device": device}
         if device == "nvme":
             offload |= {"nvme_path": folder, "max_in_cpu": 0} | ({"page_cache": False} if "cold" in name else {})
-        way["zero"] = {"stage": 3, "offload_param": offload}
-    made = deepspeed.init_inference(model, way)
+        settings["zero"] = {"stage": 3, "offload_param": offload}
+    made = deepspeed.init_inference(model, settings)
     if device is None:
         return made, nbytes(made.module)
     from deepspeed.zero.storage import Tier
@@ -185,83 +180,54 @@ def build(name: str, model: Any, folder: str) -> tuple[Any, int]:
 # -- the contest -------------------------------------------------------------------------------------------------------
 
 
-class Contestant:
-    """The processes of one contestant."""
-
-    def __init__(self, name: str, shape: dict[str, int], folder: str) -> None:
-        ranks = 2 if name.startswith("tp2") else 1
-        meeting = os.path.join(folder, name)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "PYTHONPATH": str(ROOT)}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 40000))}
-        self.log = open(f"{meeting}.log", "w", encoding="utf-8")  # noqa: SIM115 - as long as the processes
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--work", name, json.dumps(shape), str(rank), meeting],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self.log,
-                text=True,
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank in range(ranks)
-        ]
-
-    def turn(self) -> tuple[float, float, str, int, int]:
-        """Runs one ``generate``; returns the slowest rank's seconds, the digest, and the largest rank's bytes."""
-        rows = take_turn(self.processes, lambda: Path(self.log.name).read_text()[-2000:])
-        wall, cpu, held, grown = (max(row[column] for row in rows) for column in (0, 1, 3, 4))
-        return wall, cpu, rows[0][2], held, grown
-
-    def leave(self) -> None:
-        dismiss(self.processes)
-        self.log.close()
-
-
 def contest(shape: dict[str, int], names: list[str], rounds: int) -> str:
-    """The tables."""
+    """Runs the contestants and returns the tables of speed and memory, and of ratios."""
     times: dict[str, list[float]] = {name: [] for name in names}
     processor: dict[str, list[float]] = {name: [] for name in names}
     last: dict[str, tuple[str, int, int]] = {}
     with tempfile.TemporaryDirectory(prefix="inference-") as folder:
-        contestants = {name: Contestant(name, shape, folder) for name in names}
+        contestants = {
+            name: Contestant(__file__, name, shape, 2 if name.startswith("tp2") else 1, folder) for name in names
+        }
         for name in names:
-            contestants[name].turn()  # until all are built
+            contestants[name].turn()  # waits until it is built
         for _ in range(rounds):
             for name in random.sample(names, len(names)):
                 contestants[name].turn()
-                wall, cpu, *rest = contestants[name].turn()
+                rows = contestants[name].turn()
+                wall, cpu, nbytes, grown = (max(row[column] for row in rows) for column in (0, 1, 3, 4))
                 times[name].append(wall)
                 processor[name].append(cpu)
-                last[name] = tuple(rest)  # type: ignore[assignment]
+                last[name] = rows[0][2], nbytes, grown
         for contestant in contestants.values():
-            contestant.leave()
+            contestant.end()
     lines = ["| | tokens/s | fastest | processor ms per token | weights MB | resident MB | tokens |"]
     lines.append("|---|---|---|---|---|---|---|")
     new = shape["new"]
     for name in names:
-        digest, held, grown = last[name]
+        digest, nbytes, grown = last[name]
         median, fastest = new / statistics.median(times[name]), new / min(times[name])
         cpu = 1e3 * statistics.median(processor[name]) / new
         lines.append(
-            f"| {name} | {median:.1f} | {fastest:.1f} | {cpu:.1f} | {held / 1e6:.0f} | {grown / 1e6:.0f} | {digest} |"
+            f"| {name} | {median:.1f} | {fastest:.1f} | {cpu:.1f} | {nbytes / 1e6:.0f} | {grown / 1e6:.0f} | {digest} |"
         )
-    lines += ["", "| tokens/s of | beside | ratio | quartiles | processor | asked for |", "|---|---|---|---|---|---|"]
-    for one, other, requested in GOALS:
+    lines += ["", "| tokens/s of | beside | ratio | quartiles | processor | goal |", "|---|---|---|---|---|---|"]
+    for one, other, goal in GOALS:
         if one not in times or other not in times:
             continue
         ratios = sorted(b / a for a, b in zip(times[one], times[other], strict=True))
         low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
         cpu = statistics.median(processor[other]) / statistics.median(processor[one])
-        want = "" if requested is None else f"at least {requested:.2f}"
+        shown = "" if goal is None else f"at least {goal:.2f}"
         middle = statistics.median(ratios)
-        lines.append(f"| {one} | {other} | {middle:.3f} | {low:.3f} to {high:.3f} | {cpu:.3f} | {want} |")
+        lines.append(f"| {one} | {other} | {middle:.3f} | {low:.3f} to {high:.3f} | {cpu:.3f} | {shown} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--work"]:
-        name, shape, rank, meeting = sys.argv[2:6]
-        work(name, json.loads(shape), int(rank), meeting)
+        name, shape, rank, rendezvous = sys.argv[2:6]
+        work(name, json.loads(shape), int(rank), rendezvous)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -276,7 +242,7 @@ def main() -> None:
     options = parser.parse_args()
     shape = {key: getattr(options, key) for key in ("hidden", "layers", "vocabulary", "prompt", "new")}
     shape["inner"] = options.inner or 11 * options.hidden // 4 // 64 * 64
-    names = [name for name in WAYS if not options.only or name in options.only.split(",")]
+    names = [name for name in SETTINGS if not options.only or name in options.only.split(",")]
     started = time.monotonic()
     tables = contest(shape, names, options.rounds)
     minutes = (time.monotonic() - started) / 60

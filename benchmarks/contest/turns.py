@@ -1,48 +1,88 @@
-"""Processes that stay alive and compute once at each request."""
+"""Contestants whose processes stay alive and compute once at each request, so that they can take turns."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Iterator
 from typing import Any
 
-Processes = Sequence["subprocess.Popen[str]"]
 
+class Contestant:
+    """The processes of one contestant, one per rank.
 
-def take_turn(processes: Processes, why_ended: Callable[[], str] = lambda: "") -> list[Any]:
-    """Tells all of them to compute once, and waits for what each has found.
+    Each runs ``SCRIPT --work NAME SHAPE RANK RENDEZVOUS``: it computes once for each line of standard input and
+    prints a JSON list of figures (see :func:`requests`); other lines that it prints are skipped.
 
     Args:
-        processes: Each reads a line ``go`` and answers with one line that is a JSON list of figures; other lines that
-            it prints are passed over.
-        why_ended: What else to say where one has ended.
-
-    Returns:
-        Their lists.
+        script: The benchmark.
+        name: Of the contestant.
+        shape: Sizes, sent to the processes as JSON.
+        ranks: Number of processes.
+        folder: Temporary folder for the rendezvous and the log.
+        python: Interpreter of the processes.
     """
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    return [json.loads(_answer(process, why_ended)) for process in processes]
+
+    def __init__(
+        self, script: str, name: str, shape: dict[str, int], ranks: int, folder: str, python: str = sys.executable
+    ) -> None:
+        from deepspeed.ports import free_port  # not above: a contestant may import this file beside another deepspeed
+
+        self._name = name
+        self._log = f"{folder}/{name}.log"
+        common = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+        self._processes = []
+        for rank in range(ranks):
+            variables = {key: str(value) for key, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            with open(self._log, "a") as log:
+                process = subprocess.Popen(
+                    [python, script, "--work", name, json.dumps(shape), str(rank), f"{folder}/{name}"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    env={**os.environ, **variables},
+                )
+            self._processes.append(process)
+
+    def turn(self) -> list[list[Any]]:
+        """Makes all processes compute once; returns the figures of each.
+
+        Raises:
+            SystemExit: A process has ended; the message has the end of the contestant's log.
+        """
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        return [self._answer(process) for process in self._processes]
+
+    def _answer(self, process: subprocess.Popen[str]) -> list[Any]:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("[") and line.rstrip().endswith("]") and line[1].isdigit():
+                answer: list[Any] = json.loads(line)
+                return answer
+        with open(self._log) as log:
+            sys.exit(f"{self._name}: a process ended\n{log.read()[-2000:]}")
+
+    def end(self) -> None:
+        """Ends the processes and waits for them."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            process.wait()
 
 
-def _answer(process: subprocess.Popen[str], why_ended: Callable[[], str]) -> str:
-    assert process.stdout is not None
-    while True:
-        line = process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a contestant ended: {process.args}; {why_ended()}")
-        if line.startswith("[") and line.rstrip().endswith("]") and line[1].isdigit():
-            return line
+def requests() -> Iterator[None]:
+    """In a process of a contestant: yields at each request, until standard input ends."""
+    for _ in sys.stdin:
+        yield
 
 
-def dismiss(processes: Processes) -> None:
-    """Ends all of them with an empty line, and waits until they are gone."""
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.close()
-    for process in processes:
-        process.wait()
+def answer(*figures: Any) -> None:
+    """In a process of a contestant: prints the figures of one request, of which the first is a number."""
+    print(json.dumps(figures), flush=True)
