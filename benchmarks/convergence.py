@@ -1,32 +1,31 @@
-"""Whether few bits learn as well: the quickstart's GPT, one way and one seed at a time.
+"""Compares the loss of trainings with compressed communication or narrow states with that of their references.
 
-    convergence.py run --way int8 --seed 0            one curve; repeat for other ways and seeds, in any order
-    convergence.py run --way all --seed 0 --steps 30  every way, to see that they run
-    convergence.py show                               the table, the verdicts, and the picture of all curves so far
+    convergence.py run --method int8 --seed 0            one curve; repeat for other methods and seeds, in any order
+    convergence.py run --method all --seed 0 --steps 30  every method, to see that they run
+    convergence.py show                                  the table, the verdicts, and the picture of all curves so far
 
-A curve is kept in ``--folder`` as soon as it is there, so the benchmark can be run in parts, one after another. Each
-way is compared with its own reference (Adam, or LAMB for 1-bit LAMB) of the same seed, by the loss on text that no way
-has trained on, in nats per byte. Goals: 0.01 for int8 and for 8-bit weights (qwZ), 0.02 for 1-bit Adam and int4, 0.03
-for 0/1 Adam and 1-bit LAMB. 16-bit masters (``bf16 masters``), and moments too (``bf16 states``), are compared with
-bf16 and fp32 masters; goal 0.01. Signs without error feedback are a control: a benchmark that lets them pass measures
-nothing.
+The model is the GPT of the quickstart. Each run writes its curve to ``--folder``, so the benchmark can be run in parts.
+A method is compared with its reference of the same seed (:data:`REFERENCES`; of the others it is Adam) by the loss on
+text that no method has trained on, in nats per byte; :data:`GOALS` has the largest difference. ``bf16 masters`` are
+16-bit masters, ``bf16 states`` 16-bit masters and moments; their reference has fp32 masters. Signs without error
+feedback are a control: they must fail, or the benchmark measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
 import sysconfig
 import time
 from pathlib import Path
 from typing import Any
 
+from contest.curves import Panel, draw_panels
+from contest.links import print_result, run_ranks
+
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE / "contest"), str(HERE.parent / "examples" / "quickstart")]
+sys.path.insert(0, str(HERE.parent / "examples" / "quickstart"))
 
 GOALS = {
     "bf16 masters": 0.01,
@@ -39,45 +38,43 @@ GOALS = {
     "onebit-lamb": 0.03,
 }
 REFERENCES = {"onebit-lamb": "lamb", "bf16 masters": "bf16", "bf16 states": "bf16"}  # of all others it is Adam
-CONTROLS = {"sign without feedback": 0.05}  # must be further away than that
-WARM = 0.15  # of the steps, before anything is sent in one bit
-RISE = 0.1  # of the steps, in which the learning rate rises, for all ways: before the former, as the publications ask
+CONTROLS = {"sign without feedback": 0.05}  # their difference must be larger
+WARM = 0.15  # share of the steps before anything is sent in one bit
+RISE = 0.1  # share of the steps in which the learning rate rises; less than WARM, as the papers require
 
 
-def settings(way: str, steps: int) -> dict[str, Any]:
-    """The part of the configuration that makes the way."""
+def settings(method: str, steps: int) -> dict[str, Any]:
+    """Returns the sections of the configuration that differ between methods."""
     warm = max(round(WARM * steps), 1)
-    # A variance that is frozen must be a mean over many steps: the published decay of 0.999.
+    # A variance that freezes must be a mean over many steps: the papers' decay of 0.999.
     adam: dict[str, Any] = {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999]}}
     stage, section, zero, bf16 = 1, {}, {}, {}
-    if way in ("int8", "int4"):
-        section = {"gradients": way}
-    elif way == "sign":
+    if method in ("int8", "int4"):
+        section = {"gradients": method}
+    elif method == "sign":
         section = {"gradients": "sign", "start_step": warm}
-    elif way == "sign without feedback":
+    elif method == "sign without feedback":
         section = {"gradients": "sign", "start_step": warm, "error_feedback": False}
-    elif way == "qwz":
+    elif method == "qwz":
         stage, zero = 3, {"zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
-    elif way in ("bf16", "bf16 masters", "bf16 states"):
-        narrow = {"bf16_master_weights_and_grads": way != "bf16", "bf16_optimizer_states": way == "bf16 states"}
+    elif method in ("bf16", "bf16 masters", "bf16 states"):
+        narrow = {"bf16_master_weights_and_grads": method != "bf16", "bf16_optimizer_states": method == "bf16 states"}
         bf16 = {"enabled": True, **narrow}
-    elif way == "lamb":
+    elif method == "lamb":
         adam, stage = {"type": "Lamb", "params": {"lr": 4e-3}}, 0
-    elif way == "onebit-lamb":
-        # Its trust ratios settle later than variances. The least factor is 1 instead of 0.5: the codec's errors count
-        # as gradient in the variance that factors come from, and would halve all of them.
+    elif method == "onebit-lamb":
+        # Trust ratios converge later than variances. factor_min is 1 instead of 0.5: the codec's errors add to the
+        # variance from which the factors are computed, and would halve all of them.
         late = max(round(0.25 * steps), 1)
         adam, stage = {"type": "OneBitLamb", "params": {"lr": 4e-3, "freeze_step": late, "factor_min": 1.0}}, 0
-    elif way == "onebit-adam":
+    elif method == "onebit-adam":
         adam["type"], stage = "OneBitAdam", 0
         adam["params"] |= {"freeze_step": warm, "bias_correction": True}
-    elif way == "zero-one-adam":
+    elif method == "zero-one-adam":
         adam["type"], stage = "ZeroOneAdam", 0
-        # The variance of every update until it is frozen; two steps to an exchange once the learning rate is low.
+        # Every update changes the variance until it freezes. Late, at a low learning rate, two steps share an exchange.
         adam["params"] |= {"var_freeze_step": warm, "var_update_scaler": warm, "bias_correction": True}
         adam["params"] |= {"local_step_scaler": max(3 * steps // 5, 1), "local_step_clipper": 2}
-    elif way != "adam":
-        raise SystemExit(f"no way {way!r}; there are {', '.join(WAYS)}")
     return {
         "optimizer": adam,
         "zero_optimization": {"stage": stage, **zero},
@@ -86,15 +83,15 @@ def settings(way: str, steps: int) -> dict[str, Any]:
     }
 
 
-# Those without which others have nothing to be compared with come first.
-WAYS = (
+# In the order of the runs: a reference comes before the methods that are compared with it.
+METHODS = (
     *("adam", "onebit-adam", "int8", "int4", "qwz", "lamb", "onebit-lamb", "zero-one-adam"),
     *("sign without feedback", "sign", "bf16", "bf16 masters", "bf16 states"),
 )
 
 
-def train(way: str, seed: int, steps: int, batch: int, width: int, depth: int) -> None:
-    """One rank."""
+def train(method: str, seed: int, steps: int, batch: int, width: int, depth: int) -> None:
+    """Trains as one rank; rank 0 prints the result."""
     import torch
     from train import CONTEXT, GPT, Text
 
@@ -104,7 +101,7 @@ def train(way: str, seed: int, steps: int, batch: int, width: int, depth: int) -
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     text = Text(Path(sysconfig.get_paths()["stdlib"]))
-    held_out = len(text) * 9 // 10  # what lies behind is for validation
+    held_out = len(text) * 9 // 10  # the samples from here on are for validation
     model = GPT(width=width, depth=depth, heads=width // 32)
     schedule = {"total_num_steps": steps, "warmup_num_steps": max(round(RISE * steps), 1), "warmup_type": "linear"}
     engine = deepspeed.initialize(
@@ -113,7 +110,7 @@ def train(way: str, seed: int, steps: int, batch: int, width: int, depth: int) -
             "train_micro_batch_size_per_gpu": batch,
             "gradient_clipping": 1.0,
             "scheduler": {"type": "WarmupCosineLR", "params": {**schedule, "cos_min_ratio": 0.1}},
-            **settings(way, steps),
+            **settings(method, steps),
         },
     )[0]
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -121,15 +118,14 @@ def train(way: str, seed: int, steps: int, batch: int, width: int, depth: int) -
 
     def rows(first: int, last: int, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         found = [text[int(i)] for i in torch.randint(first, last, (count,), generator=generator)]
-        return torch.stack([seen for seen, _ in found]), torch.stack([wanted for _, wanted in found])
+        return torch.stack([inputs for inputs, _ in found]), torch.stack([targets for _, targets in found])
 
     @torch.no_grad()
     def validation() -> float:
         engine.eval()
         fixed = torch.Generator().manual_seed(7 + rank)
-        total = sum(engine(*rows(held_out, len(text), batch, fixed)).item() for _ in range(16)) / 16
+        mean = torch.tensor([sum(engine(*rows(held_out, len(text), batch, fixed)).item() for _ in range(16)) / 16])
         engine.train()
-        mean = torch.tensor([total])
         dist.all_reduce(mean)
         return mean.item() / ranks
 
@@ -145,108 +141,86 @@ def train(way: str, seed: int, steps: int, batch: int, width: int, depth: int) -
     if rank == 0:
         minutes = (time.perf_counter() - start_time) / 60
         size = {"steps": steps, "batch": batch, "width": width, "depth": depth, "context": CONTEXT, "ranks": ranks}
-        print(
-            "RESULT " + json.dumps({"way": way, "seed": seed, **size, "curve": curve, "minutes": minutes}), flush=True
-        )
+        print_result({"method": method, "seed": seed, **size, "curve": curve, "minutes": minutes})
     engine.destroy()
 
 
-def run(options: argparse.Namespace) -> None:
-    import links
-
-    ways = WAYS if options.way == "all" else (options.way,)
-    for way in ways:
-        setup = {name: getattr(options, name) for name in ("seed", "steps", "batch", "width", "depth")} | {"way": way}
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        started = []
-        for rank in range(options.ranks):
-            environment = links.environment(rank, options.ranks, port, shaped=False)
-            words = [sys.executable, __file__, "rank", "--setup", json.dumps(setup)]
-            paths = {**os.environ, **environment, "PYTHONPATH": str(HERE.parent)}
-            pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            started.append(subprocess.Popen(words, env=paths, **pipe))
-        outputs = [process.communicate()[0] for process in started]
-        found = [line for line in outputs[0].splitlines() if line.startswith("RESULT ")]
-        if not found:
-            print(f"{way}, seed {options.seed}: no result\n{outputs[0][-1500:]}")
+def run(options: argparse.Namespace) -> int:
+    """Trains and writes the curves; returns the number of methods that failed."""
+    failures = 0
+    for method in METHODS if options.method == "all" else (options.method,):
+        setup = {name: getattr(options, name) for name in ("seed", "steps", "batch", "width", "depth")}
+        try:
+            result = run_ranks([__file__, "rank", "--setup", json.dumps({**setup, "method": method})], options.ranks)[0]
+        except RuntimeError as error:
+            print(f"{method}, seed {options.seed}: {error}", file=sys.stderr)
+            failures += 1
             continue
-        result = json.loads(found[0].removeprefix("RESULT "))
         options.folder.mkdir(parents=True, exist_ok=True)
-        (options.folder / f"{way.replace(' ', '-')}-{options.seed}.json").write_text(json.dumps(result))
+        (options.folder / f"{method.replace(' ', '-')}-{options.seed}.json").write_text(json.dumps(result))
         last = result["curve"][-1][2]
-        print(f"{way}, seed {options.seed}: {last:.4f} nats per byte, {result['minutes']:.1f} minutes", flush=True)
+        print(f"{method}, seed {options.seed}: {last:.4f} nats per byte, {result['minutes']:.1f} minutes", flush=True)
+    return failures
 
 
 def show(options: argparse.Namespace) -> None:
+    """Prints the table and draws the picture of all curves in the folder."""
     results = [json.loads(path.read_text()) for path in sorted(options.folder.glob("*.json"))]
-    by = {(found["way"], found["seed"]): found for found in results}
+    by = {(found["method"], found["seed"]): found for found in results}
     size = {name: results[0][name] for name in ("steps", "batch", "width", "depth", "ranks")} if results else {}
     print(", ".join(f"{name} {value}" for name, value in size.items()))
-    print("way                     seeds   loss     worse than its reference, by seed      goal    verdict")
-    for way in WAYS:
-        runs = {seed: found for (name, seed), found in by.items() if name == way}
+    print("method                     seeds   loss     worse than its reference, by seed      goal    verdict")
+    for method in METHODS:
+        runs = {seed: found for (name, seed), found in by.items() if name == method}
         if not runs:
             continue
-        reference = REFERENCES.get(way, "adam")
+        reference = REFERENCES.get(method, "adam")
         gaps = {
             seed: found["curve"][-1][2] - by[reference, seed]["curve"][-1][2]
             for seed, found in runs.items()
-            if (reference, seed) in by and reference != way
+            if (reference, seed) in by and reference != method
         }
         mean = sum(found["curve"][-1][2] for found in runs.values()) / len(runs)
         listed, goal, verdict = ", ".join(f"{gap:+.4f}" for gap in gaps.values()), "", ""
-        if gaps and way in GOALS:
-            worst = sum(gaps.values()) / len(gaps)
-            goal, verdict = f"{GOALS[way]:.2f}", "holds" if worst <= GOALS[way] else "FAILS"
-        if gaps and way in CONTROLS:
+        if gaps and method in GOALS:
+            mean_gap = sum(gaps.values()) / len(gaps)
+            goal, verdict = f"{GOALS[method]:.2f}", "holds" if mean_gap <= GOALS[method] else "FAILS"
+        if gaps and method in CONTROLS:
             least = min(gaps.values())
-            is_apart = not least <= CONTROLS[way]  # NaN is apart too
-            goal, verdict = f"> {CONTROLS[way]:.2f}", "fails, as it must" if is_apart else "THE CONTROL PASSES"
-        print(f"{way:24}{len(runs):5}  {mean:7.4f}  {listed:38} {goal:7} {verdict}")
+            has_failed = not least <= CONTROLS[method]  # NaN has failed too
+            goal, verdict = f"> {CONTROLS[method]:.2f}", "fails, as it must" if has_failed else "THE CONTROL PASSES"
+        print(f"{method:24}{len(runs):5}  {mean:7.4f}  {listed:38} {goal:7} {verdict}")
     if results:
         picture(results, options.folder / "convergence.png")
 
 
 def picture(results: list[dict[str, Any]], path: Path) -> None:
-    """The curves of the validation loss, and how far each is above its reference's, as means over the seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    losses: dict[str, dict[int, dict[int, float]]] = {}  # by way, seed and step
+    """Draws the validation loss, and how far it is above that of the reference, as means over the seeds."""
+    losses: dict[str, dict[int, dict[int, float]]] = {}  # by method, seed and step
     for found in results:
-        losses.setdefault(found["way"], {})[found["seed"]] = {step: loss for step, _, loss in found["curve"]}
-    figure, (curves, gaps) = pyplot.subplots(1, 2, figsize=(12, 5))
-    for number, way in enumerate(way for way in WAYS if way in losses):
-        reference = losses.get(REFERENCES.get(way, "adam"), {})
-        # Of runs of other lengths those that all have: a mean over others at each step would jump.
-        steps = [step for step in next(iter(losses[way].values())) if all(step in one for one in losses[way].values())]
-        mean = [sum(curve[step] for curve in losses[way].values()) / len(losses[way]) for step in steps]
-        curves.plot(steps, mean, color=f"C{number}", linewidth=1, label=way)
-        pairs = [(curve, reference[seed]) for seed, curve in losses[way].items() if seed in reference]
-        if pairs and way not in ("adam", "lamb", "bf16"):
+        losses.setdefault(found["method"], {})[found["seed"]] = {step: loss for step, _, loss in found["curve"]}
+    curves, gaps = {}, {}
+    for method in (method for method in METHODS if method in losses):
+        reference = losses.get(REFERENCES.get(method, "adam"), {})
+        # Only the steps that all seeds have: a mean over other seeds at each step would jump.
+        steps = [
+            step for step in next(iter(losses[method].values())) if all(step in one for one in losses[method].values())
+        ]
+        mean = [sum(curve[step] for curve in losses[method].values()) / len(losses[method]) for step in steps]
+        curves[method] = steps, mean
+        pairs = [(curve, reference[seed]) for seed, curve in losses[method].items() if seed in reference]
+        if pairs and method not in ("adam", "lamb", "bf16"):
             shared = [step for step in steps if all(step in other for _, other in pairs)]
-            apart = [sum(mine[step] - other[step] for mine, other in pairs) / len(pairs) for step in shared]
-            gaps.plot(shared, apart, color=f"C{number}", linewidth=1)
-    gaps.axhline(0.0, color="0.7", linewidth=0.5)
-    gaps.set_ylim(-0.15, 0.2)
-    curves.set_ylabel("validation loss, nats per byte")
-    gaps.set_ylabel("above the reference")
-    for axes in (curves, gaps):
-        axes.set_xlabel("step")
-    curves.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+            gaps[method] = shared, [sum(mine[s] - other[s] for mine, other in pairs) / len(pairs) for s in shared]
+    above = Panel("step", "above the reference", gaps, y_limits=(-0.15, 0.2))
+    draw_panels(path, [Panel("step", "validation loss, nats per byte", curves), above])
     print(f"curves: {path}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "show", "rank"))
-    parser.add_argument("--way", default="all", help="one of: all, " + ", ".join(WAYS))
+    parser.add_argument("command", choices=("run", "show", "rank"), help="rank: used by run")
+    parser.add_argument("--method", default="all", choices=("all", *METHODS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=4, help="sequences of a rank and step")
@@ -258,8 +232,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.command == "rank":
         train(**json.loads(options.setup))
+    elif options.command == "run":
+        sys.exit(1 if run(options) else 0)
     else:
-        {"run": run, "show": show}[options.command](options)
+        show(options)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""One rank of ``benchmarks/compression.py``: trains models whose gradients travel in different ways, a step of each in
-turn, and prints what each took."""
+"""One rank of ``benchmarks/compression.py``: trains with each method in turns and prints times."""
 
 from __future__ import annotations
 
@@ -12,33 +11,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from links import sent_bytes, throttle_transport
 from torch import nn
+
+from contest.links import print_result, sent_bytes, throttle_transport
+
+WIDTH = 1024
+
+
+def numel_of(millions: float) -> int:
+    """Returns the number of parameters of the model: whole layers, as near to ``millions`` as they come."""
+    return max(round(millions * 1e6 / WIDTH**2), 1) * WIDTH**2
 
 
 def model_of(millions: float) -> nn.Module:
-    """Linear layers of 1024 columns, without biases."""
+    """Returns linear layers of width 1024 without biases."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(max(round(millions * 1e6 / 1024**2), 1)) for layer in _layer()]
-    return nn.Sequential(*layers)
-
-
-def _layer() -> list[nn.Module]:
-    return [nn.Linear(1024, 1024, bias=False), nn.Tanh()]
+    layers = [(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(numel_of(millions) // WIDTH**2)]
+    return nn.Sequential(*(module for layer in layers for module in layer))
 
 
 def batch_of(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, 1024, generator=torch.Generator().manual_seed(1000 * step + rank)).bfloat16()
+    """Returns the inputs of a rank at a step, bf16 ``[4, 1024]``."""
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank)).bfloat16()
 
 
 def ddp(setup: dict[str, Any]) -> Callable[[int], None]:
-    """torch's DDP in bf16 with fp32 masters left out: its hook is what is compared."""
+    """Returns a step of torch's DDP in fp32 with its bf16 hook."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     model = nn.parallel.DistributedDataParallel(model_of(setup["millions"]))
 
-    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants types, not their names, or none
-        return default_hooks.bf16_compress_hook(state, bucket)  # by that name DDP takes it on devices only
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and as text they differ
+        return default_hooks.bf16_compress_hook(state, bucket)  # DDP refuses the hook itself on the CPU
 
     model.register_comm_hook(None, hook)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
@@ -51,8 +55,8 @@ def ddp(setup: dict[str, Any]) -> Callable[[int], None]:
     return step
 
 
-def ours(setup: dict[str, Any], way: str) -> Callable[[int], None]:
-    """This project; the way is "plain", or one of communication_compression.gradients."""
+def ours(setup: dict[str, Any], method: str) -> Callable[[int], None]:
+    """Returns a step of this project; the method is "plain", or one of communication_compression.gradients."""
     import deepspeed
 
     engine = deepspeed.initialize(
@@ -63,7 +67,7 @@ def ours(setup: dict[str, Any], way: str) -> Callable[[int], None]:
             "zero_optimization": {"stage": setup["stage"]},
             "communication_data_type": "bf16",
             "gradient_clipping": 0.0,
-            "communication_compression": {} if way == "plain" else {"gradients": way},
+            "communication_compression": {} if method == "plain" else {"gradients": method},
         },
     )[0]
 
@@ -75,18 +79,18 @@ def ours(setup: dict[str, Any], way: str) -> Callable[[int], None]:
 
 
 class Contestant:
-    """One way, and what its steps took."""
+    """One method with the times of its steps."""
 
     def __init__(self, step: Callable[[int], None], warm: int) -> None:
         self._step = step
-        self.took: list[float] = []
+        self._seconds: list[float] = []
         self.processor = self.sent = self.counted = 0.0
         for number in range(warm):
             step(number)
         self._number = warm
 
     def run(self) -> None:
-        """One step, after all ranks have come here."""
+        """Runs one step after a barrier."""
         from deepspeed.comm.transports.counters import traffic
 
         def figures() -> tuple[float, ...]:
@@ -98,17 +102,17 @@ class Contestant:
         self._step(self._number)
         self._number += 1
         wall, *more = (now - then for now, then in zip(figures(), before, strict=True))
-        self.took.append(wall)
+        self._seconds.append(wall)
         self.processor, self.sent, self.counted = (
             total + one for total, one in zip((self.processor, self.sent, self.counted), more, strict=True)
         )
 
     def result(self) -> dict[str, float]:
-        """Seconds and bytes of a step."""
-        steps = len(self.took)
+        """Returns seconds and bytes of a step."""
+        steps = len(self._seconds)
         return {
-            "median": statistics.median(self.took),
-            "fastest": min(self.took),
+            "median": statistics.median(self._seconds),
+            "fastest": min(self._seconds),
             "processor": self.processor / steps,
             "sent": self.sent / steps,
             "counted": self.counted / steps,
@@ -118,18 +122,18 @@ class Contestant:
 def main() -> None:
     setup = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    if setup.get("throttle"):
+    if setup["throttle"]:
         throttle_transport(setup["throttle"])
     dist.init_process_group("gloo")
     contestants = {}
-    for way, warm in setup["ways"].items():
-        # One after the other: what is warmed up (auto chooses then) is not disturbed by the others.
-        contestants[way] = Contestant(ddp(setup) if way == "ddp" else ours(setup, way), warm)
+    for method, warm in setup["methods"].items():
+        # Each warms up alone, because "auto" chooses its codec by the times of these steps.
+        contestants[method] = Contestant(ddp(setup) if method == "ddp" else ours(setup, method), warm)
     for _ in range(setup["steps"]):
         for contestant in contestants.values():
             contestant.run()
     dist.barrier()
-    print("RESULT " + json.dumps({way: one.result() for way, one in contestants.items()}), flush=True)
+    print_result({method: one.result() for method, one in contestants.items()})
     dist.destroy_process_group()
 
 

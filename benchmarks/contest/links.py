@@ -1,25 +1,31 @@
-"""Ranks on links of a given speed: each in a network namespace of its own, joined by a bridge, shaped by the kernel.
+"""Runs ranks on links of a chosen speed: network namespaces joined by a bridge, whose traffic the kernel shapes.
 
-Needs Linux, root, ``ip`` and ``tc``. Elsewhere :func:`throttle_transport` slows this project's own transport down;
-torch's DDP cannot be slowed so, and is left out.
+Needs Linux, root, ``ip`` and ``tc``. Elsewhere :func:`throttle_transport` slows the transport of this project down, but
+not torch's DDP.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from deepspeed.ports import free_port
+
+_RESULT = "RESULT "
 _NETWORK = "10.77.0"
 
 
 def can_shape() -> str | None:
-    """Returns None where links can be shaped, otherwise the reason."""
+    """Returns why links cannot be shaped here; None: they can."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not found"
@@ -32,11 +38,11 @@ def can_shape() -> str | None:
 
 @contextmanager
 def namespaces(ranks: int, megabits: float | None) -> Iterator[list[str]]:
-    """Names of namespaces, one per rank, whose interface ``eth0`` sends and receives so many megabits per second.
+    """Creates a network namespace per rank with the interface ``eth0``, and yields their names.
 
     Args:
-        ranks: How many.
-        megabits: Of each direction of each link; None: as fast as the machine copies.
+        ranks: Number of ranks.
+        megabits: Mbit/s of each direction of each link; None: not shaped.
     """
     tag = f"b{os.getpid()}"
     hub, names = f"{tag}hub", [f"{tag}r{rank}" for rank in range(ranks)]
@@ -65,25 +71,50 @@ def namespaces(ranks: int, megabits: float | None) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-def command(namespace: str, arguments: list[str]) -> list[str]:
-    """Returns the command line that runs ``arguments`` in a namespace."""
-    return ["ip", "netns", "exec", namespace, *arguments]
+def run_ranks(command: Sequence[str], ranks: int, spaces: Sequence[str] = ()) -> list[Any]:
+    """Runs a Python command line once per rank, and returns by rank what it gave to :func:`print_result`, or None.
 
+    Args:
+        command: Script, or ``-m`` and a module below ``benchmarks``, with its arguments.
+        ranks: Number of ranks.
+        spaces: Network namespace of each rank; empty: all run in that of this process.
 
-def environment(rank: int, ranks: int, port: int, *, shaped: bool) -> dict[str, str]:
-    """Returns the environment variables of a rank."""
-    summary: dict[str, Any] = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": f"{_NETWORK}.1" if shaped else "127.0.0.1", "MASTER_PORT": port,
-        "OMP_NUM_THREADS": 1, "DS_ACCELERATOR": "cpu",
+    Raises:
+        RuntimeError: A rank failed; with the end of what it printed.
+    """
+    common: dict[str, Any] = {
+        "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1, "DS_ACCELERATOR": "cpu",
+        "MASTER_ADDR": f"{_NETWORK}.1" if spaces else "127.0.0.1", "MASTER_PORT": free_port(),
+        "PYTHONPATH": Path(__file__).resolve().parents[1],
+        **({"GLOO_SOCKET_IFNAME": "eth0"} if spaces else {}),
     }  # fmt: skip
-    if shaped:
-        summary["GLOO_SOCKET_IFNAME"] = "eth0"
-    return {name: str(value) for name, value in summary.items()}
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
+        started = []
+        for rank, output in enumerate(outputs):
+            words = [*(("ip", "netns", "exec", spaces[rank]) if spaces else ()), sys.executable, *command]
+            variables = {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            started.append(subprocess.Popen(words, stdout=output, stderr=output, env={**os.environ, **variables}))
+            stack.callback(started[-1].kill)
+        results = []
+        for process, output in zip(started, outputs, strict=True):
+            process.wait()
+            output.seek(0)
+            text = output.read()
+            if process.returncode:
+                raise RuntimeError(f"a rank ended with {process.returncode}:\n{text[-4000:]}")
+            lines = [line.removeprefix(_RESULT) for line in text.splitlines() if line.startswith(_RESULT)]
+            results.append(json.loads(lines[0]) if lines else None)
+    return results
+
+
+def print_result(result: Any) -> None:
+    """In a rank: prints the result that :func:`run_ranks` returns for it."""
+    print(_RESULT + json.dumps(result), flush=True)
 
 
 def sent_bytes() -> int:
-    """Bytes that this process's namespace has sent through ``eth0`` so far, headers included; 0 without one."""
+    """Returns the bytes that this process's namespace has sent through ``eth0``, headers included; 0 without one."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "eth0":
@@ -92,7 +123,7 @@ def sent_bytes() -> int:
 
 
 def throttle_transport(megabits: float) -> None:
-    """Makes sends of this process's gloo transports arrive no sooner than a link of that speed would let them."""
+    """Delays this process's waits on gloo transports, as a link of ``megabits`` Mbit/s would delay its sends."""
     from deepspeed.comm.host.gloo import GlooTransport
 
     rate, free_at = megabits * 1e6 / 8, 0.0
