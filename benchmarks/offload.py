@@ -1,13 +1,13 @@
 """Measures offload: the host's Adam, file throughput, step times with each tier.
 
-    python benchmarks/offload.py adam [--numel N]         GB/s beside torch's fused kernel and a plain copy
+    python benchmarks/offload.py adam [--numel N]          GB/s beside torch's fused kernel and a copy
     python benchmarks/offload.py files --path DIR          GB/s of the file store, beside fio where it is installed
     python benchmarks/offload.py steps [--path DIR]        seconds per step on 2 CPU ranks, by stage and tier
     python benchmarks/offload.py speculation               seconds of a step with and without super_offload, 1 rank
     python benchmarks/offload.py all --write-report        all of them
 
-Every figure is the best of several repetitions, interleaved, because other work on the machine only ever adds time.
-The command prints one JSON document.
+Every time is the shortest of several repetitions, because other load of the machine only adds to it. The repetitions of
+what is compared alternate, except between the configurations of ``steps``. The command prints one JSON document.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import datetime
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -26,6 +27,8 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.contest.workloads import gpt  # noqa: E402 - by this name workers of the test harness import it too
 
 _FP32_BYTES = 28  # read master, gradient, two moments; write master and two moments
 _BF16_EXTRA = 2  # the 16-bit copy
@@ -45,17 +48,17 @@ def best_of(contestants: dict[str, Callable[[], None]], repetitions: int) -> dic
 
 
 def adam(numel: int, repetitions: int) -> dict[str, Any]:
-    """The update as the engine runs it, against torch's kernel on the whole tensor."""
+    """Times the update as the engine runs it beside torch's fused kernel on the whole tensor."""
     from deepspeed.offload.pinned import host_tensor
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     grad, copied = torch.rand(numel), torch.rand(numel)
-    # Memory as the engine's tier for host states makes it; a second set in torch's own memory tells its share.
+    # The engine allocates host states so; a second set in torch's own memory shows the share of the allocation.
     master = host_tensor(numel, torch.float32, pin=False).copy_(grad)
     state = {key: host_tensor(numel, torch.float32, pin=False).zero_() for key in ("exp_avg", "exp_avg_sq")}
     state["step"] = torch.zeros(())
     out = host_tensor(numel, torch.bfloat16, pin=False)
-    plain_master, plain_state, plain_out = torch.rand(numel), {}, torch.empty(numel, dtype=torch.bfloat16)
+    torch_master, torch_state, torch_out = torch.rand(numel), {}, torch.empty(numel, dtype=torch.bfloat16)
     ours = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(64))], lr=1e-3)
     group = ours.param_groups[0]
     theirs_param = torch.nn.Parameter(torch.rand(numel))
@@ -64,9 +67,9 @@ def adam(numel: int, repetitions: int) -> dict[str, Any]:
 
     def fused_then_cast() -> None:
         theirs.step()
-        plain_out.copy_(theirs_param.detach())
+        torch_out.copy_(theirs_param.detach())
 
-    # The whole host step of a 16-bit run: a 16-bit gradient comes down and is clipped or unscaled by a factor.
+    # The host's step of a 16-bit training: a 16-bit gradient arrives and is scaled by a factor.
     short_grad, wide_grad = grad.bfloat16(), torch.empty(numel)
 
     def all_in_passes() -> None:
@@ -77,11 +80,11 @@ def adam(numel: int, repetitions: int) -> dict[str, Any]:
     seconds = best_of(
         {
             "ours_fp32": lambda: ours.flat_update(group, master, grad, state),
-            "ours_fp32_in_torch_memory": lambda: ours.flat_update(group, plain_master, grad, plain_state),
+            "ours_fp32_in_torch_memory": lambda: ours.flat_update(group, torch_master, grad, torch_state),
             "torch_fused": theirs.step,
             "ours_with_bf16_copy": lambda: ours.flat_update(group, master, grad, state, out=out),
             "ours_with_bf16_copy_in_torch_memory": lambda: ours.flat_update(
-                group, plain_master, grad, plain_state, out=plain_out
+                group, torch_master, grad, torch_state, out=torch_out
             ),
             "torch_fused_then_cast": fused_then_cast,
             "ours_16_bit_step": lambda: ours.flat_update(group, master, short_grad, state, grad_scale=0.5, out=out),
@@ -92,7 +95,7 @@ def adam(numel: int, repetitions: int) -> dict[str, Any]:
     )
     with_copy = _FP32_BYTES + _BF16_EXTRA
     moved = {"copy": 8} | {name: with_copy for name in seconds if "bf16" in name or "cast" in name}
-    moved |= {name: with_copy - 2 for name in seconds if "16_bit_step" in name}  # what one pass has to move
+    moved |= {name: with_copy - 2 for name in seconds if "16_bit_step" in name}  # the least that one pass moves
     return {
         "numel": numel,
         "threads": torch.get_num_threads(),
@@ -107,7 +110,7 @@ def adam(numel: int, repetitions: int) -> dict[str, Any]:
 
 
 def files(path: Path, nbytes: int, repetitions: int) -> dict[str, Any]:
-    """Sequential reads and writes through the store, and by fio with the same requests (``ds_io`` shows the same)."""
+    """Measures sequential reads and writes of the file store, and of fio with the same requests, as ``ds_io`` does."""
     from deepspeed.offload.file_io import IoSettings
     from deepspeed.offload.speed import measure_files
 
@@ -125,87 +128,58 @@ def files(path: Path, nbytes: int, repetitions: int) -> dict[str, Any]:
     return report
 
 
-class Layer(torch.nn.Module):
-    """A transformer block."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attend_norm, self.norm = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
-        self.qkv, self.mix = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
-        self.rise, self.fall = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in self.qkv(self.attend_norm(x)).chunk(3, -1))
-        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.mix(attended.transpose(1, 2).flatten(2))
-        return x + self.fall(torch.nn.functional.gelu(self.rise(self.norm(x))))
-
-
-class GPT(torch.nn.Module):
-    """About 30M parameters with the default sizes."""
-
-    def __init__(self, width: int = 512, layers: int = 8, vocabulary: int = 8192) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = torch.nn.Embedding(vocabulary, width)
-        self.blocks = torch.nn.ModuleList(Layer(width) for _ in range(layers))
-        self.head = torch.nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(x[:, :-1]).float()
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def time_steps(every: dict[str, dict[str, Any]], steps: int, layers: int) -> dict[str, Any]:
-    """Body of a rank: seconds per step of each configuration, the best of ``steps``, and the memory report."""
+def make_engine(layers: int, zero: dict[str, Any], clip: float = 1.0) -> Any:
+    """Returns an engine of bf16 AdamW on the GPT of ``zero.py``, with the section ``zero_optimization`` as given."""
     import deepspeed
     from deepspeed.logging import logger
 
     logger.setLevel("WARNING")
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "gradient_clipping": clip,
+        "zero_optimization": zero,
+    }
+    return deepspeed.initialize(model=gpt(layers, 1).build(), config=config)[0]
+
+
+def time_step(engine: Any, step: int) -> tuple[float, float]:
+    """Returns the seconds of a step, and those of its update."""
+    inputs, targets = gpt(1, 1).draw(engine.global_rank, step)
+    start = time.perf_counter()
+    engine.backward(engine(inputs, targets))
+    before_update = time.perf_counter()
+    engine.step()
+    end = time.perf_counter()
+    return end - start, end - before_update
+
+
+def time_steps(sections: dict[str, dict[str, Any]], steps: int, layers: int) -> dict[str, Any]:
+    """Body of a rank: returns by ``zero_optimization`` section the shortest step, and the memory report."""
     report = {}
-    for name, zero in every.items():
-        settings = {
-            "train_micro_batch_size_per_gpu": 2,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "gradient_clipping": 1.0,
-            "zero_optimization": zero,
-        }
-        model = GPT(layers=layers)
-        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
-        tokens = torch.randint(8192, (2, 128), generator=torch.Generator().manual_seed(engine.global_rank))
-        shortest, shortest_update = float("inf"), float("inf")
-        for _ in range(steps + 2):
-            start = time.perf_counter()
-            engine.backward(engine(tokens))
-            before_update = time.perf_counter()
-            engine.step()
-            end = time.perf_counter()
-            shortest, shortest_update = min(shortest, end - start), min(shortest_update, end - before_update)
+    for name, zero in sections.items():
+        engine = make_engine(layers, zero)
+        times = [time_step(engine, step) for step in range(steps + 2)]
         rows = [row for row in engine.memory_report() if row[1] or row[2]]
         report[name] = {
-            "seconds_per_step": shortest,
-            "seconds_of_the_update": shortest_update,
+            "seconds_per_step": min(whole for whole, _ in times),
+            "seconds_of_the_update": min(update for _, update in times),
             "bytes": {kind: counted for kind, counted, _, _ in rows},
             "largest_deviation_from_formula": max(abs(c - f) / max(f, 1) for _, c, f, _ in rows),
         }
         engine.destroy()
-        del engine, model
     return report
 
 
 def steps(path: Path, count: int, ranks: int, layers: int) -> dict[str, Any]:
-    """Each tier at stages 2 and 3, and the floor of the update from files."""
+    """Times each tier at stages 2 and 3, and computes the floor of the update from files."""
     from benchmarks.offload import time_steps as body  # the workers import it by this name
     from tests.harness import run_ranks
 
     nvme = {"device": "nvme", "nvme_path": str(path), "pipeline_read": True, "pipeline_write": True}
     params = {"device": "nvme", "nvme_path": str(path), "max_in_cpu": 0}
-    every = {
+    sections = {
         "stage 2": {"stage": 2},
         "stage 2, optimizer on host": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         "stage 3": {"stage": 3},
@@ -218,26 +192,20 @@ def steps(path: Path, count: int, ranks: int, layers: int) -> dict[str, Any]:
         "stage 2, optimizer in files": {"stage": 2, "offload_optimizer": nvme},
         "stage 3, all in files": {"stage": 3, "offload_optimizer": nvme, "offload_param": params},
     }
-    report = run_ranks(body, ranks, every, count, layers, timeout=1200)[0]
+    report = run_ranks(body, ranks, sections, count, layers, timeout=1200)[0]
     raw = files(path, 1 << 28, 3)["gigabytes_per_second"]
-    for name in ("stage 2, optimizer in files",):
-        held = report[name]["bytes"]
-        moved = (held["master weights (file)"] + held["optimizer state (file)"]) * ranks  # the ranks share the disk
-        floor = moved / raw["read"] / 1e9 + moved / raw["write"] / 1e9
-        report[name]["floor_of_the_update"] = floor
-        report[name]["update_against_floor (goal 1.3)"] = report[name]["seconds_of_the_update"] / floor
+    row = report["stage 2, optimizer in files"]
+    moved = row["bytes"]["master weights (file)"] + row["bytes"]["optimizer state (file)"]
+    row["floor_of_the_update"] = floor = ranks * moved * (1 / raw["read"] + 1 / raw["write"]) / 1e9  # of one disk
+    row["update_against_floor (goal 1.3)"] = row["seconds_of_the_update"] / floor
     return {"ranks": ranks, "raw_gigabytes_per_second": raw, "configurations": report}
 
 
 def time_speculation(count: int, layers: int) -> dict[str, Any]:
-    """Body of a rank: seconds of forward and backward, and of the update, with and without ``super_offload``.
+    """Body of a rank: returns the seconds of a step and of its update, with and without ``super_offload``.
 
-    The engines take turns. "clipped" clips every gradient, so every update that starts early is repeated.
+    The engines take turns. In "clipped" every gradient is clipped, so every update that started early is repeated.
     """
-    import deepspeed
-    from deepspeed.logging import logger
-
-    logger.setLevel("WARNING")
     torch.set_num_threads(1)
     engines, times = {}, {}
     for name, clip, speculates in (
@@ -246,38 +214,23 @@ def time_speculation(count: int, layers: int) -> dict[str, Any]:
         ("after the norm, clipped", 1e-3, False),
         ("before the norm, clipped", 1e-3, True),
     ):
-        settings = {
-            "train_micro_batch_size_per_gpu": 2,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "gradient_clipping": clip,
-            "zero_optimization": {
-                "stage": 2,
-                "reduce_bucket_size": 1 << 21,
-                "offload_optimizer": {"device": "cpu", "super_offload": speculates},
-            },
-        }
-        model = GPT(layers=layers)
-        engines[name] = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
+        offload = {"device": "cpu", "super_offload": speculates}
+        zero = {"stage": 2, "reduce_bucket_size": 1 << 21, "offload_optimizer": offload}
+        engines[name] = make_engine(layers, zero, clip)
         times[name] = []
-    tokens = torch.randint(8192, (2, 128), generator=torch.Generator().manual_seed(0))
     for number in range(count + 2):
         for name, engine in engines.items():
-            start = time.perf_counter()
-            engine.backward(engine(tokens))
-            before_update = time.perf_counter()
-            engine.step()
-            if number >= 2:  # orders are known and states are there
-                times[name].append((before_update - start, time.perf_counter() - before_update))
+            taken = time_step(engine, number)
+            if number >= 2:  # before, the order of the gradients is recorded and states are allocated
+                times[name].append(taken)
     report = {}
     for name, engine in engines.items():
         speculation = engine.optimizer.speculation
-        both = [sum(pair) for pair in times[name]]
         report[name] = {
-            "forward_and_backward": min(pair[0] for pair in times[name]),
-            "update": min(pair[1] for pair in times[name]),
-            "step": min(both),
-            "median_step": sorted(both)[len(both) // 2],
+            "forward_and_backward": min(step - update for step, update in times[name]),
+            "update": min(update for _, update in times[name]),
+            "step": min(step for step, _ in times[name]),
+            "median_step": statistics.median(step for step, _ in times[name]),
             "bytes": {kind: counted for kind, counted, _, _ in engine.memory_report() if counted},
             **({"kept": speculation.kept, "thrown_away": speculation.discarded} if speculation else {}),
         }
@@ -286,7 +239,7 @@ def time_speculation(count: int, layers: int) -> dict[str, Any]:
 
 
 def speculation(count: int, layers: int) -> dict[str, Any]:
-    """Updates on the host that begin while later gradients arrive, beside those that begin after the norm."""
+    """Times updates on the host that start while later gradients arrive beside those that start after the norm."""
     from benchmarks.offload import time_speculation as body  # the workers import it by this name
     from tests.harness import run_ranks
 
@@ -294,7 +247,7 @@ def speculation(count: int, layers: int) -> dict[str, Any]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report for people: nested figures as ``name: value`` lines under a heading per measurement."""
+    """Returns the report in Markdown: a heading per measurement, and nested figures as ``name: value`` lines."""
     lines = [
         f"# Offload benchmark, {report['date']}",
         "",
@@ -318,7 +271,7 @@ def markdown(report: dict[str, Any]) -> str:
                 put(value, key.replace("_", " "), 0)
             lines.append("")
     lines += [
-        "Every figure is the best of several interleaved repetitions. Host Adam: 28 bytes per element, 30 with a bf16",
+        "Every time is the shortest of several repetitions. Host Adam: 28 bytes per element, 30 with a bf16",
         "copy. The floor of an update from files is bytes read / read bandwidth + bytes written / write bandwidth,",
         "both of this disk through the same store in the same run. Step times beside those of the published package",
         "are in the report of `benchmarks/zero.py --workload offload`.",
@@ -347,7 +300,7 @@ def main() -> None:
     report: dict[str, Any] = {"date": datetime.date.today().isoformat(), "torch": torch.__version__}
     with tempfile.TemporaryDirectory(dir=arguments.path or os.getcwd()) as folder:
         if "adam" in chosen:
-            report["adam"] = adam(arguments.numel, 20 * arguments.repetitions)  # short, so noise is a larger part
+            report["adam"] = adam(arguments.numel, 20 * arguments.repetitions)  # more, because they are short
         if "files" in chosen:
             report["files"] = files(Path(folder), arguments.nbytes, arguments.repetitions)
         if "steps" in chosen:

@@ -2,15 +2,15 @@
 
 Workloads:
 
-- sleep: layers that sleep, so that few cores show what many devices would do: the schedule and nothing else. Beside
-  each time stands what the simulator computes for a machine that loses nothing.
+- sleep: layers that sleep, so that few cores are enough and only the schedule matters. Beside each time is the makespan
+  that the simulator computes without any overhead.
 - transfer: the same with large activations between the stages.
-- gpt: a small language model, eight blocks on two stages, which computes.
+- gpt: a small language model that computes, eight blocks on two stages.
 
-Contestants of a workload are alive together and take turns, a step each per round, in an order that changes from round
-to round; with ``--apart`` one after the other is started and ended, which needs less memory. A step's time is that of
-its slowest rank; reported is the median, with the fastest beside it. A contestant that ends or does not answer within
-``--time-limit`` has that in its row, and the others continue. Run ``--help`` for the options.
+The contestants of a workload take turns, a step each per round, in a new order each round. With ``--apart`` each is
+started and ended alone, which needs less memory. A step's time is that of its slowest rank; reported are the median and
+the fastest. A contestant that ends, or does not answer within ``--time-limit``, is reported so, and the others
+continue. ``--help`` shows the options.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import json
 import os
 import random
 import select
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,12 +34,13 @@ from rich.table import Table
 
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, make_schedule
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
+from deepspeed.ports import free_port
 
 T = TypeVar("T")
-COMPILE_SECONDS = 600.0  # the longest that the published package may take to get ready where it has to compile
+COMPILE_SECONDS = 600.0  # time limit for the start of the published package where it has to compile
 ROOT = Path(__file__).resolve().parents[1]
 RANK = Path(__file__).parent / "contest" / "pipeline_rank.py"
-# What each workload's contestants get beside the options, and which of them take part.
+# Sizes of each workload, and its contestants.
 WORKLOADS: dict[str, dict[str, Any]] = {
     "sleep": {"stages": 4, "micro_batches": 8, "megabytes": 0},
     "transfer": {"stages": 4, "micro_batches": 8, "megabytes": 32},
@@ -55,11 +55,11 @@ ENTERED = {
     "transfer": ["ours:1f1b", "torch:1f1b"],
     "gpt": ["ours:1f1b", "torch:1f1b"],
 }
-# The published package has these; they enter where --peer-python gives its interpreter.
+# Those of the published package need --peer-python.
 UPSTREAM = {"sleep": ["upstream:1f1b", "upstream:dualpipev"], "transfer": ["upstream:1f1b"], "gpt": ["upstream:1f1b"]}
 
 
-class OutOfTheRace(Exception):
+class ContestantFailed(Exception):
     """A contestant has ended, or does not answer."""
 
 
@@ -68,8 +68,8 @@ class Contestant:
 
     Attributes:
         name: Kind and schedule.
-        took: What its counted steps took.
-        why_out: Why it takes no further turn; empty while it does.
+        steps: Results of its counted steps.
+        failure: Why it takes no further turn; empty while it does.
     """
 
     def __init__(
@@ -81,14 +81,12 @@ class Contestant:
         time_limit: float,
     ) -> None:
         self.name = name
-        self.took: list[dict[str, float]] = []
-        self.why_out = ""
+        self.steps: list[dict[str, float]] = []
+        self.failure = ""
         self._time_limit = time_limit
         kind, _, schedule = name.partition(":")
         self._compiles = kind == "upstream" and extensions is not None and not extensions.is_built
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self._ranks = []
         for rank in range(setup["stages"]):
             environment = {
@@ -112,12 +110,12 @@ class Contestant:
             )
 
     def get_ready(self) -> None:
-        """Waits until all ranks have built their part."""
+        """Waits until all ranks have built their stages."""
         for line in self._answers(COMPILE_SECONDS if self._compiles else self._time_limit):
             assert line == "ready\n", line
 
     def step(self) -> dict[str, float]:
-        """One step of all ranks: the seconds of the slowest, processor seconds of the busiest, the loss."""
+        """Runs a step; returns the seconds of the slowest rank, processor seconds of the busiest, and the loss."""
         for rank in self._ranks:
             assert rank.stdin is not None
             rank.stdin.write("step\n")
@@ -136,10 +134,10 @@ class Contestant:
     def _answer(self, rank: subprocess.Popen[str], deadline: float, limit: float) -> str:
         assert rank.stdout is not None
         if not select.select([rank.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise OutOfTheRace(f"did not answer in {limit:.0f} s")
+            raise ContestantFailed(f"did not answer in {limit:.0f} s")
         if line := rank.stdout.readline():
             return line
-        raise OutOfTheRace("ended before it answered")
+        raise ContestantFailed("ended before it answered")
 
     def end(self) -> None:
         for rank in self._ranks:
@@ -149,71 +147,71 @@ class Contestant:
 
 
 def measure(names: list[str], setup: dict[str, Any], options: argparse.Namespace) -> list[Contestant]:
-    """Runs all contestants in turns. Does not count the first steps, which connect and allocate."""
+    """Runs all contestants in turns. The first two steps of each connect and allocate, and are not counted."""
     shuffle = random.Random(0)
     extensions = ExtensionFolder(options.peer_python) if options.peer_python else None
     groups = [[name] for name in names] if options.apart else [names]
     measured = []
     for group in groups:
-        alive: list[Contestant] = []
+        started: list[Contestant] = []
         if extensions is not None:
             extensions.remove_left_over()
         try:
-            alive += [Contestant(name, setup, options.peer_python, extensions, options.time_limit) for name in group]
-            for contestant in alive:
+            started += [Contestant(name, setup, options.peer_python, extensions, options.time_limit) for name in group]
+            for contestant in started:
                 _try(contestant, contestant.get_ready)
             for number in range(options.rounds + 2):
-                for contestant in shuffle.sample(alive, len(alive)):
-                    took = _try(contestant, contestant.step)
-                    if took is not None and number >= 2:
-                        contestant.took.append(took)
+                for contestant in shuffle.sample(started, len(started)):
+                    step = _try(contestant, contestant.step)
+                    if step is not None and number >= 2:
+                        contestant.steps.append(step)
         finally:
-            for contestant in alive:
+            for contestant in started:
                 contestant.end()
-        measured += alive
+        measured += started
     return measured
 
 
 def _try(contestant: Contestant, turn: Callable[[], T]) -> T | None:
-    """Returns the result of a turn; None if the contestant has dropped out or drops out in it."""
-    if contestant.why_out:
+    """Returns the result of a turn; None if the contestant fails or has failed before."""
+    if contestant.failure:
         return None
     try:
         return turn()
-    except (OutOfTheRace, BrokenPipeError) as error:
-        contestant.why_out = str(error)
-        contestant.took.clear()
+    except (ContestantFailed, BrokenPipeError) as error:
+        contestant.failure = str(error)
+        contestant.steps.clear()
         contestant.end()
         return None
 
 
 def report(workload: str, measured: list[Contestant], setup: dict[str, Any]) -> Table:
-    """One row per contestant."""
+    """Returns the table of a workload, with a row per contestant."""
     table = Table(title=f"{workload}: {setup['stages']} stages, {setup['micro_batches']} micro-batches (ms)")
     table.add_column("contestant")
     for column in ("median", "fastest", "simulated", "over it (%)", "busiest cpu", "ratio to torch", "to upstream"):
         table.add_column(column, justify="right")
-    medians = {c.name: 1000 * statistics.median(took["seconds"] for took in c.took) for c in measured if c.took}
+    medians = {c.name: 1000 * statistics.median(step["seconds"] for step in c.steps) for c in measured if c.steps}
     for contestant in measured:
-        if contestant.why_out:
-            table.add_row(contestant.name, contestant.why_out)
+        if contestant.failure:
+            table.add_row(contestant.name, contestant.failure)
             continue
         kind, _, schedule = contestant.name.partition(":")
         median = medians[contestant.name]
-        cells = [f"{median:.0f}", f"{1000 * min(took['seconds'] for took in contestant.took):.0f}"]
+        cells = [f"{median:.0f}", f"{1000 * min(step['seconds'] for step in contestant.steps):.0f}"]
         if workload == "gpt" or schedule not in TRAIN_SCHEDULES:
             cells += ["", ""]
         else:
-            # As this project has them, with two layers per stage and so two chunks where there are several.
+            # With two layers per stage, a schedule with chunks has two.
             times = Times(setup["forward"], setup["backward"], setup["weight"])
             simulated = simulate(make_schedule(schedule, setup["stages"], setup["micro_batches"]), times).makespan
             cells += [f"{simulated:.0f}", f"{100 * (median / simulated - 1):.1f}"]
-        cells.append(f"{1000 * statistics.median(took['busy'] for took in contestant.took):.0f}")
+        cells.append(f"{1000 * statistics.median(step['busy'] for step in contestant.steps):.0f}")
         for other in ("torch", "upstream"):
             peer = medians.get(f"{other}:{schedule}")
             cells.append(f"{median / peer:.3f}" if peer and kind == "ours" else "")
         table.add_row(contestant.name, *cells)
-    losses = {contestant.took[-1]["loss"] for contestant in measured if contestant.took}
+    losses = {contestant.steps[-1]["loss"] for contestant in measured if contestant.steps}
     table.caption = f"losses of the last step: {', '.join(f'{loss:.6g}' for loss in sorted(losses))}"
     return table
 
@@ -239,10 +237,10 @@ def main() -> None:
     sizes.add_argument("--weight", type=float, default=40.0, help="time of the part of the backward for weights")
     options = parser.parse_args()
     for workload in options.workload:
-        given = {name: getattr(options, name) for name in ("stages", "micro_batches", "megabytes")}
+        chosen = {name: getattr(options, name) for name in ("stages", "micro_batches", "megabytes")}
         setup = {
             **WORKLOADS[workload],
-            **{name: value for name, value in given.items() if value is not None and name in WORKLOADS[workload]},
+            **{name: value for name, value in chosen.items() if value is not None and name in WORKLOADS[workload]},
             **{name: getattr(options, name) for name in ("forward", "backward", "weight")},
             "workload": workload,
         }
@@ -252,8 +250,8 @@ def main() -> None:
         measured = measure(names, setup, options)
         if options.json:
             for contestant in measured:
-                row = {"workload": workload, "name": contestant.name, "took": contestant.took}
-                sys.stdout.write(json.dumps({**row, "why_out": contestant.why_out}) + "\n")
+                row = {"workload": workload, "name": contestant.name, "steps": contestant.steps}
+                sys.stdout.write(json.dumps({**row, "failure": contestant.failure}) + "\n")
         else:
             Console(width=max(110, Console().width)).print(report(workload, measured, setup))
 

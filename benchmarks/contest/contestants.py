@@ -1,8 +1,7 @@
-"""Who trains: each contestant turns a workload into one function, ``step(batch) -> loss``.
+"""The contestants of ``zero.py``: each turns a workload into a function ``step(batch) -> loss``.
 
 All start from the same weights, see the same batches and use AdamW with the same settings, without clipping and
-accumulation. A contestant's description states its dtypes. Needs torch only; contestants that use `deepspeed` import it
-themselves.
+accumulation. Needs torch only; contestants that use `deepspeed` import it themselves.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class Contestant:
     """One way of training.
 
     Attributes:
-        name: How tables and the command line call it.
-        about: Dtypes and settings, one line.
-        build: Makes the step function inside the worker process.
-        peer: True if it runs in the environment of ``--peer-python``.
+        name: In tables and on the command line.
+        about: Dtypes and settings, in one line.
+        build: Returns the step function; called in the worker process.
+        peer: Whether it runs in the environment of ``--peer-python``.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Contestant:
 
 
 class _MasterUpdate:
-    """Keeps fp32 masters of a bf16 model and updates them with one fused AdamW, as plain torch code would."""
+    """Updates fp32 masters of a bf16 model with torch's fused AdamW and copies them back."""
 
     def __init__(self, module: nn.Module) -> None:
         self.params = list(module.parameters())
@@ -89,10 +88,13 @@ def _autocast(workload: Workload) -> Step:
 
 
 def _floor(workload: Workload, *, replicated: bool = False) -> Step:
-    """Forward, backward and the update of this rank's share of the parameters; nothing is communicated.
+    """Runs forward, backward and the update of this rank's share of the parameters, without communication.
 
-    The weights it computes with are wrong from the second step on, because only its own share moves; that costs the
-    same time. ``replicated``: the update of all parameters, as every rank must do at stage 0.
+    Its weights are wrong from the second step on, because only its own share changes; the time is the same.
+
+    Args:
+        workload: The model with its data.
+        replicated: Update all parameters, as every rank does at stage 0.
     """
     module = workload.build().bfloat16()
     params = list(module.parameters())
@@ -159,16 +161,20 @@ def _ddp_bf16(workload: Workload) -> Step:
     return step
 
 
-def _fsdp2(workload: Workload) -> Step:
+def fully_sharded(module: nn.Module, device: str, ranks: int) -> nn.Module:
+    """Returns the model under FSDP2: a unit per block, fp32 shards, bf16 computation and reduction."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    module = workload.build()
-    mesh = init_device_mesh("cpu", (workload.world_size,))
+    mesh = init_device_mesh(device, (ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for block in module.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
+    for unit in (*module.blocks, module):  # type: ignore[misc]
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    return module
+
+
+def _fsdp2(workload: Workload) -> Step:
+    module = fully_sharded(workload.build(), "cpu", workload.world_size)
     optimizer = torch.optim.AdamW(module.parameters(), fused=True, **ADAMW)
 
     def step(batch: Batch) -> float:
@@ -182,7 +188,7 @@ def _fsdp2(workload: Workload) -> Step:
 
 
 def _with_our_malloc(build: Callable[[Workload], Step]) -> Callable[[Workload], Step]:
-    """The same with the two malloc settings that our engine makes on glibc, to tell their share from the rest."""
+    """Returns ``build`` after the two malloc settings that our engine makes on glibc, to measure their share."""
 
     def tuned(workload: Workload) -> Step:
         mallopt = ctypes.CDLL(None).mallopt
@@ -193,21 +199,26 @@ def _with_our_malloc(build: Callable[[Workload], Step]) -> Callable[[Workload], 
     return tuned
 
 
-OFFLOADED = {"host": ("offload_optimizer",), "host-all": ("offload_optimizer", "offload_param")}
+OFFLOADED = {"": (), "host": ("offload_optimizer",), "host-all": ("offload_optimizer", "offload_param")}
 """Sections that send states to host memory, by the ending of a contestant's name."""
 
 
-def engine_config(stage: int, micro_batch: int, offloaded: str | None = None) -> dict[str, Any]:
-    """The ``ds_config`` of both packages: defaults, but no clipping, and stage 3 may not keep small tensors whole."""
+def zero_section(stage: int, offloaded: str = "") -> dict[str, Any]:
+    """Returns the section ``zero_optimization`` of both packages; stage 3 shards small parameters too."""
     zero: dict[str, Any] = {"stage": stage}
-    for section in OFFLOADED.get(offloaded or "", ()):
+    for section in OFFLOADED[offloaded]:
         zero[section] = {"device": "cpu"}
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = 0
+    return zero
+
+
+def engine_config(zero: dict[str, Any], micro_batch: int, clip: float = 0.0) -> dict[str, Any]:
+    """Returns the ``ds_config`` of both packages, with the section ``zero_optimization`` as given."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "bf16": {"enabled": True},
-        "gradient_clipping": 0.0,
+        "gradient_clipping": clip,
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
     }
@@ -229,17 +240,18 @@ def _run_engine(module: nn.Module, config: dict[str, Any], optimizer: torch.opti
     return step
 
 
-def _ours(stage: int, offloaded: str | None = None) -> Callable[[Workload], Step]:
-    return lambda workload: _run_engine(workload.build(), engine_config(stage, workload.micro_batch, offloaded), None)
+def _ours(stage: int, offloaded: str = "") -> Callable[[Workload], Step]:
+    zero = zero_section(stage, offloaded)
+    return lambda workload: _run_engine(workload.build(), engine_config(zero, workload.micro_batch), None)
 
 
-def _upstream(stage: int, *, own_optimizer: bool = False, offloaded: str | None = None) -> Callable[[Workload], Step]:
-    """The published package with torch's fused AdamW, or with what it builds itself for "AdamW" (``own_optimizer``)."""
+def _upstream(stage: int, *, own_optimizer: bool = False, offloaded: str = "") -> Callable[[Workload], Step]:
+    """Builds the published package with torch's fused AdamW; ``own_optimizer``: with its own for ``AdamW``."""
 
     def build(workload: Workload) -> Step:
         module = workload.build()
-        config = engine_config(stage, workload.micro_batch, offloaded)
-        if own_optimizer or offloaded:  # offloaded states want the host optimizer that the config builds
+        config = engine_config(zero_section(stage, offloaded), workload.micro_batch)
+        if own_optimizer or offloaded:  # offloaded states need the host optimizer that the config builds
             return _run_engine(module, config, None)
         del config["optimizer"]
         config["zero_allow_untested_optimizer"] = True
@@ -290,5 +302,5 @@ CONTESTANTS = {
 
 
 def join_group(workload: Workload, rank: int, rendezvous: str) -> None:
-    """Opens the gloo group of one contestant by file rendezvous; every rank of the contestant must call it."""
+    """Creates the gloo group of one contestant by a rendezvous file; every rank of the contestant must call it."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=workload.world_size)

@@ -1,13 +1,14 @@
 """One rank of one contestant of ``benchmarks/pipeline.py``: builds its pipeline, then does a step at each request.
 
-It runs in the environment of its contestant, so it imports nothing of this repository but what is called ``deepspeed``.
-A line on standard input requests a step; the answer is a line of JSON with the seconds, the processor seconds and the
-loss. An empty input ends it.
+It runs in the environment of its contestant, so of this repository it imports only ``workloads`` beside it, and
+``deepspeed`` where that is this one. Each line of standard input requests a step; the answer is a line of JSON with the
+seconds, the processor seconds and the loss. The end of standard input ends it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -17,14 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from workloads import Block
 
 _LATE = 3e-4  # seconds by which a sleep may end too late
 
 
 class _LayerClock:
-    """Lasts as long as one layer: sleeps, then polls the clock for an exact end.
+    """Takes the time of a layer: sleeps, then polls the clock for an exact end.
 
-    What autograd does around the sleeps is part of a layer's time, as it is of any layer's.
+    The layer's time includes the overhead of autograd, as that of a real layer does.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,7 @@ class _LayerClock:
 
 
 class _ForInputs(torch.autograd.Function):
-    """Lasts in backward as long as the gradient of the inputs takes."""
+    """Takes the time of the gradient of the inputs, in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor | None, clock: _LayerClock, seconds: float) -> Tensor:
@@ -55,7 +57,7 @@ class _ForInputs(torch.autograd.Function):
 
 
 class _ForWeights(torch.autograd.Function):
-    """Lasts in backward as long as the gradient of the weights takes."""
+    """Takes the time of the gradient of the weights, in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, clock: _LayerClock, seconds: float) -> Tensor:
@@ -69,13 +71,13 @@ class _ForWeights(torch.autograd.Function):
 
 
 class _Both(torch.autograd.Function):
-    """Passes one value on, and its gradient to both inputs. Lasts as long as forward; starts the clock of backward."""
+    """Takes the time of forward, and starts the clock in backward. Its gradient goes to both inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, side: Tensor, clock: _LayerClock, seconds: float) -> Tensor:
         ctx.clock = clock
         clock.take(seconds)
-        return x.data  # not a view: torch's split backwards detach what a stage gives, in place
+        return x.data  # not a view: torch.distributed.pipelining detaches the outputs of a stage in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -84,7 +86,7 @@ class _Both(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """Computes nothing and takes the given time, whatever else the machine does."""
+    """Takes a fixed time for forward and backward, and computes nothing."""
 
     def __init__(self, forward: float, backward: float, weight: float) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class SleepingLayer(nn.Module):
         clock = _LayerClock()
         clock.begin()
         forward, backward_input, backward_weight = self.seconds
-        # The inputs of the model need no gradient; its first layer takes as long as the others all the same.
+        # The inputs of the model need no gradient, but its first layer must take as long as the others.
         main = _ForInputs.apply(x, None if x.requires_grad else self.weight, clock, backward_input)
         side = _ForWeights.apply(x.detach(), self.weight, clock, backward_weight)
         return _Both.apply(main, side, clock, forward)
@@ -110,25 +112,6 @@ class Embedding(nn.Module):
         return self.words(tokens) + self.places.weight[: tokens.shape[1]]
 
 
-class Block(nn.Module):
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.first, self.second = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.mlp = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, hidden = x.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, hidden // self.heads).transpose(1, 2)
-            for part in self.qkv(self.first(x)).chunk(3, dim=-1)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
-        return x + self.mlp(self.second(x))
-
-
 class Head(nn.Module):
     def __init__(self, vocabulary: int, hidden: int) -> None:
         super().__init__()
@@ -139,7 +122,7 @@ class Head(nn.Module):
 
 
 def _mean(outputs: Tensor, labels: Tensor) -> Tensor:
-    # A value of one element: a mean over large activations would be work of its own.
+    # One element only: a mean over large activations would take time.
     return outputs.flatten()[0] + 0 * labels.flatten()[0]
 
 
@@ -167,7 +150,7 @@ def workload(setup: dict[str, Any]) -> tuple[list[nn.Module], Any, Tensor, Tenso
 
 
 class Deepspeed:
-    """This project, or the published package: the same calls."""
+    """A pipeline of this project or of the published package, by the same calls."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         import deepspeed
@@ -178,9 +161,7 @@ class Deepspeed:
         arguments: dict[str, Any] = {}
         if setup["kind"] == "ours":
             arguments["schedule"] = setup["schedule"]
-        cut: Any = "uniform"
-        if setup["workload"] == "gpt":
-            cut = "type:Block"
+        cut = "type:Block" if setup["workload"] == "gpt" else "uniform"
         model_class: Any = PipelineModule
         if setup["kind"] == "upstream" and setup["schedule"] == "dualpipev":
             from deepspeed.pipe import DualPipeVModule as model_class
@@ -197,15 +178,11 @@ class Deepspeed:
         self._item = (inputs, labels)
 
     def step(self) -> float:
-        def items() -> Any:
-            while True:
-                yield self._item
-
-        return float(self.engine.train_batch(items()))
+        return float(self.engine.train_batch(itertools.repeat(self._item)))
 
 
 class Torch:
-    """``torch.distributed.pipelining``."""
+    """A pipeline of ``torch.distributed.pipelining``."""
 
     NAMES = {
         "gpipe": "ScheduleGPipe",
@@ -224,25 +201,23 @@ class Torch:
         layers, loss, inputs, labels = workload(setup)
         self._rank, stages = dist.get_rank(), setup["stages"]
         name = setup["schedule"]
-        if name in ("gpipe", "1f1b", "zb-h1"):
-            place = list(range(stages))
-        else:
-            turn = reversed(range(stages)) if name in ("zbv", "dualpipev") else range(stages)
-            place = [*range(stages), *turn]
-        # Embedding and head go with their neighbours.
+        stage_of = list(range(stages))  # by chunk
+        if name not in ("gpipe", "1f1b", "zb-h1"):
+            stage_of += reversed(range(stages)) if name in ("zbv", "dualpipev") else range(stages)
+        # The first chunk also has the embedding, the last one the head.
         ends = 1 if setup["workload"] == "gpt" else 0
-        inner = (len(layers) - 2 * ends) // len(place)
-        bounds = [0, *(ends + inner * chunk for chunk in range(1, len(place))), len(layers)]
-        own = [chunk for chunk, stage in enumerate(place) if stage == self._rank]
+        inner = (len(layers) - 2 * ends) // len(stage_of)
+        bounds = [0, *(ends + inner * chunk for chunk in range(1, len(stage_of))), len(layers)]
+        own = [chunk for chunk, stage in enumerate(stage_of) if stage == self._rank]
         modules = [nn.Sequential(*layers[bounds[chunk] : bounds[chunk + 1]]) for chunk in own]
         parts = [
-            pipelining.PipelineStage(module, chunk, len(place), torch.device("cpu"))
+            pipelining.PipelineStage(module, chunk, len(stage_of), torch.device("cpu"))
             for module, chunk in zip(modules, own, strict=True)
         ]
         made = getattr(pipelining, self.NAMES[name])
         takes_one = name in ("gpipe", "1f1b")
         self._schedule = made(parts[0] if takes_one else parts, setup["micro_batches"], loss_fn=loss)
-        self._is_first, self._is_last = 0 in own, len(place) - 1 in own
+        self._is_first, self._is_last = 0 in own, len(stage_of) - 1 in own
         self._inputs = torch.cat([inputs] * setup["micro_batches"])
         self._labels = torch.cat([labels] * setup["micro_batches"])
         self._optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=1e-3)
@@ -250,9 +225,9 @@ class Torch:
     def step(self) -> float:
         self._optimizer.zero_grad()
         losses: list[Tensor] = []
-        given = (self._inputs,) if self._is_first else ()
+        inputs = (self._inputs,) if self._is_first else ()
         target = {"target": self._labels, "losses": losses} if self._is_last else {}
-        self._schedule.step(*given, **target)
+        self._schedule.step(*inputs, **target)
         self._optimizer.step()
         return torch.stack([loss.detach() for loss in losses]).mean().item() if losses else 0.0
 
@@ -263,7 +238,7 @@ def main() -> None:
     setup = parser.parse_args().setup
     os.environ.update({key: str(value) for key, value in setup["environment"].items()})
     torch.set_num_threads(1)
-    answers, sys.stdout = sys.stdout, sys.stderr  # what others print does not mix with the answers
+    answers, sys.stdout = sys.stdout, sys.stderr  # the output of libraries must not mix with the answers
     contestant = Torch(setup) if setup["kind"] == "torch" else Deepspeed(setup)
     answers.write("ready\n")
     answers.flush()
@@ -274,7 +249,7 @@ def main() -> None:
         took = {"seconds": time.perf_counter() - start, "busy": time.process_time() - busy, "loss": loss}
         answers.write(json.dumps(took) + "\n")
         answers.flush()
-    os._exit(0)  # the others may be gone: nothing is left to agree on
+    os._exit(0)  # an ordinary exit could wait for a rank that has ended already
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from contest.arena import Result
-from contest.contestants import ADAMW, CONTESTANTS, engine_config
+from contest.contestants import ADAMW, CONTESTANTS, engine_config, zero_section
 from contest.goals import LOSS_TOLERANCE, Verdict, judge, loss_distance
 from contest.workloads import WORKLOADS
 
@@ -38,7 +38,7 @@ class Contest:
 
     @property
     def reference(self) -> Result | None:
-        """Returns the contestant with whose losses the others are compared."""
+        """Returns the contestant whose losses the others are compared with."""
         for name in ("ddp-bf16", "hand", "fsdp2"):
             if name in self.results and not self.results[name].failure:
                 return self.results[name]
@@ -46,12 +46,12 @@ class Contest:
 
 
 def load() -> float:
-    """Processes that wanted to run in the last minute; above 0.5 before the start, times are not worth much."""
+    """Returns the load average of the last minute. Times measured after a start above 0.5 are unreliable."""
     return round(os.getloadavg()[0], 2)
 
 
 def hardware() -> dict[str, Any]:
-    """Returns a description of the machine without its name."""
+    """Returns a description of the machine, without its host name."""
     model = platform.processor()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as lines:
@@ -116,7 +116,7 @@ def _loss_words(result: Result, reference: Result | None) -> str:
 
 
 def ratios_table(contest: Contest) -> Rows:
-    """Ratios of step time and memory with the goals."""
+    """Returns the table of ratios of step time and memory, with the goals."""
     header = [
         "pair",
         "time",
@@ -185,7 +185,7 @@ def as_dict(contests: list[Contest], facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(folder: Path, contests: list[Contest], facts: dict[str, Any], name: str = "zero") -> Path:
-    """Writes ``NAME-DATE.md`` and ``NAME-DATE.json``; returns the first."""
+    """Writes ``NAME-DATE.md`` and ``NAME-DATE.json``; returns the path of the first."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{name}-{facts['date']}"
     stem.with_suffix(".json").write_text(json.dumps(as_dict(contests, facts), indent=1) + "\n")
@@ -222,5 +222,5 @@ def settings(*, rounds: int, steps: int, warmup: int) -> dict[str, Any]:
         "threads_per_rank": 1,
         "backend": "gloo",
         "adamw": ADAMW,
-        "ds_config_of_stage_3": engine_config(3, 1),
+        "ds_config_of_stage_3": engine_config(zero_section(3), 1),
     }

@@ -1,4 +1,4 @@
-"""What is trained: three models with their data. Needs torch only, so that every contestant's environment can load it.
+"""The models that ``zero.py`` and other benchmarks train, with their data. Needs torch only.
 
 Legend: B micro-batch, T sequence length, C width, V vocabulary.
 """
@@ -27,7 +27,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Causal attention, then the feed-forward part, both residual."""
+        """Applies causal attention, then the feed-forward part, both residual."""
         batch, length, width = x.shape
         split = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = split.permute(2, 0, 3, 1, 4)
@@ -49,7 +49,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in fp32 (nats per token) of ``targets`` given ``inputs``, both int64 [B, T]."""
+        """Returns the mean fp32 cross-entropy (nats per token) of ``targets`` after ``inputs``, both int64 [B, T]."""
         x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -65,7 +65,7 @@ class Chain(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C] to [B, C]."""
+        """Maps [B, C] to [B, C]."""
         for layer in self.layers:
             x = x + 0.02 * F.relu(layer(x))
         return x
@@ -79,7 +79,7 @@ class SmallTensors(nn.Module):
         self.blocks = nn.ModuleList(Chain(width) for _ in range(40))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean squared error in fp32; ``inputs`` and ``targets`` are bf16 [B, C]."""
+        """Returns the mean squared error in fp32; ``inputs`` and ``targets`` are bf16 [B, C]."""
         x = inputs
         for block in self.blocks:
             x = block(x)
@@ -91,13 +91,14 @@ class Workload:
     """One model with its data and its number of ranks.
 
     Attributes:
-        name: How the command line calls it.
-        title: One line for people.
+        name: On the command line.
+        title: In tables.
         world_size: Number of ranks.
         micro_batch: Sequences (or rows) per rank and step.
         samples: Tokens (or rows) per rank and step, for the throughput column.
-        build: Makes the model in fp32 on the CPU; same weights on every call and rank. Its ``blocks`` are the units.
-        draw: Makes the batch of (rank, step).
+        build: Returns the model in fp32 on the CPU, with the same weights on every call and rank. FSDP2 shards each of
+            its ``blocks`` as a unit.
+        draw: Returns the batch of a rank and a step.
     """
 
     name: str
@@ -109,8 +110,8 @@ class Workload:
     draw: Callable[[int, int], Batch]
 
 
-def _text(batch: int, length: int, vocabulary: int) -> Callable[[int, int], Batch]:
-    """Sequences with a rule that can be learnt (next = 5 * this + 7), so that losses fall and can be compared."""
+def _text(batch: int, length: int) -> Callable[[int, int], Batch]:
+    """Draws sequences that follow a rule (next = 5 * this + 7 modulo 256), so that losses fall and can be compared."""
 
     def draw(rank: int, step: int) -> Batch:
         generator = torch.Generator().manual_seed(_SEED + 7919 * step + rank)
@@ -141,21 +142,25 @@ def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return build
 
 
-_GPT = Workload(
-    name="gpt",
-    title="GPT, 29.5M parameters (width 512, 8 layers, sequence 128, micro-batch 2), 2 ranks",
-    world_size=2,
-    micro_batch=2,
-    samples=2 * 128,
-    build=_seeded(lambda: GPT(width=512, layers=8, heads=8, length=128, vocabulary=4096)),
-    draw=_text(batch=2, length=128, vocabulary=4096),
-)
+def gpt(layers: int, ranks: int) -> Workload:
+    """Returns the workload of a GPT with this depth and number of ranks."""
+    return Workload(
+        name=f"gpt-{layers}-{ranks}",
+        title=f"GPT of {layers} layers (width 512, sequence 128, micro-batch 2), {ranks} rank(s)",
+        world_size=ranks,
+        micro_batch=2,
+        samples=2 * 128,
+        build=_seeded(lambda: GPT(width=512, layers=layers, heads=8, length=128, vocabulary=4096)),
+        draw=_text(batch=2, length=128),
+    )
 
+
+_TITLE = "GPT, 29.5M parameters (width 512, 8 layers, sequence 128, micro-batch 2), 2 ranks"
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        _GPT,
-        replace(_GPT, name="offload", title=f"{_GPT.title}, with host offload"),
+        replace(gpt(8, 2), name="gpt", title=_TITLE),
+        replace(gpt(8, 2), name="offload", title=f"{_TITLE}, with host offload"),
         Workload(
             name="thin",
             title="48 thin layers, 9.6M parameters (width 128, sequence 32, micro-batch 2), 1 rank",
@@ -163,7 +168,7 @@ WORKLOADS = {
             micro_batch=2,
             samples=2 * 32,
             build=_seeded(lambda: GPT(width=128, layers=48, heads=4, length=32, vocabulary=256)),
-            draw=_text(batch=2, length=32, vocabulary=256),
+            draw=_text(batch=2, length=32),
         ),
         Workload(
             name="small",
@@ -178,21 +183,8 @@ WORKLOADS = {
 }
 
 
-def gpt(layers: int, ranks: int) -> Workload:
-    """The GPT of the first workload with another depth and number of ranks, for curves."""
-    return Workload(
-        name=f"gpt-{layers}-{ranks}",
-        title=f"GPT of {layers} layers (width 512, sequence 128, micro-batch 2), {ranks} rank(s)",
-        world_size=ranks,
-        micro_batch=2,
-        samples=2 * 128,
-        build=_seeded(lambda: GPT(width=512, layers=layers, heads=8, length=128, vocabulary=4096)),
-        draw=_text(batch=2, length=128, vocabulary=4096),
-    )
-
-
 def workload_named(name: str) -> Workload:
-    """One of :data:`WORKLOADS`, or a :func:`gpt` by its name ``gpt-LAYERS-RANKS``."""
+    """Returns one of :data:`WORKLOADS`, or a :func:`gpt` by its name ``gpt-LAYERS-RANKS``."""
     if name in WORKLOADS:
         return WORKLOADS[name]
     _, layers, ranks = name.split("-")

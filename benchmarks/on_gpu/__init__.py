@@ -1,1 +1,1 @@
-"""What ``benchmarks/gpu.py`` runs: six parts, each in a process of its own; all of them run without a GPU too."""
+"""The six parts of ``benchmarks/gpu.py`` and the programs of their processes."""

@@ -1,12 +1,12 @@
-"""What several ranks on one GPU train: a layout and a configuration each, compared with one process of plain torch."""
+"""The trainings of several ranks on one GPU, each compared with one process of torch alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-LOW = 5e-2  # relative difference of losses that 16-bit arithmetic and lossy codes may make, against fp32
-EXACT = 1e-4  # fp32, whose sums are taken in other orders
+LOW = 5e-2  # largest relative difference of losses with 16-bit arithmetic or lossy codecs from those in fp32
+EXACT = 1e-4  # the same in fp32, where only the order of sums differs
 
 
 @dataclass(frozen=True)
@@ -14,18 +14,18 @@ class Cell:
     """One training.
 
     Attributes:
-        name: For tables.
-        ranks: How many processes share the GPU.
+        name: In tables.
+        ranks: Number of processes that share the GPU.
         config: Sections of the configuration beside batch, optimizer and precision.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         model: ``llama`` or ``mixtral``, both tiny.
-        stages: Of a pipeline; 1: none.
+        stages: Pipeline stages; 1: no pipeline.
         sequence: Ranks that share a sequence.
         tensor: Ranks that share layers.
-        environment: Further variables.
-        tolerance: Of each loss, relative.
-        skips: Rank 1 leaves a layer out from the third step on, which adds nothing to that layer's gradient.
-        is_killed: Rank 1 is killed at the third step; then the other rank must end with a sentence that names it.
+        environment: Further environment variables.
+        tolerance: Largest relative difference of a loss.
+        skips: Whether rank 1 leaves a layer out from the third step on, so that its gradient of that layer is zero.
+        is_killed: Whether rank 1 is killed at the third step. Then the other rank must end with an error that names it.
         then_on: Ranks on which the training continues from a checkpoint after half of its steps; 0: no checkpoint.
     """
 
@@ -106,7 +106,7 @@ CELLS = (
     Cell("rank 1 is killed", config=_zero(3), is_killed=True),
 )
 
-# What a dry run trains: one cell of each kind of program.
+# The cells of a dry run: one of each kind of program.
 DRY = (
     "stage 0, fp32",
     "stage 3, bf16",

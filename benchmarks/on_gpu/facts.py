@@ -14,7 +14,10 @@ from deepspeed.offload.pinned import page_buffer
 from on_gpu.part import ROOT, Report, Settings, child_environment, timed, waiter
 
 TITLE = "A. Facts and surface"
-GPU_TESTS = ("tests/gpu", "tests/accelerator")  # where the marked ones are; all of tests take a minute to look through
+GPU_TESTS = (
+    "tests/gpu",
+    "tests/accelerator",
+)  # where those with the mark ``gpu`` are; collecting all takes a minute
 
 
 def run(settings: Settings, report: Report) -> None:
@@ -43,7 +46,7 @@ def _versions(settings: Settings, report: Report) -> None:
 
 
 def _command(settings: Settings, report: Report, module: str, words: list[str]) -> None:
-    """Runs a command of the project; its last line is the result."""
+    """Runs a module of the project and reports the last line that it prints."""
     done = subprocess.run(
         [sys.executable, "-m", module, *words],
         cwd=ROOT,
@@ -60,7 +63,7 @@ def _command(settings: Settings, report: Report, module: str, words: list[str]) 
 
 
 def _copies(settings: Settings, report: Report) -> None:
-    """Bytes per second between locked host memory and the device, one way at a time."""
+    """Measures bytes per second between locked host memory and the device, in each direction."""
     nbytes = 2**20 if settings.dry else 2**28
     host = page_buffer(nbytes, pin=not settings.dry)
     device = torch.empty(nbytes, dtype=torch.uint8, device=settings.device)
@@ -76,7 +79,7 @@ def _copies(settings: Settings, report: Report) -> None:
 
 
 def _locked(settings: Settings, report: Report) -> None:
-    """Locks pages of host memory, forks while they are locked, writes to them, and copies them to the device."""
+    """Locks host memory, forks, writes to the memory, copies it to the device, and checks the copy."""
     nbytes = 2**20 if settings.dry else 2**33
     start = time.perf_counter()
     pages = page_buffer(nbytes, pin=not settings.dry)
@@ -84,7 +87,7 @@ def _locked(settings: Settings, report: Report) -> None:
     report.row(table, f"seconds to lock {nbytes / 2**30:.3g} GiB", time.perf_counter() - start)
     pages[:4096].fill_(1)
     child = os.fork()
-    if child == 0:  # a data loader's process that lives on
+    if child == 0:  # stays alive, as a worker of a data loader does
         signal.pause()
         os._exit(0)
     try:
@@ -96,4 +99,4 @@ def _locked(settings: Settings, report: Report) -> None:
     stale = int((arrived != 2).sum())
     report.row(table, "bytes that a fork left stale (expected 0)", stale)
     if stale:
-        report.problem(f"{stale} bytes on the device are older than what the host wrote after a fork")
+        report.problem(f"after a fork, {stale} bytes on the device are older than those that the host wrote")

@@ -1,4 +1,4 @@
-"""The models of the GPU benchmark: the GPT of the other benchmarks at published sizes, and who trains it."""
+"""The GPT of the other benchmarks at published sizes, and its training steps in several libraries."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from contest.contestants import ADAMW, engine_config, zero_section
 from contest.workloads import GPT
 from torch import nn
 
-ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+CLIP = 1.0
 Batch = tuple[torch.Tensor, torch.Tensor]
 Step = Callable[[Batch], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT.
+    """Sizes of a GPT and its batch.
 
     Attributes:
-        width: Of the hidden states.
+        width: Width of the hidden states.
         layers: Number of blocks.
-        heads: Per block.
+        heads: Heads of a block.
         length: Tokens of a sequence.
-        vocabulary: Number of words.
+        vocabulary: Number of tokens in the vocabulary.
         micro_batch: Sequences per step and rank.
     """
 
@@ -36,7 +37,7 @@ class Shape:
     micro_batch: int
 
     def build(self, device: str, dtype: torch.dtype = torch.float32) -> GPT:
-        """Makes the model on ``device``."""
+        """Returns the model on ``device``."""
         with torch.device(device):
             model = GPT(
                 width=self.width,
@@ -54,7 +55,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens per step and rank."""
+        """Returns the tokens per step and rank."""
         return self.micro_batch * self.length
 
 
@@ -70,30 +71,17 @@ SHAPES = {
 def zero_of(who: str) -> dict[str, Any]:
     """Returns the section ``zero_optimization`` for ``NAME-STAGE[-host]``; ``host``: the optimizer is offloaded."""
     _, stage, *host = who.split("-")
-    zero: dict[str, Any] = {"stage": int(stage)}
-    if stage == "3":
-        zero["stage3_param_persistence_threshold"] = 0
+    zero = zero_section(int(stage), *host)
     if host:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        zero["offload_optimizer"]["pin_memory"] = True
     return zero
 
 
-def config_of(shape: Shape, zero: dict[str, Any], clip: float = 1.0) -> dict[str, Any]:
-    """Returns the configuration: bf16, AdamW, and the section ``zero_optimization`` as given."""
-    return {
-        "train_micro_batch_size_per_gpu": shape.micro_batch,
-        "bf16": {"enabled": True},
-        "gradient_clipping": clip,
-        "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
-    }
-
-
-def engine_step(model: nn.Module, shape: Shape, zero: dict[str, Any], clip: float = 1.0) -> tuple[Step, Any]:
-    """Initializes ``deepspeed`` (this project's or the published one); returns a training step, and the engine."""
+def engine_step(model: nn.Module, shape: Shape, zero: dict[str, Any]) -> tuple[Step, Any]:
+    """Initializes ``deepspeed`` (this project's or the published one); returns a training step and the engine."""
     import deepspeed
 
-    config = config_of(shape, zero, clip)
+    config = engine_config(zero, shape.micro_batch, CLIP)
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
     def step(batch: Batch) -> torch.Tensor:
@@ -105,8 +93,8 @@ def engine_step(model: nn.Module, shape: Shape, zero: dict[str, Any], clip: floa
     return step, engine
 
 
-def torch_step(model: nn.Module, *, autocast: bool, clip: float = 1.0) -> Step:
-    """Returns the step of plain torch, DDP or FSDP2: fused AdamW over whatever parameters the model has."""
+def torch_step(model: nn.Module, *, autocast: bool) -> Step:
+    """Returns the training step of a model of torch, DDP or FSDP2, with fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     device = next(model.parameters()).device.type
 
@@ -114,22 +102,9 @@ def torch_step(model: nn.Module, *, autocast: bool, clip: float = 1.0) -> Step:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
             loss: torch.Tensor = model(*batch)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
     return step
-
-
-def fully_sharded(model: GPT, device: str, ranks: int) -> GPT:
-    """Returns the model under FSDP2: a unit per block, fp32 shards, bf16 computation and reduction."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh(device, (ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model

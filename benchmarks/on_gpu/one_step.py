@@ -11,7 +11,7 @@ import deepspeed
 
 
 def main() -> None:
-    """Trains under compute-sanitizer."""
+    """Trains two steps and prints their losses."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

@@ -1,4 +1,4 @@
-"""What a part of the GPU benchmark is given, and the tables that it writes."""
+"""Settings and report of a part of the GPU benchmark, and helpers to time steps and to run processes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Settings:
-    """How a part runs.
+    """Options of a part.
 
     Attributes:
-        dry: Small sizes on the CPU or the simulated device, to prove that the program itself works.
+        dry: Whether to run small sizes on the CPU, to test the program itself.
         peer_python: Python of an environment with the published ``deepspeed``; None: it is left out.
         nccl: Path of an NCCL library to load before torch's own; None: torch's own.
-        jobs: How many trainings of part B share the GPU at once; they are not timed.
-        cells: Those trainings of parts B, C and D whose names this regular expression finds; in C and D a name is
+        jobs: Number of trainings of part B that share the GPU at once; they are not timed.
+        cells: Regular expression; trainings of parts B, C and D run if it finds their names. In C and D a name is
             ``WHO on SHAPE``.
     """
 
@@ -41,7 +41,7 @@ class Settings:
 
     @property
     def device(self) -> str:
-        """``"cuda"``, or ``"cpu"`` in a dry run."""
+        """Returns ``"cuda"``, or ``"cpu"`` in a dry run."""
         return "cpu" if self.dry else "cuda"
 
     def includes(self, name: str) -> bool:
@@ -51,13 +51,13 @@ class Settings:
 
 @dataclass
 class Table:
-    """Rows of one question.
+    """A table of results.
 
     Attributes:
-        title: The question.
-        columns: Names; units stand in them.
+        title: Title.
+        columns: Names with units.
         rows: Text and numbers; None is shown as a dash.
-        about: What a reader must know to read it.
+        about: Explanation for the reader.
     """
 
     title: str
@@ -67,7 +67,7 @@ class Table:
 
 
 class Report:
-    """The tables of one part, written to a file after every row: a part that is stopped leaves what it has.
+    """The tables of one part, written to a file after every row, so that a stopped part leaves its rows.
 
     Several threads may add rows.
     """
@@ -95,14 +95,14 @@ class Report:
             self._write()
 
     def problem(self, text: str) -> None:
-        """Adds a finding that makes the part fail, and writes the file."""
+        """Adds a failure of the part and writes the file."""
         with self._lock:
             self._problems.append(text)
             sys.stderr.write(f"  PROBLEM: {text}\n")
             self._write()
 
     def attempt(self, what: str, run: Callable[[], None]) -> None:
-        """Runs one measurement; an exception is a problem of the part, and the next measurement continues."""
+        """Runs one measurement and reports an exception as a problem, so that the next measurement can run."""
         try:
             run()
         except Exception as error:
@@ -165,17 +165,17 @@ def run_python(
     Args:
         module: Name below ``on_gpu``.
         *words: Its command line.
-        settings: Of the part; a dry run hides every GPU.
-        seconds: Limit.
-        environment: Further variables.
-        python: Another interpreter.
+        settings: Options of the part; a dry run hides every GPU.
+        seconds: Time limit.
+        environment: Further environment variables.
+        python: Interpreter of an environment with another ``deepspeed``; None: this one.
 
     Raises:
-        RuntimeError: It failed, or ran out of time; with the end of what it printed.
+        RuntimeError: It failed, with the end of its standard error; or it exceeded the time limit.
     """
     command = [python or sys.executable, "-m", f"on_gpu.{module}", *words]
     variables = child_environment(settings, environment)
-    if python is not None:  # an environment with another package of the same name: this project's folder stays out
+    if python is not None:  # its own ``deepspeed`` must be found, not that of this project's folder
         variables["PYTHONPATH"] = str(ROOT / "benchmarks")
     try:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=seconds)
@@ -194,10 +194,10 @@ def planning(settings: Settings, who: str, shape: str, *, ranks: int) -> Iterato
     The plan is a dict with ``planned`` (GB) and ``predicted`` (ms).
 
     Args:
-        settings: Of the part.
-        who: Only trainings of this project are planned; for others both are None, and so are they in a dry run.
-        shape: Of the model.
-        ranks: Of the job.
+        settings: Options of the part.
+        who: Contestant. For those of other libraries, and in a dry run, nothing is planned: both are None.
+        shape: Name of the model's shape.
+        ranks: Number of ranks of the job.
     """
     if settings.dry or not who.startswith("ours"):
         yield lambda: {"planned": None, "predicted": None}
@@ -208,7 +208,7 @@ def planning(settings: Settings, who: str, shape: str, *, ranks: int) -> Iterato
 
 
 def child_environment(settings: Settings, further: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the variables of a process that imports ``on_gpu``, the package and its test harness."""
+    """Returns the environment of a process that imports ``on_gpu``, the package and its test harness."""
     variables = dict(os.environ, PYTHONPATH=os.pathsep.join((str(ROOT / "benchmarks"), str(ROOT))), OMP_NUM_THREADS="1")
     if settings.dry:
         variables |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}

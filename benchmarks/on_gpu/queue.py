@@ -1,4 +1,4 @@
-"""A process group with simulated peers: its transfers keep a CUDA stream busy as long as real ones would."""
+"""A process group with simulated peers, whose transfers keep a CUDA stream busy as long as real ones would."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class QueuedWork:
 
 
 class QueuedGroup:
-    """Stands in for NCCL's process group beneath a ``NativeTransport``.
+    """Takes the place of NCCL's process group in a ``NativeTransport``.
 
-    A rank receives what it has sent itself, so that weights and gradients have plausible values, and the memory of the
-    device is written as NCCL would write it.
+    A rank receives its own data, so that weights and gradients have plausible values, and device memory is written as
+    by NCCL.
 
     Args:
-        stream: Where transfers are queued; None: the values are there at once, as on a CPU.
+        stream: Stream of the transfers; None: transfers are done at once, as on a CPU.
         rate: Bytes per second.
     """
 
@@ -80,7 +80,7 @@ class QueuedGroup:
 
 
 class QueuedTransport(NativeTransport):
-    """The package's transport for NCCL over a :class:`QueuedGroup`, which has no broadcasts and no sends."""
+    """The package's transport for NCCL over a :class:`QueuedGroup`, which has neither broadcasts nor sends."""
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         """Leaves the tensor unchanged."""

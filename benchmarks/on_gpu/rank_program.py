@@ -1,8 +1,8 @@
-"""``python -m on_gpu.rank_program CELL STEPS [SAVE|LOAD FOLDER]``: a rank of a cell, or plain torch.
+"""``python -m on_gpu.rank_program CELL STEPS [SAVE|LOAD FOLDER]``: trains as a rank of a cell, or in torch alone.
 
-Plain torch is ``plain:MODEL``, or ``plain:MODEL:skip`` where the second half of a batch leaves a layer out.
+In torch alone: ``plain:MODEL``, or ``plain:MODEL:skip``, where the second half of a batch leaves a layer out.
 
-Prints ``{"losses": [...]}``, the mean loss of the global batch at each step, as its last line on rank 0.
+The last line of rank 0 is ``{"losses": [...]}``, the mean loss of the global batch at each step.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.nn import functional
 from on_gpu.cells import Cell, cell_named
 
 SAMPLES, TOKENS, WORDS = 4, 32, 128  # per step, over all ranks
-LR, EPS = 1e-3, 1e-6  # with larger steps Adam makes rounding errors of small gradients visible
+LR, EPS = 1e-3, 1e-6  # with a larger rate, Adam enlarges rounding errors of small gradients
 CLIP = 1.0
-SKIPS = 3  # the first step at which something happens to rank 1
+FAILS_AT = 3  # first step at which rank 1 is killed or leaves a layer out
 Step = Callable[[torch.Tensor], float]
 
 
@@ -89,9 +89,9 @@ def _plain(kind: str, *options: str) -> Step:
         parts = tokens.to(device).chunk(2 if options else 1)
         losses = []
         for part in parts:
-            model.model.layers = layers[1:] if steps >= SKIPS and losses else layers
+            model.model.layers = layers[1:] if steps >= FAILS_AT and losses else layers
             losses.append(_loss(model(part).logits, shifted(part)) / len(parts))
-        model.model.layers = layers  # all of them are updated
+        model.model.layers = layers  # the update is of all layers
         loss = torch.stack(losses).sum()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -103,10 +103,10 @@ def _plain(kind: str, *options: str) -> Step:
 
 
 class _EngineStep:
-    """A step of one rank of a cell.
+    """The training step of one rank of a cell.
 
     Attributes:
-        engine: Of this project.
+        engine: Its engine.
     """
 
     def __init__(self, cell: Cell, engine: Any) -> None:
@@ -114,34 +114,35 @@ class _EngineStep:
         self._cell = cell
         self._steps = 0
         world = cell.ranks if not cell.then_on else engine.world_size
-        self._copies = world // (cell.stages * cell.sequence * cell.tensor)
-        self._copy = engine.get_data_parallel_rank() if cell.stages == 1 else engine.grid.get_data_parallel_rank()
+        self._replicas = world // (cell.stages * cell.sequence * cell.tensor)
+        self._data_rank = engine.get_data_parallel_rank() if cell.stages == 1 else engine.grid.get_data_parallel_rank()
 
     def __call__(self, tokens: torch.Tensor) -> float:
-        """Trains on this rank's part of the batch; returns the mean over all of it."""
+        """Trains on this rank's part of the batch; returns the mean loss of the global batch."""
         self._steps += 1
-        mine = tokens.chunk(self._copies)[self._copy // self._cell.sequence].to(self.engine.device)
+        mine = tokens.chunk(self._replicas)[self._data_rank // self._cell.sequence].to(self.engine.device)
         if self._cell.stages > 1:
             loss = self.engine.train_batch(iter([(part, shifted(part)) for part in mine.split(1)]))
-            return float(loss)  # the mean over copies too
-        if self._steps == SKIPS and self.engine.global_rank == 1:
-            self._happens()
+            return float(loss)  # a mean over all replicas
+        if self._steps == FAILS_AT and self.engine.global_rank == 1:
+            self._fail()
         loss = self._sequence_loss(mine) if self._cell.sequence > 1 else _loss(self.engine(mine).logits, shifted(mine))
         self.engine.backward(loss)
         self.engine.step()
         return _mean_over_ranks(loss.detach())
 
     def _sequence_loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss of the whole sequence from this rank's tokens."""
+        """Returns the loss of the whole sequence, from this rank's part of its tokens."""
         from deepspeed.sequence import mean_loss
 
-        size, place = self._cell.sequence, self.engine.global_rank % self._cell.sequence
+        size, rank = self._cell.sequence, self.engine.global_rank % self._cell.sequence
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        ids, places, labels = (x.chunk(size, dim=1)[place] for x in (tokens, positions, shifted(tokens)))
-        logits = self.engine(input_ids=ids, position_ids=places).logits
+        ids, positions, labels = (x.chunk(size, dim=1)[rank] for x in (tokens, positions, shifted(tokens)))
+        logits = self.engine(input_ids=ids, position_ids=positions).logits
         return mean_loss(_loss(logits, labels), labels)
 
-    def _happens(self) -> None:
+    def _fail(self) -> None:
+        """Kills this rank, or leaves its first layer out."""
         if self._cell.is_killed:
             os.kill(os.getpid(), signal.SIGKILL)
         if self._cell.skips:
@@ -157,16 +158,16 @@ def _mean_over_ranks(loss: torch.Tensor) -> float:
 
 
 def _engine(cell: Cell, how: str, folder: str, steps: int) -> tuple[Step, int]:
-    """Returns the step of this rank, and the number of the first one."""
+    """Returns the training step of this rank, and the number of the first step."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
     deepspeed.init_distributed()
     world = int(os.environ["WORLD_SIZE"])
-    copies = world // (cell.stages * cell.sequence * cell.tensor)
+    samples = SAMPLES // (world // (cell.stages * cell.sequence * cell.tensor))  # of a replica
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1 if cell.stages > 1 else SAMPLES // copies,
-        "gradient_accumulation_steps": SAMPLES // copies if cell.stages > 1 else 1,
+        "train_micro_batch_size_per_gpu": 1 if cell.stages > 1 else samples,
+        "gradient_accumulation_steps": samples if cell.stages > 1 else 1,
         "gradient_clipping": CLIP,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": [0.9, 0.95], "eps": EPS, "weight_decay": 0.1}},
         **cell.config,

@@ -1,4 +1,4 @@
-"""Part B: several ranks on one GPU, by NCCL 2.30 or newer (gloo on the CPU in a dry run), against plain torch."""
+"""Part B: several ranks on one GPU, with NCCL 2.30 or newer (in a dry run gloo on the CPU), beside torch alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from on_gpu.cells import CELLS, DRY, Cell
 from on_gpu.part import Report, Settings, Table, child_environment, run_python
 
 TITLE = "B. Several ranks on one GPU"
-# NCCL refuses two ranks on one GPU unless told; two blocks each, so that both run at once.
+# By default NCCL refuses two ranks on one GPU. With two thread blocks per rank, the kernels of all ranks run at once.
 NCCL = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
@@ -34,7 +34,7 @@ def run(settings: Settings, report: Report) -> None:
     for kind in dict.fromkeys(_reference(cell) for cell in chosen):
         found = run_python("rank_program", f"plain:{kind}", str(steps), settings=settings, seconds=_limit(settings))
         plain[kind] = found["losses"]
-    about = "The largest relative difference of a loss from one process of plain torch in fp32."
+    about = "The largest relative difference of a loss from one process of torch alone in fp32."
     equal = report.table("Losses", ["layout", "ranks", "steps", "difference", "allowed", "s"], about)
     ends = report.table("Failures", ["layout", "seconds until the other rank ends", "its last line"])
 
@@ -49,12 +49,12 @@ def run(settings: Settings, report: Report) -> None:
 
 
 def _reference(cell: Cell) -> str:
-    """The training of plain torch that a cell is compared with."""
+    """Returns the training in torch alone that a cell is compared with."""
     return cell.model + (":skip" if cell.skips else "")
 
 
 def _limit(settings: Settings) -> float:
-    """Seconds for the ranks of one cell; a dry run may share its cores with other programs."""
+    """Returns the time limit of one cell in seconds; in a dry run other programs may use the cores."""
     return 240.0 if settings.dry else 60.0 + 30.0 * (settings.jobs - 1)
 
 
@@ -71,11 +71,11 @@ def _losses(settings: Settings, report: Report, table: Table, cell: Cell, plain:
     seconds = time.monotonic() - start
     report.row(table, cell.name, cell.ranks, steps, difference, cell.tolerance, seconds)
     if not difference <= cell.tolerance:
-        report.problem(f"{cell.name}: losses differ by {difference:.2g} of theirs; ours {found}, plain torch {plain}")
+        report.problem(f"{cell.name}: losses differ by {difference:.2g}; ours {found}, torch alone {plain}")
 
 
 def _failure(settings: Settings, report: Report, table: Table, cell: Cell) -> None:
-    """The rank that is left must end by itself, with a sentence of ours."""
+    """Checks that the remaining rank ends by itself, with an error of this package that names the killed one."""
     ranks = _start(settings, cell, cell.ranks, "8")
     try:
         ranks[1].wait(_limit(settings))
@@ -114,7 +114,7 @@ def _result(ranks: list[subprocess.Popen[str]], limit: float) -> list[float]:
     """Waits for all ranks; returns the losses that rank 0 printed.
 
     Raises:
-        RuntimeError: A rank failed, or was not done in time.
+        RuntimeError: A rank failed, or exceeded the time limit.
     """
     deadline = time.monotonic() + limit
     try:

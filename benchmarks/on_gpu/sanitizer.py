@@ -9,13 +9,13 @@ import sys
 from on_gpu.part import Report, Settings, child_environment
 
 TITLE = "F. compute-sanitizer"
-# NCCL probes for functions that a driver may lack; the sanitizer would count each refusal as an error.
+# NCCL looks for functions that a driver may lack; without this the sanitizer counts each missing one as an error.
 TOOLS = {"memcheck": ("--tool", "memcheck", "--report-api-errors", "no"), "racecheck": ("--tool", "racecheck")}
 STEP = [sys.executable, "-m", "on_gpu.one_step"]
 
 
 def run(settings: Settings, report: Report) -> None:
-    """Fills the report; without the program on the machine the step runs by itself."""
+    """Fills the report; where the sanitizer is not installed, the step runs without it."""
     table = report.table("One step at stage 3 with host offload", ["tool", "exit code", "last line"])
     program = None if settings.dry else shutil.which("compute-sanitizer")
     if program is None:

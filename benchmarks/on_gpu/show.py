@@ -15,7 +15,7 @@ Found = Mapping[str, Mapping[str, Any]]
 
 
 def tables(console: Console, found: Found) -> None:
-    """Prints every table, then what went wrong."""
+    """Prints the tables and problems of every part."""
     for content in found.values():
         console.rule(content["title"])
         for table in content["tables"]:
@@ -30,11 +30,11 @@ def tables(console: Console, found: Found) -> None:
 
 
 def markdown(found: Found, drawn: str | None) -> str:
-    """Returns the report as a page.
+    """Returns the report in Markdown.
 
     Args:
         found: The parts.
-        drawn: Name of the picture without its ending; None: there is none.
+        drawn: Name of the picture without its ending; None: there is no picture.
     """
     lines = ["# On a GPU", "", "Made by `python benchmarks/gpu.py --write-report`.", ""]
     lines += [f"![Step times]({drawn}.png)", ""] if drawn else []

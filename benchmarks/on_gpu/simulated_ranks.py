@@ -1,7 +1,7 @@
 """Part C: one rank of eight whose others are simulated, at real sizes: real memory, streams, kernels and waits.
 
-No NCCL is needed. Where a rank would talk to the others, a stream of its own is busy for as long as the bytes would
-take, and the engine waits for it as it would for NCCL. Nothing is exchanged, so losses mean nothing.
+NCCL is not needed. Instead of each transfer, a separate stream is busy for as long as the bytes would take, and the
+engine waits for it as for NCCL. No data are exchanged, so losses mean nothing.
 """
 
 from __future__ import annotations

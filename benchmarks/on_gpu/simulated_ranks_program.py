@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from contest.contestants import fully_sharded
 from torch.profiler import ProfilerActivity, profile
 
 from deepspeed.axes import DATA
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.plan.environment import SimulatedJob
-from on_gpu.models import SHAPES, Shape, Step, engine_step, fully_sharded, torch_step, zero_of
+from on_gpu.models import SHAPES, Shape, Step, engine_step, torch_step, zero_of
 from on_gpu.part import timed, waiter
 from on_gpu.queue import QueuedGroup, QueuedTransport
 from on_gpu.speed_program import host_waits
@@ -23,10 +24,10 @@ SLEEP = "spin_kernel"  # the kernel of torch.cuda._sleep, which stands for a tra
 
 
 class QueuedJob(SimulatedJob):
-    """Rank 0 of eight; transfers keep one stream busy, as NCCL's communicators share the links.
+    """Rank 0 of eight. All transfers share one stream, as NCCL's communicators share the links.
 
     Args:
-        device: Where the buffers are.
+        device: Device of the buffers.
         rate: Bytes per second.
     """
 
@@ -36,7 +37,7 @@ class QueuedJob(SimulatedJob):
         self._group = QueuedGroup(torch.cuda.Stream() if device.type == "cuda" else None, rate)
 
     def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None, axis: str = DATA) -> Any:
-        """Returns the transport that NCCL has, over the queue."""
+        """Returns the transport for NCCL over the queued group."""
         members = tuple(range(RANKS) if ranks is None else ranks)
         if len(members) == 1:
             return super().transport(device, ranks, axis)
@@ -72,7 +73,7 @@ def _measured(step: Step, shape: Shape, device: torch.device) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     seconds = timed(lambda: step(batch), warmup=1, steps=3 if is_small else 8, wait=waiter(device.type))
     found: dict[str, Any] = {"ms": 1e3 * seconds, "peak": None, "transfers": None, "hidden": None}
-    if not bool(step(batch).isfinite()):  # then updates are left out, and with them their time and their memory
+    if not bool(step(batch).isfinite()):  # then updates are skipped, so time and memory would be too small
         raise RuntimeError("the loss is not finite")
     if not on_gpu:
         return {**found, "waits": None, "launches": None}

@@ -1,4 +1,4 @@
-"""Part D: one rank, one GPU: step time and memory beside plain torch, DDP, FSDP2 and the published package."""
+"""Part D: one rank, one GPU: step time and memory beside torch alone, DDP, FSDP2 and the published package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PEER_HOST = ("upstream-2-host", "upstream-3-host")
 
 def run(settings: Settings, report: Report) -> None:
     """Fills the report."""
-    about = "bf16, AdamW, clipping. The ratio is to plain torch's time. Sizes by decimal billions of bytes."
+    about = "bf16, AdamW, clipping. The ratio is to the time of torch alone. A GB is 10^9 bytes."
     for shape in ("tiny",) if settings.dry else ("350M", "1.3B"):
         names = [*HERE, *(PEER if settings.peer_python else ())]
         if settings.dry:
@@ -41,7 +41,7 @@ def _row(settings: Settings, report: Report, table: Table, shape: str, name: str
     python = settings.peer_python if name.startswith("upstream") else None
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     alone["MASTER_PORT"] = str(free_port())
-    if name.endswith("-host"):  # the update is the processors' work
+    if name.endswith("-host"):  # the update runs on all cores
         alone["OMP_NUM_THREADS"] = str(os.cpu_count())
     with planning(settings, name, shape, ranks=1) as plan:
         found = run_python(

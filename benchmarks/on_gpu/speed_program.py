@@ -9,8 +9,9 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from contest.contestants import fully_sharded
 
-from on_gpu.models import SHAPES, Step, engine_step, fully_sharded, torch_step, zero_of
+from on_gpu.models import SHAPES, Step, engine_step, torch_step, zero_of
 from on_gpu.part import timed, waiter
 
 
@@ -51,7 +52,7 @@ def make_step(who: str, name: str, device: str) -> Step:
 
 
 def host_waits(step: object) -> int:
-    """Returns how often one step makes the host wait for the device, as torch's synchronisation warnings count."""
+    """Returns how often a step makes the host wait for the device, by the number of torch's warnings about it."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
