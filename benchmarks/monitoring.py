@@ -1,14 +1,13 @@
-"""What watching a training costs: each monitor, line and log against a training without any of them.
+"""Measures what monitors, progress lines and logs cost per step, beside a training without them.
 
     deepspeed --num_gpus 2 benchmarks/monitoring.py [--rounds 12] [--write-report]
 
-Every setting has an engine of its own on the same model. The engines take turns, in a new order each round, a few steps
-each, so that whatever else the machine does hits all alike. Two figures per setting:
+Every setting has an engine of its own on the same model. The engines take turns of a few steps, in a new order each
+round, so that other load of the machine affects all alike. Two figures per setting:
 
-- *ratio*: median step time over that of the setting "nothing", from whole steps; as noisy as the machine.
-- *inside*: time spent in the code that this package adds for watching (everything `ProgressLog` does), per step, as a
-  share of the step of "nothing". Not seen there: what another thread does meanwhile (TensorBoard's writer), and what
-  the comms logger adds around each transfer.
+- *ratio*: median step time divided by that of the setting "nothing"; as noisy as the machine.
+- *inside*: time per step inside `ProgressLog` and its trackers, as a share of the step of "nothing". It does not
+  include other threads (TensorBoard's writer) and what the comms logger adds around each transfer.
 """
 
 from __future__ import annotations
@@ -39,6 +38,8 @@ GOAL = 0.01
 
 
 def settings(folder: str) -> dict[str, dict[str, Any]]:
+    """Returns the sections of every setting, by its name."""
+
     def files(name: str) -> dict[str, Any]:
         return {"enabled": True, "output_path": folder, "job_name": name}
 
@@ -60,61 +61,55 @@ def settings(folder: str) -> dict[str, dict[str, Any]]:
     }
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-
 class Contestant:
     """One setting with its engine."""
 
-    def __init__(self, name: str, extra: dict[str, Any], stage: int) -> None:
+    def __init__(self, name: str, sections: dict[str, Any], stage: int) -> None:
         self.name = name
         torch.manual_seed(0)
-        model = nn.Sequential(*[Block(256) for _ in range(6)])
+        options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        model = nn.Sequential(*(nn.TransformerEncoderLayer(256, 4, 1024, **options) for _ in range(6)))
         config = {
             "train_micro_batch_size_per_gpu": 4,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             "zero_optimization": {"stage": stage},
-            **extra,
+            **sections,
         }
+        waiting.is_running, trackers_before = False, len(waiting._trackers)
         self.engine, *_ = deepspeed.initialize(model=model, config=config)
+        self._times_waits, self._wait_trackers = waiting.is_running, waiting._trackers[trackers_before:]
         self.x = torch.randn(4, 64, 256, device=self.engine.device)
-        self.is_timed = "breakdown" in name or name == "run_report"
-        self.is_logged = name == "comms_logger"
         self.times: list[float] = []
         self.inside: list[float] = []
-        self._spent = 0.0
+        self._inside_step = 0.0
         progress = self.engine._progress
         for method in ("before", "after", "loss", "inputs", "step"):
-            setattr(progress, method, self._clocked(getattr(progress, method)))
+            setattr(progress, method, self._timed(getattr(progress, method)))
         for tracker in progress._trackers:
             for method in ("wait_begins", "wait_ends"):
-                setattr(tracker, method, self._clocked(getattr(tracker, method)))
+                setattr(tracker, method, self._timed(getattr(tracker, method)))
 
-    def _clocked(self, method: Any) -> Any:
+    def _timed(self, method: Any) -> Any:
         def call(*args: Any) -> Any:
             started = time.perf_counter()
             result = method(*args)
-            self._spent += time.perf_counter() - started
+            self._inside_step += time.perf_counter() - started
             return result
 
         return call
 
     def turn(self) -> None:
-        waiting.is_running, log.enabled = self.is_timed, self.is_logged
+        """Runs a few steps with this setting's timing of waits and its log of transfers only."""
+        waiting.is_running, waiting._trackers = self._times_waits, list(self._wait_trackers)
+        log.enabled = self.name == "comms_logger"
         for number in range(STEPS):
             comm.barrier()
-            self._spent, started = 0.0, time.perf_counter()
+            self._inside_step, started = 0.0, time.perf_counter()
             self.engine.backward(self.engine(self.x).square().mean())
             self.engine.step()
             if number:
                 self.times.append(time.perf_counter() - started)
-                self.inside.append(self._spent)
+                self.inside.append(self._inside_step)
 
 
 def main() -> None:
@@ -126,11 +121,13 @@ def main() -> None:
     arguments = parser.parse_args()
     comm.init_distributed()
     with tempfile.TemporaryDirectory() as folder:
-        contestants = [Contestant(name, extra, arguments.stage) for name, extra in settings(folder).items()]
+        contestants = [Contestant(name, sections, arguments.stage) for name, sections in settings(folder).items()]
+        trackers = waiting._trackers
         order = random.Random(0)
         for _ in range(arguments.rounds):
             for contestant in order.sample(contestants, len(contestants)):
                 contestant.turn()
+        waiting._trackers = trackers  # of all engines: each removes its own
         for contestant in contestants:
             contestant.engine.destroy()
     if comm.get_rank() == 0:
@@ -141,6 +138,7 @@ def main() -> None:
 
 
 def report(contestants: list[Contestant], arguments: argparse.Namespace) -> str:
+    """Returns the report in Markdown."""
     base = statistics.median(contestants[0].times)
     device = contestants[0].engine.device
     facts = {
@@ -155,8 +153,8 @@ def report(contestants: list[Contestant], arguments: argparse.Namespace) -> str:
     lines = [
         "# What monitoring costs",
         "",
-        "`benchmarks/monitoring.py` describes the measurement: *ratio* from whole steps (noisy), *inside* from the",
-        f"time spent in the added code, on rank 0. Goal: at most {GOAL:.0%} of the step.",
+        "`benchmarks/monitoring.py` describes the figures: *ratio* is that of whole steps (noisy), *inside* the time",
+        f"in the code of monitoring alone, on rank 0. Goal: at most {GOAL:.0%} of the step.",
         "",
         f"`{json.dumps(facts)}`",
         "",
