@@ -1,11 +1,11 @@
-"""Times a GPT that is cut over 2 CPU ranks: these layers, hand-written ones and torch's, interleaved in one run.
+"""Times tensor parallelism of a GPT on 2 CPU ranks: ours, hand-written layers, and torch's, in turns.
 
 All contestants compute the same: forward and backward of one batch, with two all-reduces forward and two backward per
-block. *hand* is what a program writes by itself: local ``nn.Linear`` layers and ``dist.all_reduce`` in an autograd
-function; *torch* is ``parallelize_module`` with the same plan; *upstream* is AutoTP of the original package, if
-``--peer`` names an interpreter that has it. Their losses are compared before anything is timed.
+block. *hand* has local ``nn.Linear`` layers and ``dist.all_reduce`` in autograd functions; *torch* is
+``parallelize_module`` with the same plan; *upstream* is AutoTP of the published package, with ``--peer-python``. Their
+losses are compared before anything is timed.
 
-    python benchmarks/tensor.py [--width 512 --layers 8 --length 256 --batch 2 --rounds 10 --steps 3] [--peer PYTHON]
+    python benchmarks/tensor.py [--width 512 --layers 8 --length 256 --batch 2 --rounds 10 --steps 3]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,16 +27,22 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 RANKS = 2
 GOALS = {"hand": 1.03, "torch": 0.80, "upstream": 1.0}
-"""Most that a step of these layers may take, as a part of the other's."""
+"""Largest step time of ours, as a share of that of each other contestant."""
 COLUMNS, ROWS = ("q", "k", "v", "rise"), ("o", "fall")
 
 
 class Block(nn.Module):
-    """A transformer block; ``heads`` are those of this rank."""
+    """A transformer block, or a rank's part of one.
+
+    Args:
+        width: Of the hidden states.
+        heads: Of the block.
+        parts: Ranks that share the block.
+    """
 
     def __init__(self, width: int, heads: int, parts: int = 1) -> None:
         super().__init__()
@@ -88,7 +95,7 @@ class _Leave(torch.autograd.Function):
 
 
 class HandBlock(Block):
-    """The same with local layers and the two collectives by hand."""
+    """A rank's part of a block with hand-written collectives."""
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         return _Enter.apply(x)
@@ -103,7 +110,7 @@ def stack(kind: type[Block], arguments: argparse.Namespace, parts: int = 1) -> n
 
 
 def layer_specs() -> list[dict[str, Any]]:
-    """The plan, as a configuration section."""
+    """Returns the plan as ``layer_specs`` of the configuration."""
     return [
         {"patterns": [rf".*\.{name}\.weight"], "partition_type": kind}
         for names, kind in ((COLUMNS, "column"), (ROWS, "row"))
@@ -112,13 +119,13 @@ def layer_specs() -> list[dict[str, Any]]:
 
 
 def batch(arguments: argparse.Namespace) -> torch.Tensor:
-    """What all contestants are given."""
+    """Returns the inputs of all contestants, ``[batch, length, width]``."""
     shape = arguments.batch, arguments.length, arguments.width
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
 def step(model: nn.Module, x: torch.Tensor) -> float:
-    """Forward and backward; the loss."""
+    """Runs forward and backward; returns the loss."""
     model.zero_grad(set_to_none=True)
     loss = model(x).square().mean()
     loss.backward()
@@ -126,16 +133,18 @@ def step(model: nn.Module, x: torch.Tensor) -> float:
 
 
 class _Upstream:
-    """This rank's process of the original package, which computes on demand."""
+    """A process with the published package that computes this rank's steps at each request."""
 
     def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
         names = ("width", "heads", "layers", "length", "batch")
         script = Path(__file__).resolve().parent / "contest" / "autotp_rank.py"
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": arguments.peer_port}
-        more = {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+        variables = {
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": arguments.peer_port, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": 1, "PYTHONPATH": "",
+        }  # fmt: skip
         self._process = subprocess.Popen(
-            [arguments.peer, str(script), *(f"{name}={getattr(arguments, name)}" for name in names)],
-            env={**os.environ, **more, **{name: str(value) for name, value in place.items()}},
+            [arguments.peer_python, str(script), *(f"{name}={getattr(arguments, name)}" for name in names)],
+            env={**os.environ, **{name: str(value) for name, value in variables.items()}},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if arguments.verbose else subprocess.DEVNULL,
@@ -143,20 +152,20 @@ class _Upstream:
         )
 
     def steps(self, count: int) -> tuple[float, float]:
-        """Milliseconds of a step and the loss."""
+        """Returns the milliseconds of a step and the loss."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{count}\n")
         self._process.stdin.flush()
         reply = self._process.stdout.readline().split()
         if len(reply) != 2:
-            raise RuntimeError("the rank of the original package has ended; --verbose shows what it wrote")
+            raise RuntimeError("a rank of the published package has ended; --verbose shows its output")
         return float(reply[0]), float(reply[1])
 
     def close(self) -> None:
         self._process.communicate()
 
 
-def _ours(arguments: argparse.Namespace, rank: int) -> nn.Module:
+def _ours(arguments: argparse.Namespace, _rank: int) -> nn.Module:
     from deepspeed.comm.job import groups
     from deepspeed.comm.job.mesh import Mesh
     from deepspeed.config.sections.tensor_parallel import TensorParallel
@@ -175,14 +184,13 @@ def _ours(arguments: argparse.Namespace, rank: int) -> nn.Module:
 def _hand(arguments: argparse.Namespace, rank: int) -> nn.Module:
     whole, model = stack(Block, arguments), stack(HandBlock, arguments, RANKS)
     with torch.no_grad():
-        for (name, mine), (_, value) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        for mine, value in zip(model.parameters(), whole.parameters(), strict=True):
             cut = next((dim for dim in range(mine.dim()) if mine.shape[dim] != value.shape[dim]), None)
             mine.copy_(value if cut is None else value.chunk(RANKS, cut)[rank])
-            del name
     return model
 
 
-def _torch(arguments: argparse.Namespace, rank: int) -> nn.Module:
+def _torch(arguments: argparse.Namespace, _rank: int) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -199,17 +207,17 @@ CONTESTANTS: dict[str, Callable[[argparse.Namespace, int], nn.Module]] = {"ours"
 
 def _run(rank: int, arguments: argparse.Namespace, results: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{arguments.meeting}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{arguments.rendezvous}", rank=rank, world_size=RANKS)
     models = {name: make(arguments, rank) for name, make in CONTESTANTS.items()}
     x = batch(arguments)
-    peer = _Upstream(arguments, rank) if arguments.peer else None
+    peer = _Upstream(arguments, rank) if arguments.peer_python else None
     losses = {name: step(model, x) for name, model in models.items()}
     if peer is not None:
         losses["upstream"] = peer.steps(1)[1]
     expected = losses["hand"]
     wrong = {name: loss for name, loss in losses.items() if abs(loss - expected) > 1e-4 * abs(expected)}
     if wrong:
-        raise AssertionError(f"the contestants compute different things: {losses}")
+        raise AssertionError(f"expected the same loss of all contestants, found {losses}")
     times: dict[str, list[float]] = {name: [] for name in losses}
     for _ in range(arguments.rounds):
         for name, model in models.items():
@@ -236,15 +244,14 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rounds", type=int, default=10, help="blocks per contestant")
     parser.add_argument("--steps", type=int, default=3, help="steps per block")
-    parser.add_argument("--peer", help="Python of an environment with the published deepspeed")
-    parser.add_argument("--peer-port", type=int, default=29871, help="port of its rendezvous")
+    parser.add_argument("--peer-python", help="Python of an environment with the published deepspeed")
     parser.add_argument("--verbose", action="store_true", help="show the output of the published package")
     parser.add_argument("--check", action="store_true", help="exit with code 1 unless every goal is met")
     arguments = parser.parse_args()
-    import tempfile
+    from deepspeed.ports import free_port  # not above: autotp_rank.py imports this file beside another deepspeed
 
     with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
-        arguments.meeting = f"{folder}/meeting"
+        arguments.rendezvous, arguments.peer_port = f"{folder}/rendezvous", free_port()
         shared = manager.dict()
         mp.spawn(_run, args=(arguments, shared), nprocs=RANKS)
         times = {name: statistics.median(shared[name]) for name in dict(shared)}

@@ -1,6 +1,6 @@
-"""A rank of the original package's AutoTP for ``benchmarks/tensor.py``; run by an interpreter that has the package.
+"""One rank of the published package's AutoTP for ``benchmarks/tensor.py``; runs in an environment that has the package.
 
-Reads lines ``NUMBER`` from standard input, makes that many steps and writes ``milliseconds per step, loss``.
+Each line of standard input is a number of steps; the answer is a line ``MILLISECONDS_PER_STEP LOSS``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
 
     arguments = argparse.Namespace(**{name: int(value) for name, value in (each.split("=") for each in sys.argv[1:])})
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the package prints is no reply
+    os.dup2(2, 1)  # the output of the package must not mix with the replies
     import deepspeed
 
     torch.set_num_threads(1)
