@@ -59,6 +59,12 @@ def test_paths_exist(guide):
     assert not missing, missing
 
 
+def test_the_table_of_benchmarks_names_every_script():
+    table = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    missing = [path.name for path in (ROOT / "benchmarks").glob("*.py") if f"`{path.name}`" not in table]
+    assert not missing, missing
+
+
 def test_design_pages_name_files_that_exist():
     """``comm/job/job.py`` or ``job.py`` alone; the script that a save writes beside a checkpoint is none of ours."""
     files = [path.as_posix() for top in ("deepspeed", "tests", "benchmarks") for path in (ROOT / top).rglob("*.py")]
