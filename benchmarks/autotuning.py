@@ -1,18 +1,18 @@
-"""Compares what ``deepspeed --autotuning tune`` finds with a search of the whole grid, on three models.
+"""Compares the choice of ``deepspeed --autotuning tune`` with a search of the whole grid, on three models.
 
-    python -m benchmarks.autotuning [--models quickstart thin experts] [--rounds 12] [--out FILE]
+    python -m benchmarks.autotuning [--models quickstart thin experts] [--rounds 40] [--out FILE]
 
 For each model, on two ranks:
 
-1. *grid*: every stage with every micro-batch of the same global batch, one start of the script each, measured as the
-   tuner measures a trial (updates 3 to 12).
+1. *grid*: the script is started once for every stage with every micro-batch of the same global batch, and measured as
+   the tuner measures a trial (updates 3 to 12).
 2. *tuner*: the command, as a user runs it.
-3. *referee*: one program that holds an engine of every candidate and lets them take turns, an update each, in a new
-   order every round; after six rounds only the fastest eight run on. Whatever else the machine does hits all alike and
-   only ever lengthens an update, so the first quartile of many shows which candidate is fastest even on a busy machine.
-   What the tuner chose is judged by it, and so is what the grid chose by its own measurements.
+3. *referee*: one program with an engine of every candidate. They take turns, an update each, in a new order every
+   round; after six rounds only the fastest eight and the choices of tuner and grid continue. Other load of the machine
+   affects all alike and only adds time, so candidates are compared by the first quartile of their updates.
 
-Searches are compared by their processor time (all processes that they start), since wall time is also that of others.
+Searches are compared by the processor time of all processes that they start; wall time includes waits for other
+programs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MICRO, ACCUMULATION, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def quickstart() -> nn.Module:
-    """The quickstart's model: 3.3 million parameters, width 256."""
+    """Returns the quickstart's model: 3.3 million parameters, width 256."""
     path = HERE.parent / "examples" / "quickstart" / "train.py"
     spec = importlib.util.spec_from_file_location("quickstart", path)
     assert spec is not None and spec.loader is not None
@@ -82,31 +82,31 @@ class ExpertBlock(nn.Module):
         return x + self.moe(self.norm(x))[0]
 
 
-class Bytes(nn.Module):
+class ByteModel(nn.Module):
     """Predicts the next byte from the one before with a stack of blocks."""
 
     def __init__(self, blocks: list[nn.Module], width: int) -> None:
         super().__init__()
         self.embedding, self.blocks, self.head = nn.Embedding(256, width), nn.ModuleList(blocks), nn.Linear(width, 256)
 
-    def forward(self, seen: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(seen)
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(inputs)
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), wanted.flatten())
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
 MODELS = {
     "quickstart": quickstart,
-    "thin": lambda: Bytes([ThinBlock(48) for _ in range(16)], 48),
-    "experts": lambda: Bytes([ExpertBlock(128) for _ in range(2)], 128),
+    "thin": lambda: ByteModel([ThinBlock(48) for _ in range(16)], 48),
+    "experts": lambda: ByteModel([ExpertBlock(128) for _ in range(2)], 128),
 }
 SAMPLES, LENGTH = 32, 16
 """Samples of an update over both ranks, and tokens of a sample."""
 
 
 def base_config() -> dict[str, Any]:
-    """Returns the configuration that leaves stage and micro-batch open."""
+    """Returns the configuration, with stage and micro-batch left to the tuner."""
     return {
         TOTAL: SAMPLES,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -118,25 +118,25 @@ def base_config() -> dict[str, Any]:
 
 def grid() -> dict[str, dict[str, Any]]:
     """Returns all candidates: name -> configuration."""
-    own = SAMPLES // RANKS
+    per_rank = SAMPLES // RANKS
     return {
-        f"z{stage}_gas{own // micro}_tmbspg{micro}": {
+        f"z{stage}_gas{per_rank // micro}_tmbspg{micro}": {
             **base_config(),
             MICRO: micro,
-            ACCUMULATION: own // micro,
+            ACCUMULATION: per_rank // micro,
             "zero_optimization": {"stage": stage},
         }
         for stage in range(4)
-        for micro in range(1, own + 1)
-        if own % micro == 0
+        for micro in range(1, per_rank + 1)
+        if per_rank % micro == 0
     }
 
 
-# --- What the ranks run ----------------------------------------------------------------------------------------------
+# --- The programs of the ranks ---------------------------------------------------------------------------------------
 
 
 class Training:
-    """One engine and its updates."""
+    """An engine with the seconds of its timed updates."""
 
     def __init__(self, model: str, config: dict[str, Any]) -> None:
         torch.manual_seed(0)
@@ -160,14 +160,14 @@ class Training:
 
 
 def train(model: str) -> None:
-    """The user's script: trains by the configuration that it is given, or that the tuner puts in its place."""
+    """Trains as the user's script does; the tuner replaces the configuration."""
     training = Training(model, base_config())
     for _ in range(20):
         training.update()
 
 
 def referee(model: str, rounds: int, always: list[str], out: str) -> None:
-    """Lets engines of all candidates take turns, then of the fastest and ``always``; writes the seconds of updates."""
+    """Lets engines of all candidates take turns, then of the fastest and of ``always``; rank 0 writes their seconds."""
     comm.init_distributed()
     trainings = {name: Training(model, config) for name, config in grid().items()}
     for training in trainings.values():
@@ -191,7 +191,7 @@ def quartile(seconds: list[float]) -> float:
     return statistics.quantiles(seconds, n=4)[0]
 
 
-# --- What compares ---------------------------------------------------------------------------------------------------
+# --- The comparison --------------------------------------------------------------------------------------------------
 
 
 def _processor_seconds() -> float:
@@ -217,7 +217,7 @@ def _run(folder: Path, options: list[str], arguments: list[str], **variables: st
 
 
 def search_grid(model: str, folder: Path) -> dict[str, Any]:
-    """Starts the script with every candidate and measures it, as the tuner measures a trial."""
+    """Starts the script once per candidate, as the tuner starts a trial; returns its costs and the measured seconds."""
     found: dict[str, float] = {}
     wall = processor = 0.0
     for name, config in grid().items():
@@ -237,7 +237,7 @@ def search_grid(model: str, folder: Path) -> dict[str, Any]:
 
 
 def search_with_tuner(model: str, folder: Path) -> dict[str, Any]:
-    """Runs the command, and reads what it has predicted, measured and chosen."""
+    """Runs the command; returns its costs, and the predictions, measurements and choice from its files."""
     wall, processor = _run(folder, ["--autotuning", "tune"], ["--script", model])
     results = folder / "autotuning_results"
     rows = [
@@ -261,30 +261,30 @@ def search_with_tuner(model: str, folder: Path) -> dict[str, Any]:
 
 
 def compare(model: str, rounds: int, before: dict[str, Any] | None) -> dict[str, Any]:
-    """Runs both searches of a model and the referee, with the grid of ``before`` where there is one."""
+    """Runs both searches of a model and the referee; takes the grid from ``before`` if that is not None."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tuner = search_with_tuner(model, folder)
-        whole = search_grid(model, folder) if before is None else before["grid"]
-        always = [tuner["chosen"], grid_choice(whole)]
+        found = search_grid(model, folder) if before is None else before["grid"]
+        always = [tuner["chosen"], grid_choice(found)]
         arguments = ["--referee", model, "--rounds", str(rounds), "--always", *always]
         _run(folder, [], [*arguments, "--out", str(folder / "referee.json")])
         seconds = json.loads((folder / "referee.json").read_text(encoding="utf-8"))
-    return {"tuner": tuner, "grid": whole, "referee": seconds, "load": os.getloadavg()[0]}
+    return {"tuner": tuner, "grid": found, "referee": seconds, "load": os.getloadavg()[0]}
 
 
-def grid_choice(whole: dict[str, Any]) -> str:
-    """Returns the candidate that was fastest in the exhaustive search's own measurements."""
-    return min(whole["seconds"], key=lambda name: whole["seconds"][name])
+def grid_choice(searched: dict[str, Any]) -> str:
+    """Returns the candidate that was fastest in the measurements of the grid."""
+    return min(searched["seconds"], key=lambda name: searched["seconds"][name])
 
 
 def report(found: dict[str, dict[str, Any]]) -> str:
-    """Returns the page."""
+    """Returns the report in Markdown."""
     loads = ", ".join(f"{results['load']:.1f}" for results in found.values())
     lines = [
-        "# What autotuning finds, beside the whole grid",
+        "# The choice of autotuning beside the whole grid",
         "",
-        "Made by `python -m benchmarks.autotuning`, whose docstring describes what is measured. *Slower by*: the",
+        "Made by `python -m benchmarks.autotuning`, whose docstring describes the measurements. *Slower by*: the",
         "referee's first quartile of the chosen candidate over that of the fastest. Goals: within 3 %, a fifth of the",
         f"grid's time, at most three trials. Torch {torch.__version__}, two ranks, {os.cpu_count()} cores",
         f"(load {loads} at the ends).",
@@ -295,14 +295,14 @@ def report(found: dict[str, dict[str, Any]]) -> str:
     ]
     for model, results in found.items():
         low = {name: quartile(values) for name, values in results["referee"].items()}
-        tuner, whole = results["tuner"], results["grid"]
+        tuner, searched = results["tuner"], results["grid"]
         fastest = min(low, key=lambda name: low[name])
-        chosen, grids = tuner["chosen"], grid_choice(whole)
+        chosen, grids = tuner["chosen"], grid_choice(searched)
         lines.append(
             f"| {model} | {len(low)} | {fastest} | {chosen} | {low[chosen] / low[fastest] - 1:.1%} "
-            f"| {len(tuner['measured'])} | {tuner['processor']:.0f} / {whole['processor']:.0f} = "
-            f"{tuner['processor'] / whole['processor']:.2f} | {tuner['wall']:.0f} / {whole['wall']:.0f} = "
-            f"{tuner['wall'] / whole['wall']:.2f} | {grids} | {low[grids] / low[fastest] - 1:.1%} |"
+            f"| {len(tuner['measured'])} | {tuner['processor']:.0f} / {searched['processor']:.0f} = "
+            f"{tuner['processor'] / searched['processor']:.2f} | {tuner['wall']:.0f} / {searched['wall']:.0f} = "
+            f"{tuner['wall'] / searched['wall']:.2f} | {grids} | {low[grids] / low[fastest] - 1:.1%} |"
         )
     for model, results in found.items():
         tuner, referee_seconds = results["tuner"], results["referee"]
@@ -310,7 +310,7 @@ def report(found: dict[str, dict[str, Any]]) -> str:
             "",
             f"## {model}",
             "",
-            "Milliseconds of an update. The tuner plans smaller micro-batches until they are predicted to be slower.",
+            "Milliseconds of an update. The tuner plans smaller micro-batches until it predicts a slower one.",
             "",
             "| candidate | first quartile | median | updates | tuner predicted | tuner measured | grid measured |",
             "|---|---|---|---|---|---|---|",
@@ -325,12 +325,10 @@ def report(found: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Runs the comparison, or what its ranks run."""
+    """Runs the comparison; with ``--script`` or ``--referee``: the program of a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument(
-        "--rounds", type=int, default=40, help="measurements of each finalist before the last comparison"
-    )
+    parser.add_argument("--rounds", type=int, default=40, help="rounds of the referee, the first six included")
     parser.add_argument("--keep-grid", action="store_true", help="use the grid in the JSON file beside --out")
     parser.add_argument("--out", type=Path, default=HERE / "results" / f"autotuning-{date.today()}.md")
     parser.add_argument("--script", choices=MODELS, help=argparse.SUPPRESS)
@@ -339,9 +337,11 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
     arguments = parser.parse_args()
     if arguments.script:
-        return train(arguments.script)
+        train(arguments.script)
+        return
     if arguments.referee:
-        return referee(arguments.referee, arguments.rounds, arguments.always, arguments.out)
+        referee(arguments.referee, arguments.rounds, arguments.always, arguments.out)
+        return
     facts = arguments.out.with_suffix(".json")
     found: dict[str, dict[str, Any]] = json.loads(facts.read_text(encoding="utf-8")) if facts.exists() else {}
     for model in arguments.models:
@@ -349,7 +349,6 @@ def main() -> None:
         facts.write_text(json.dumps(found), encoding="utf-8")
         arguments.out.write_text(report(found), encoding="utf-8")
     print(report(found))
-    return None
 
 
 if __name__ == "__main__":

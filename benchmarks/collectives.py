@@ -1,13 +1,13 @@
-"""Times gloo's own collectives beside the send/receive forms that ``deepspeed.comm`` uses instead, on the CPU.
+"""Times gloo's own collectives beside the sends and receives that ``deepspeed.comm`` uses instead, on the CPU.
 
-Per size and number of ranks there is one flat bf16 buffer of that many bytes on each rank:
+Each rank has a flat bf16 buffer. Variants:
 
-- gather: ``all_gather_into_tensor``; tagged sends and receives straight into the slices of the output;
-- reduce-scatter: ``reduce_scatter_tensor``; ``all_reduce``, of which each rank keeps its slice; exchange of slices with
-  a local sum in rank order in fp32, at once and in cache-sized chunks while later slices arrive;
-- ours: what ``deepspeed.comm.transports.transport`` does for both; its reduction leaves an fp32 result.
+- gather: ``all_gather_into_tensor``; tagged sends and receives directly into the slices of the output;
+- reduce-scatter: ``reduce_scatter_tensor``; ``all_reduce``, of which each rank takes its slice; exchange of slices with
+  a local fp32 sum in rank order, after all slices have arrived or by cache-sized chunks while later ones arrive;
+- ours: both operations of ``deepspeed.comm.transports.transport``; its reduction has an fp32 result.
 
-The variants take turns, one round after the other, so that noise hits all alike. Run ``--help`` for the options.
+The variants take turns, so that other load of the machine affects all alike. ``--help`` shows the options.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,10 @@ def gather_tagged(full: Tensor, rank: int, world_size: int) -> None:
         source, target = (rank - distance) % world_size, (rank + distance) % world_size
         works.append(dist.irecv(slices[source], source, tag=7))
         works.append(dist.isend(slices[rank], target, tag=7))
+    _wait_all(works)
+
+
+def _wait_all(works: Iterable[dist.Work | None]) -> None:
     for work in works:
         assert work is not None
         work.wait()
@@ -68,7 +72,7 @@ def scatter_all_reduce(full: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def scatter_exchange(full: Tensor, rank: int, world_size: int) -> Tensor:
-    """Computes the same by exchanging slices and adding them in rank order in fp32."""
+    """Computes the same by an exchange of slices, which are added in rank order in fp32."""
     slices = full.chunk(world_size)
     arrived = {source: torch.empty_like(slices[0]) for source in range(world_size) if source != rank}
     works = []
@@ -76,9 +80,7 @@ def scatter_exchange(full: Tensor, rank: int, world_size: int) -> Tensor:
         source, target = (rank - distance) % world_size, (rank + distance) % world_size
         works.append(dist.irecv(arrived[source], source, tag=8))
         works.append(dist.isend(slices[target], target, tag=8))
-    for work in works:
-        assert work is not None
-        work.wait()
+    _wait_all(works)
     arrived[rank] = slices[rank]
     total = arrived[0].float()
     for source in range(1, world_size):
@@ -87,7 +89,7 @@ def scatter_exchange(full: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def scatter_exchange_chunked(full: Tensor, rank: int, world_size: int) -> Tensor:
-    """Works like :func:`scatter_exchange`, in chunks: adds a chunk from the cache while later ones arrive."""
+    """Computes the same in chunks: adds a chunk, which is in the cache, while later ones arrive."""
     slices = full.chunk(world_size)
     arrived = {source: torch.empty_like(slices[0]) for source in range(world_size) if source != rank}
     chunks = max(1, min(8, slices[0].numel() // _CHUNK_NUMEL))
@@ -105,18 +107,14 @@ def scatter_exchange_chunked(full: Tensor, rank: int, world_size: int) -> Tensor
     result = torch.empty_like(slices[0])
     scratch = torch.empty(_CHUNK_NUMEL)
     for index, row in enumerate(receives):
-        for work in row:
-            assert work is not None
-            work.wait()
+        _wait_all(row)
         for start in range(bounds[index], bounds[index + 1], _CHUNK_NUMEL):
             stop = min(start + _CHUNK_NUMEL, bounds[index + 1])
             total = scratch[: stop - start].copy_(arrived[0][start:stop])
             for source in range(1, world_size):
                 total += arrived[source][start:stop]
             result[start:stop].copy_(total)
-    for work in sends:
-        assert work is not None
-        work.wait()
+    _wait_all(sends)
     return result
 
 
@@ -129,8 +127,8 @@ def ours_scatter(full: Tensor, rank: int, world_size: int) -> Tensor:
     """Runs the reduce-scatter that stages 2 and 3 call; the result is fp32."""
     mine = torch.empty(full.numel() // world_size)
     transport = Job.current().axis_of().transport()
-    how = Reduction(scale=1.0, key=10, label="the benchmark", limit=full.numel())
-    transport.reduce_scatter(full, mine, how).wait()
+    reduction = Reduction(scale=1.0, key=10, label="the benchmark", limit=full.numel())
+    transport.reduce_scatter(full, mine, reduction).wait()
     return mine
 
 
@@ -147,25 +145,27 @@ VARIANTS: dict[str, Callable[[Tensor, int, int], Tensor | None]] = {
 
 
 def _check(rank: int, world_size: int) -> None:
-    """Checks the result of every variant before it is timed; small integers are exact in bf16."""
+    """Checks the result of every variant; small integers are exact in bf16.
+
+    Raises:
+        RuntimeError: A result is wrong.
+    """
     numel = 4 * world_size * 65536
     for name, variant in VARIANTS.items():
         full = torch.full((numel,), float(rank + 1), dtype=torch.bfloat16)
-        outcome = variant(full, rank, world_size)
-        if outcome is None:
-            wanted = torch.arange(1, world_size + 1).repeat_interleave(numel // world_size).bfloat16()
-            outcome = full
+        reduced = variant(full, rank, world_size)
+        if reduced is None:
+            expected = torch.arange(1, world_size + 1).repeat_interleave(numel // world_size).bfloat16()
         else:
-            wanted = torch.full((numel // world_size,), world_size * (world_size + 1) / 2, dtype=torch.bfloat16)
-        if not torch.equal(outcome.bfloat16(), wanted):
+            expected = torch.full((numel // world_size,), world_size * (world_size + 1) / 2, dtype=torch.bfloat16)
+        if not torch.equal((full if reduced is None else reduced).bfloat16(), expected):
             raise RuntimeError(f"{name} gives a wrong result on rank {rank} of {world_size}")
 
 
 def _rank_main(rank: int, world_size: int, nbytes: int, rounds: int, folder: str) -> None:
     torch.set_num_threads(1)
-    warnings.filterwarnings(
-        "ignore", message=".*is deprecated", category=FutureWarning
-    )  # the old names are the baseline
+    # The baseline uses names that torch deprecates.
+    warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     _check(rank, world_size)
     full = torch.zeros(nbytes // 2 // (64 * world_size) * 64 * world_size, dtype=torch.bfloat16)
@@ -187,7 +187,7 @@ def _rank_main(rank: int, world_size: int, nbytes: int, rounds: int, folder: str
 
 
 def measure(world_size: int, nbytes: int, rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of the slowest rank, for every round of every variant."""
+    """Returns by variant the seconds of the slowest rank in every round."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank_main, (world_size, nbytes, rounds, folder), nprocs=world_size)
         with open(f"{folder}/seconds.json") as file:
@@ -195,7 +195,7 @@ def measure(world_size: int, nbytes: int, rounds: int) -> dict[str, list[float]]
 
 
 def main() -> None:
-    """Prints one table, a column per number of ranks and size (or JSON lines)."""
+    """Prints a table with a column per number of ranks and size, or JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, separated by commas (default 2,4)")
     parser.add_argument("--megabytes", default="6,48", help="sizes of the flat bf16 buffer (default 6,48)")

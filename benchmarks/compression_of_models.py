@@ -1,13 +1,12 @@
-"""Measures what each compression technique costs in quality and saves in size.
+"""Measures the quality that each compression technique costs, and the size that it saves.
 
     python benchmarks/compression_of_models.py --text FILE [--scale 1.0] [--write-report]
 
-Two small models learn from a text: a GPT-2 of 4 layers that predicts characters (perplexity on text it never saw), and
-a BERT of 4 layers that is given a sentence without its punctuation and predicts whether it was a question (accuracy).
-Each is trained once; then every technique starts from that model and trains on for a quarter as many steps, with its
-section of `compression_training`, under the engine. The row *plain* trains on as long without one. Quality and size are
-those of what `redundancy_clean` returns. One process, one thread, fp32; about three minutes of processor time. Nothing
-here is timed.
+Two small models learn from a text: a GPT-2 of 4 layers that predicts characters (perplexity on held-out text), and a
+BERT of 4 layers that sees a sentence without its punctuation and predicts whether it is a question (accuracy). Each is
+trained once. Then every technique continues from that model for a quarter of the steps, with its section of
+`compression_training`. The row *plain* continues as long without one. Quality and size are those of the model that
+`redundancy_clean` returns. One process, one thread, fp32; about three minutes of processor time. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import argparse
 import copy
 import datetime
 import math
-import os
 import re
 import sys
 import time
@@ -26,17 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
+import transformers
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import deepspeed
+from deepspeed.compression import compression_state, init_compression, redundancy_clean
 
 _HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(_HERE.parent))
-
-import deepspeed  # noqa: E402
-from deepspeed.compression import compression_state, init_compression, redundancy_clean  # noqa: E402
-
 LAYERS, HEADS = 4, 4
 Batch = dict[str, torch.Tensor]
 
@@ -48,12 +42,12 @@ class Task:
     Attributes:
         name: Name in the table.
         measure: Name of the quality metric.
-        make: Builds the model with a given number of layers.
+        make: Builds the model with a number of layers.
         batches: Yields training batches from a seed, without end.
-        quality: Returns the metric of a model, on text that is never trained on.
+        quality: Returns the metric of a model on held-out text.
         steps: Number of steps of the first training.
-        parts: Names of layers: all that is quantised, sparse, rows with what follows, heads with what precedes, and
-            what a student takes over besides its layers.
+        parts: Patterns of module names by use: ``all`` (weights to quantize), ``inputs``, ``sparse``, ``rows`` and
+            ``heads`` (modules to prune, and the related ones), ``layers`` and ``others`` (of a student).
     """
 
     name: str
@@ -69,7 +63,7 @@ class Task:
 
 
 def gpt_task(text: str, scale: float) -> Task:
-    """Characters, one after the other."""
+    """Returns the task of predicting the next character."""
     letters = sorted(set(text))
     ids = torch.tensor([letters.index(each) for each in text])
     split, length = int(0.95 * len(ids)), 64
@@ -105,7 +99,7 @@ def gpt_task(text: str, scale: float) -> Task:
 
 
 def bert_task(text: str, scale: float) -> Task:
-    """Sentences without their punctuation: was it a question?"""
+    """Returns the task of telling questions from other sentences, without their punctuation."""
     length = 24
     found = re.findall(r"([^.?!:;]+)([.?!])", text.replace("\n", " ").lower())
     sentences = [(re.findall(r"[a-z']+", sentence)[:length], int(mark == "?")) for sentence, mark in found]
@@ -124,7 +118,7 @@ def bert_task(text: str, scale: float) -> Task:
         return transformers.BertForSequenceClassification(config)
 
     def draw(low: int, high: int, count: int, dice: torch.Generator) -> Batch:
-        """As many questions as other sentences."""
+        """Draws as many questions as other sentences from a range."""
         parts = []
         for label in (0, 1):
             places = (labels[low:high] == label).nonzero().flatten() + low
@@ -164,25 +158,25 @@ def _technique(shared: dict[str, Any], params: dict[str, Any], modules: list[str
 
 
 def techniques(parts: dict[str, Any], steps: int) -> dict[str, dict[str, Any]]:
-    """Returns the sections by the name of their row. A technique with an offset begins after a tenth of the steps."""
-    begin = {"schedule_offset": max(steps // 10, 1)}
+    """Returns the sections by name of the row. A technique with an offset starts after a tenth of the steps."""
+    offset = {"schedule_offset": max(steps // 10, 1)}
 
     def weights(bits: int, start: int | None = None, kind: str = "symmetric", **more: Any) -> dict[str, Any]:
-        shared = {**begin, "quantize_weight_in_forward": start is None, "quantization_type": kind, **more}
+        shared = {**offset, "quantize_weight_in_forward": start is None, "quantization_type": kind, **more}
         params = {"start_bits": start or bits, "target_bits": bits, "quantization_period": max(steps // 30, 1)}
         return {"weight_quantization": _technique(shared, params, parts["all"])}
 
     def inputs(calibration: str) -> dict[str, Any]:
-        shared = {**begin, "range_calibration": calibration, "quantization_type": "asymmetric"}
+        shared = {**offset, "range_calibration": calibration, "quantization_type": "asymmetric"}
         return {"activation_quantization": _technique(shared, {"bits": 8}, parts["inputs"])}
 
     def sparse(method: str) -> dict[str, Any]:
-        return {"sparse_pruning": _technique({**begin, "method": method}, {"dense_ratio": 0.5}, parts["sparse"])}
+        return {"sparse_pruning": _technique({**offset, "method": method}, {"dense_ratio": 0.5}, parts["sparse"])}
 
     modules, related = parts["rows"]
-    rows = {"row_pruning": _technique(begin, {"dense_ratio": 0.5}, modules, related_modules=related)}
+    rows = {"row_pruning": _technique(offset, {"dense_ratio": 0.5}, modules, related_modules=related)}
     modules, related = parts["heads"]
-    shared = {**begin, "method": "l1", "num_heads": HEADS}
+    shared = {**offset, "method": "l1", "num_heads": HEADS}
     heads = {"head_pruning": _technique(shared, {"dense_ratio": 0.5}, modules, related_modules=related)}
     layers = {
         "layer_reduction": {
@@ -216,16 +210,23 @@ def techniques(parts: dict[str, Any], steps: int) -> dict[str, dict[str, Any]]:
 
 @dataclass
 class Row:
-    """One line of the table."""
+    """A row of the table.
+
+    Attributes:
+        name: Of the technique.
+        quality: By the metric of the task.
+        bytes: Of parameters and buffers.
+        achieved: Bits and dense shares at the end of training.
+    """
 
     name: str
     quality: float
     bytes: int
-    acts: str
+    achieved: str
 
 
 def train(model: torch.nn.Module, task: Task, steps: int, seed: int, rate: float, **sections: Any) -> Any:
-    """Trains under the engine; returns the engine."""
+    """Trains a model and returns its engine."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
@@ -246,7 +247,7 @@ def train(model: torch.nn.Module, task: Task, steps: int, seed: int, rate: float
 
 def size_of(model: torch.nn.Module) -> int:
     """Returns the bytes of parameters and buffers."""
-    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 @torch.no_grad()
@@ -256,7 +257,7 @@ def measure(task: Task, model: torch.nn.Module) -> float:
 
 
 def run(task: Task) -> list[Row]:
-    """Runs every technique on one task."""
+    """Runs every technique on one task; returns the rows."""
     torch.manual_seed(0)
     first = task.make(LAYERS)
     engine = train(first, task, task.steps, seed=1, rate=1.5e-3)
@@ -279,7 +280,9 @@ def run(task: Task) -> list[Row]:
         clean = redundancy_clean(engine, sections) if any(compression_state(model)) else model
         quality = measure(task, clean)
         if not math.isclose(quality, compressed, rel_tol=5e-3, abs_tol=5e-3):
-            sys.exit(f"{task.name}, {name}: {compressed:.4f} before redundancy_clean, {quality:.4f} after it")
+            sys.exit(
+                f"{task.name}, {name}: expected {compressed:.4f} after redundancy_clean as before, found {quality:.4f}"
+            )
         rows.append(Row(name, quality, size_of(clean), achieved))
         engine.destroy()
         print(f"{task.name:6} {name:45} {task.measure} {quality:8.3f} {size_of(clean) / 1e6:8.3f} MB  {achieved}")
@@ -287,17 +290,17 @@ def run(task: Task) -> list[Row]:
 
 
 def _achieved(model: torch.nn.Module) -> str:
-    """Returns bits and kept shares at the end of training."""
+    """Returns the bits and the dense shares at the end of training, as text."""
     states = compression_state(model)
     found: list[str] = []
-    for bits, what in ((("bits"), "weights"), (("activation_bits"), "inputs")):
+    for bits, what in (("bits", "weights"), ("activation_bits", "inputs")):
         values = sorted({getattr(state, bits) for state in states if getattr(state, bits) is not None})
         if values:
             found.append(f"{what} {', '.join(map(str, values))} bits")
     for kind in ("sparse", "row", "head"):
-        kept = [state.kept[kind] for state in states if kind in state.kept]
-        if kept:
-            found.append(f"{kind} {sum(kept) / len(kept):.2f} kept")
+        shares = [state.kept[kind] for state in states if kind in state.kept]
+        if shares:
+            found.append(f"{kind} {sum(shares) / len(shares):.2f} dense")
     return "; ".join(found)
 
 
@@ -308,17 +311,18 @@ def report(results: dict[str, list[Row]], tasks: list[Task], args: argparse.Name
         "",
         f"`benchmarks/compression_of_models.py --text {Path(args.text).name} --scale {args.scale:g}`, "
         f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, one thread, {seconds:.0f} s of processor time. The rows are described at the "
-        "top of the script. Sizes are bytes of parameters and buffers after `redundancy_clean`, on disk as in memory. "
-        "Accuracy is of 1,000 sentences, so that 0.012 more or less is chance.",
+        f"{transformers.__version__}, one thread, {seconds:.0f} s of processor time. The docstring of the script "
+        "describes the rows. Sizes are bytes of parameters and buffers after `redundancy_clean`, on disk as in memory. "
+        "Accuracy is of 1,000 sentences: its standard error is about 0.012.",
     ]
     for task in tasks:
         rows = results[task.name]
         plain = next(row for row in rows if row.name == "plain")
         lines += ["", f"## {task.name}: {task.measure}, {plain.bytes / 1e6:.2f} MB", ""]
-        lines += [f"| | {task.measure} | MB | of plain | acting at the end |", "|---|---:|---:|---:|---|"]
+        lines += [f"| | {task.measure} | MB | of plain | at the end |", "|---|---:|---:|---:|---|"]
         lines += [
-            f"| {row.name} | {row.quality:.3f} | {row.bytes / 1e6:.3f} | {row.bytes / plain.bytes:.2f} | {row.acts} |"
+            f"| {row.name} | {row.quality:.3f} | {row.bytes / 1e6:.3f} | {row.bytes / plain.bytes:.2f} "
+            f"| {row.achieved} |"
             for row in rows
         ]
     return "\n".join(lines) + "\n"

@@ -1,7 +1,8 @@
-"""Proves and measures the package on a GPU: one command for the day when there is one.
+"""Tests and measures the package on a GPU.
 
-``python benchmarks/gpu.py --write-report`` runs six parts, each in a process of its own with a time limit, each writing
-its JSON as it goes; then it shows all tables. ``--dry`` runs all of it at small sizes without a GPU, in a few minutes.
+``python benchmarks/gpu.py --write-report`` runs six parts, each in a process of its own with a time limit, and then
+shows all tables. A part writes its JSON file after every row. ``--dry`` runs all parts at small sizes without a GPU, in
+a few minutes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from on_gpu.part import ROOT, Report, Settings, child_environment
 from on_gpu.show import markdown, picture, tables
 from rich.console import Console
 
-# Part -> module below on_gpu, and the minutes that it may take on a GPU. All together about half an hour.
+# Part -> module below on_gpu, and its time limit in minutes on a GPU; all together about half an hour.
 PARTS = {
     "A": ("facts", 3),
     "B": ("ranks", 10),
@@ -48,19 +49,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
     found = parser.parse_args()
     if unknown := set(found.parts) - set(PARTS):
-        parser.error(f"--parts {found.parts}: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        parser.error(f"--parts {found.parts}: expected letters of {''.join(PARTS)}, found {', '.join(sorted(unknown))}")
     return found
 
 
 def _run_part(letter: str, settings: Settings, path: Path) -> None:
-    """Runs one part here; the process is its own."""
+    """Runs one part in this process."""
     module = importlib.import_module(f"on_gpu.{PARTS[letter][0]}")
     report = Report(path, module.TITLE)
     report.attempt(module.TITLE, lambda: module.run(settings, report))
 
 
 def _start_part(letter: str, arguments: argparse.Namespace, path: Path) -> str:
-    """Runs one part in a process group of its own; returns what went wrong, or nothing."""
+    """Runs one part in a process group of its own; returns its failure as text, empty if there is none."""
     minutes = arguments.minutes or PARTS[letter][1]
     words = [sys.executable, str(Path(__file__).resolve()), "--part", letter, "--json", str(path)]
     words += ["--jobs", str(arguments.jobs), "--cells", arguments.cells]
@@ -73,7 +74,7 @@ def _start_part(letter: str, arguments: argparse.Namespace, path: Path) -> str:
     try:
         code = process.wait(60 * minutes)
     except subprocess.TimeoutExpired:
-        return f"not done after {minutes:g} minutes; the tables have what it had by then"
+        return f"stopped at the time limit of {minutes:g} minutes; the tables have the rows until then"
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -95,9 +96,9 @@ def main() -> int:
         path = folder / f"{letter}.json"
         path.unlink(missing_ok=True)
         sys.stderr.write(f"part {letter}, at most {arguments.minutes or PARTS[letter][1]:g} minutes\n")
-        trouble = _start_part(letter, arguments, path)
+        failure = _start_part(letter, arguments, path)
         content = json.loads(path.read_text()) if path.exists() else {"title": letter, "tables": [], "problems": []}
-        content["problems"] += [trouble] if trouble else []
+        content["problems"] += [failure] if failure else []
         path.write_text(json.dumps(content, indent=1) + "\n")
         found[letter] = content
     console = Console(width=max(Console().width, 120))

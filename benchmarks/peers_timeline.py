@@ -1,8 +1,8 @@
 """Predicts a step of FSDP2 and DDP on the timeline of ``ds_plan``, beside a step of this project.
 
-The code of FSDP2 and DDP runs unchanged on tensors without values, as a rank of torch's fake process group. A mode of
-torch sees their operations and collectives, a device module sees their streams and events. The same replay gives both
-sides their times, so that they differ only in what each issues, on which stream, and what it waits for.
+The code of FSDP2 and DDP runs unchanged on tensors without values, as a rank of torch's fake process group. A dispatch
+mode records their operations and collectives, a device module records their streams and events. The same replay
+computes the times of both sides, which differ only in the operations that each issues, their streams, and the waits.
 
 Run: ``python -m benchmarks.peers_timeline [--out FILE]``.
 """
@@ -57,16 +57,16 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True)
 class PeerCase:
-    """A training that both sides do.
+    """A training that both sides run.
 
     Attributes:
         name: In the table.
         shape: The decoder.
-        stage: Of this project.
+        stage: ZeRO stage of this project.
         peer: ``fsdp2`` or ``ddp``.
         micro_batch: Samples per rank.
         sequence_length: Tokens of a sample.
-        checkpointing: Blocks keep their inputs only.
+        checkpointing: Whether blocks save only their inputs.
     """
 
     name: str
@@ -103,7 +103,7 @@ CASES = (
 
 
 class _RecordedEvent:
-    """An event of a stream, as of ``torch.cuda.Event``."""
+    """Records where it is recorded, as a ``torch.cuda.Event``."""
 
     def __init__(self, device: RecordingDevice) -> None:
         self._device = device
@@ -116,7 +116,7 @@ class _RecordedEvent:
 
 
 class _RecordedStream:
-    """A stream, as of ``torch.cuda.Stream``."""
+    """Records its events and waits, as a ``torch.cuda.Stream``."""
 
     def __init__(self, device: RecordingDevice, number: int) -> None:
         self._device, self.number = device, number
@@ -134,10 +134,10 @@ class _RecordedStream:
 
 
 class RecordingDevice:
-    """Stands in for a device module such as ``torch.cuda`` and records its streams and events.
+    """Takes the place of a device module such as ``torch.cuda`` and records its streams and events.
 
     Args:
-        trace: Records them.
+        trace: Receives the records.
     """
 
     def __init__(self, trace: StepRecording) -> None:
@@ -180,10 +180,10 @@ class PeerOperations(OperationCount):
     """Records the operations and collectives of a program that calls ``torch.distributed`` itself.
 
     Args:
-        ranks: Of the job.
+        ranks: Number of ranks of the job.
 
     Attributes:
-        started: Numbers of the sums that nobody has waited for.
+        started: Numbers of the all-reduces that computation has not waited for yet.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -197,7 +197,7 @@ class PeerOperations(OperationCount):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it calls operations of its local tensors, which come here
+            return NotImplemented  # DTensor then calls operations of its local tensors, which are recorded
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @override
@@ -206,7 +206,7 @@ class PeerOperations(OperationCount):
         if name in _COLLECTIVES:
             self._note_collective(name, args)
             return func(*args, **kwargs), None
-        if name == "fsdp::all_gather_copy_in":  # gives views of its argument
+        if name == "fsdp::all_gather_copy_in":  # returns views of its argument
             nbytes = 2 * sum(tensor.numel() * tensor.element_size() for tensor in args[0])
             cost = OperationCost("all_gather_copy_in", OperationKind.TRAFFIC, nbytes=nbytes)
             self.trace.add(OperationEvent(cost, False, self.trace.stream))
@@ -216,13 +216,13 @@ class PeerOperations(OperationCount):
         return super().run(func, args, kwargs)
 
     def wait_for_started(self) -> None:
-        """Records that computation waits for all sums."""
+        """Records that computation waits for all started all-reduces."""
         for number in self.started:
             self.trace.add(WaitEvent(number))
         self.started.clear()
 
     def _note_collective(self, name: str, args: tuple[Any, ...]) -> None:
-        """Records a collective: the reducer of DDP waits for its sums later, FSDP2 gathers and reduces in a stream."""
+        """Records a collective: DDP waits for its all-reduces later, FSDP2 waits in the stream of the collective."""
         nbytes = max(t.numel() * t.element_size() for t in tensors_of(args))
         number = self.trace.start(_COLLECTIVES[name], "data", nbytes, self._ranks)
         if name == "c10d::allreduce_":
@@ -231,7 +231,7 @@ class PeerOperations(OperationCount):
             self.trace.add(WaitEvent(number, self.trace.stream))
 
     def _copy_numbers(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Copies whole numbers and remembers their values: the reducer sends its buckets to a device and back."""
+        """Copies integers and keeps their values: DDP's reducer copies its bucket layout to the device and back."""
         target, source = args[0], args[1]
         if target.device.type == "meta" and source.device.type == "cpu":
             self._numbers_of[storage_key(target)] = source.clone()
@@ -242,13 +242,13 @@ class PeerOperations(OperationCount):
 
 @contextmanager
 def peer_environment(ranks: int) -> Iterator[PeerOperations]:
-    """Opens a job of torch's fake process group on recorded tensors without values; undone at the end.
+    """Creates torch's fake process group and records operations on tensors without values; ends both on exit.
 
     Args:
-        ranks: Of the job, of which this process is the first.
+        ranks: Number of ranks of the job; this process is the first.
 
     Raises:
-        RuntimeError: This process has a process group.
+        RuntimeError: This process has a process group already.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -278,7 +278,7 @@ PeerStep = Callable[[Mark, torch.Tensor], None]
 
 
 def _fsdp2(case: PeerCase, ranks: int, _count: PeerOperations) -> PeerStep:
-    """Shards blocks, embedding, and norm with head; fp32 shards, bf16 computation and reduction."""
+    """Returns a step of FSDP2, which shards blocks, embedding, and norm with head; fp32 shards, bf16 computation."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -309,14 +309,14 @@ def _fsdp2(case: PeerCase, ranks: int, _count: PeerOperations) -> PeerStep:
 
 
 def _ddp(case: PeerCase, _ranks: int, count: PeerOperations) -> PeerStep:
-    """Sums bf16 gradients of bf16 weights in buckets of 25 MB, updates fp32 masters."""
+    """Returns a step of DDP, which sums bf16 gradients in buckets of 25 MB and updates fp32 masters."""
     with torch.device(META):
         model = Decoder(case.shape).bfloat16()
     masters = [p.detach().float() for p in model.parameters()]
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
 
-    def reduce_bucket(_state, bucket):  # no annotations: torch compares them, not as text
-        # The reducer's own sum, whose division is in its copy. It asks works for their results; a fake one has none.
+    def reduce_bucket(_state, bucket):  # no annotations: DDP compares them, and as text they differ
+        # As the reducer's own all-reduce, which divides in its copy. It would read results, which fake works lack.
         dist.all_reduce(bucket.buffer(), async_op=True)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
@@ -345,15 +345,15 @@ def _ddp(case: PeerCase, _ranks: int, count: PeerOperations) -> PeerStep:
 
 
 PEERS: dict[str, Callable[[PeerCase, int, PeerOperations], PeerStep]] = {"fsdp2": _fsdp2, "ddp": _ddp}
-_STEPS = 3  # of DDP the second rebuilds the buckets; the last is recorded
+_STEPS = 3  # DDP rebuilds its buckets in the second; the last is recorded
 
 
 def record_peer(case: PeerCase, ranks: int) -> Sequence[TraceEvent]:
-    """Returns what the peer issues in a step.
+    """Returns the events of a step of the peer.
 
     Args:
         case: The training.
-        ranks: Of the job.
+        ranks: Number of ranks of the job.
     """
     with peer_environment(ranks) as count:
         step = PEERS[case.peer](case, ranks, count)
@@ -373,9 +373,9 @@ def predict_both(
 
     Args:
         case: The training.
-        nodes: Of the machine.
-        devices_per_node: Of each node.
-        theirs: The step of the peer, where it is known.
+        nodes: Number of nodes.
+        devices_per_node: Devices of each node.
+        theirs: Step of the peer; None: it is recorded.
         **options: Keywords of :func:`deepspeed.plan`; ``config`` is merged into the configuration.
     """
     config = {**case.config(), **options.pop("config", {})}
@@ -411,16 +411,16 @@ def report(cases: Sequence[PeerCase], nodes: Sequence[int], device: str) -> str:
 
     Args:
         cases: The trainings.
-        nodes: Numbers of nodes of 8 devices.
+        nodes: Numbers of nodes, each with 8 devices.
         device: Name in the table of devices.
     """
     lines = [
         "# Predicted steps of this project, FSDP2 and DDP",
         "",
-        "Made by `python -m benchmarks.peers_timeline --out FILE`; nothing was measured. Both sides' own code ran on "
-        f"tensors without values under torch {torch.__version__}; one replay gave both their times on "
-        f"{device} nodes of 8 with 50 GB/s per device between nodes. Milliseconds; exposed is what computation waits "
-        "for collectives and loses to those that run beside it. Python's own time is not in it.",
+        "Made by `python -m benchmarks.peers_timeline --out FILE`; nothing was measured. The code of both sides ran on "
+        f"tensors without values under torch {torch.__version__}; the same replay computed the times of both on "
+        f"{device} nodes of 8 with 50 GB/s per device between nodes. Milliseconds. Exposed: waits of computation for "
+        "collectives, and its slowdown by those that run at the same time. Without the time of Python.",
         "",
         "FSDP2: `fully_shard` on blocks, embedding, and norm with head; fp32 shards, bf16 computation and reduction, "
         "fused AdamW. DDP: bf16 weights and gradients, buckets of 25 MB as views, fp32 masters, fused AdamW.",
@@ -442,8 +442,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--device", default="h100")
-    parser.add_argument("--layers", type=int, help="of every model, for a quick look")
-    parser.add_argument("--out", type=Path, help="write the table there")
+    parser.add_argument("--layers", type=int, help="number of layers of every model, instead of its own")
+    parser.add_argument("--out", type=Path, help="file for the table")
     options = parser.parse_args()
     cases = CASES
     if options.layers:

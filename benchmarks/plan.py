@@ -1,4 +1,4 @@
-"""How long planning takes, and how much memory: by ranks, by layers, and by layers that differ from each other.
+"""Measures time and memory of planning: over ranks, over layers, and over layers that differ from each other.
 
 The model is Llama-shaped; with 80 layers it has 70 billion parameters. Each plan runs in a process of its own.
 Run: ``python -m benchmarks.plan [--out FILE]``.
@@ -43,7 +43,7 @@ CONFIG = {
     "zero_optimization": {"stage": 3},
 }
 
-_ONE = """
+_PROGRAM = """
 import json, resource, sys, time
 started = time.perf_counter()
 import deepspeed
@@ -64,7 +64,7 @@ print(json.dumps({
 
 
 def llama(layers: int, distinct: int) -> nn.Module:
-    """Returns the model, whose layers have ``distinct`` different widths in turn."""
+    """Returns the model; its layers have ``distinct`` different widths in turn."""
     import transformers
     from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -77,8 +77,9 @@ def llama(layers: int, distinct: int) -> nn.Module:
 
 
 def measure(layers: int, distinct: int, ranks: int) -> dict[str, Any]:
+    """Plans in a fresh process; returns times, memory and the planned figures."""
     argument = json.dumps([layers, distinct, max(ranks // 8, 1), min(ranks, 8)])
-    done = subprocess.run([sys.executable, "-c", _ONE, argument], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", _PROGRAM, argument], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])

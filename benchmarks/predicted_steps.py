@@ -1,12 +1,12 @@
 """Compares predicted steps with measured ones on this machine's processors, along every axis.
 
-For each number of ranks the machine is measured first (what ``ds_plan --measure`` does), then every case is trained and
-timed by the same ranks. Afterwards each case is planned with the figures that were measured.
+For each number of ranks the machine is measured first (as ``ds_plan --measure`` does), then the same ranks train and
+time every case. Afterwards each case is planned with the measured figures.
 
-Other programs may share the machine, more of them in one minute than in the next. So the block of the probe runs again
-before and after every step: what it takes there over what the measured figures give for it is the load, by which the
-step's time is divided. The median of the steps counts, the slowest rank in each.
-Run: ``python -m benchmarks.predicted_steps [--ranks 1 2 4] [--steps 5] [--out FILE]``.
+Other programs may use the machine, more at one time than at another. So a block of the probe runs before and after
+every step. Its time divided by the time that the measured figures predict for it is the load, by which the step's time
+is divided. Reported is the median over steps of the slowest rank's time. Run: ``python -m benchmarks.predicted_steps
+[--ranks 1 2 4] [--steps 5] [--out FILE]``.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ EXPERTS = replace(SHAPE, experts=4, intermediate=384)
 TOKENS, SAMPLES, WARMUPS = 128, 2, 2
 GOAL = 0.15
 HOW = (
-    "Made by `python -m benchmarks.predicted_steps --out FILE`. The load is what a block takes before and after a step "
-    "over what the measured figures give for it; measured steps are divided by it, which takes out what a block of the "
-    "probe and a step have in common: the error is that of what cases cost relative to each other. Medians, slowest "
-    "rank. Ranks that are more than the cores share them: all are slower, and a stage is faster while others wait."
+    "Made by `python -m benchmarks.predicted_steps --out FILE`. The load is the time of a block of the probe before "
+    "and after a step divided by the time that the measured figures predict for it. Measured steps are divided by the "
+    "load, which removes an error that block and step have in common: the error shown is that of cases relative to "
+    "each other. Medians, slowest rank. Where ranks share cores all are slower, and a stage is faster while others "
+    "wait."
 )
 
 
@@ -54,9 +55,9 @@ class StepCase:
 
     Attributes:
         name: In the table.
-        zero: The section ``zero_optimization``.
+        zero: Section ``zero_optimization``.
         shape: The model.
-        degrees: Ranks along axes other than data, as :func:`deepspeed.plan` takes them.
+        degrees: Ranks along axes other than data, by the argument of :func:`deepspeed.plan`.
         accumulation: Micro-batches of a step.
     """
 
@@ -81,7 +82,7 @@ class StepCase:
 
 
 def cases(ranks: int) -> list[StepCase]:
-    """Returns the trainings of so many ranks."""
+    """Returns the trainings on ``ranks`` ranks."""
     found = [StepCase(f"stage {stage}", {"stage": stage}) for stage in range(4)]
     offload = {"offload_optimizer": {"device": "cpu"}}
     found.append(StepCase("stage 2, optimizer offloaded", {"stage": 2, **offload}))
@@ -94,7 +95,7 @@ def cases(ranks: int) -> list[StepCase]:
 
 
 def predict_case(case: StepCase, machine: Path, ranks: int) -> float:
-    """Returns the predicted seconds of a step, from a simulation and the figures in a file."""
+    """Returns the predicted seconds of a step with the figures of a machine file."""
     plan = deepspeed.plan(
         replace(case.shape, expert_ranks=1),
         case.config(),
@@ -109,14 +110,14 @@ def predict_case(case: StepCase, machine: Path, ranks: int) -> float:
     return plan.timed_step.seconds
 
 
-def _trained(case: StepCase) -> Callable[[], Any]:
-    """Returns what makes a step."""
+def _make_step(case: StepCase) -> Callable[[], Any]:
+    """Returns a function that trains one step."""
     torch.manual_seed(0)
     batch = torch.randint(0, case.shape.vocab, (SAMPLES, TOKENS))
     if "pipe" in case.degrees:
         module = PipelineModule(layers_of(case.shape), num_stages=case.degrees["pipe"], loss_fn=token_loss)
         engine = deepspeed.initialize(model=module, config=case.config())[0]
-        samples = iter(lambda: (batch, batch), None)
+        samples = itertools.repeat((batch, batch))
         return lambda: engine.train_batch(samples)
     engine = deepspeed.initialize(model=Decoder(case.shape), config=case.config())[0]
 
@@ -136,21 +137,21 @@ def _rank(rank: int, ranks: int, port: int, folder: str, steps: int) -> None:
     comm.init_distributed(verbose=False)
     device = measure_device()
     block = block_runner(CPU_SIZES, CPU_SIZES.micro_batches[1], torch.device("cpu"))
-    usual = predict_block(CPU_SIZES, CPU_SIZES.micro_batches[1], torch.device("cpu"), device)
+    predicted = predict_block(CPU_SIZES, CPU_SIZES.micro_batches[1], torch.device("cpu"), device)
     found: dict[str, tuple[float, float, float]] = {}
     for case in cases(ranks):
-        step = _trained(case)
+        step = _make_step(case)
         for _ in range(WARMUPS):
             step()
-        blocks, each = [_slowest(block)], []
+        blocks, seconds = [_slowest(block)], []
         for _ in range(steps):
-            each.append(_slowest(step))
+            seconds.append(_slowest(step))
             blocks.append(_slowest(block))
-        loads = [(before + after) / 2 / usual for before, after in itertools.pairwise(blocks)]
+        loads = [(before + after) / 2 / predicted for before, after in itertools.pairwise(blocks)]
         found[case.name] = (
-            statistics.median(took / load for took, load in zip(each, loads, strict=True)),
+            statistics.median(raw / load for raw, load in zip(seconds, loads, strict=True)),
             statistics.median(loads),
-            statistics.median(each),
+            statistics.median(seconds),
         )
     if rank == 0:
         write_machine_file(device, Path(folder) / "machine.json")
@@ -164,17 +165,17 @@ def _slowest(call: Callable[[], Any]) -> float:
     comm.barrier()
     start = time.perf_counter()
     call()
-    took = torch.tensor([time.perf_counter() - start])
-    comm.all_reduce(took, op=comm.ReduceOp.MAX)
-    return float(took)
+    seconds = torch.tensor([time.perf_counter() - start])
+    comm.all_reduce(seconds, op=comm.ReduceOp.MAX)
+    return float(seconds)
 
 
 Row = tuple[str, float, float, float, float]
-"""Name, measured seconds without load, load, measured seconds as they were, predicted seconds."""
+"""Name, measured seconds divided by the load, load, measured seconds, predicted seconds."""
 
 
 def compare(ranks: int, steps: int) -> tuple[list[Row], str]:
-    """Measures and predicts every case, and returns the rows and the machine's figures."""
+    """Measures and predicts every case; returns the rows, and the machine's figures as text."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (ranks, free_port(), folder, steps), nprocs=ranks, start_method="spawn")
         machine = Path(folder) / "machine.json"
@@ -198,15 +199,15 @@ def report(found: dict[int, tuple[list[Row], str]]) -> str:
         ranks: [abs(predicted / measured - 1) for _, measured, _, _, predicted in rows]
         for ranks, (rows, _) in found.items()
     }
-    errors = [error for each in by_ranks.values() for error in each]
-    plain = [abs(predicted / took - 1) for rows, _ in found.values() for _, _, _, took, predicted in rows]
+    errors = [error for own in by_ranks.values() for error in own]
+    with_load = [abs(predicted / raw - 1) for rows, _ in found.values() for _, _, _, raw, predicted in rows]
     lines = ["# Predicted and measured steps on processors", "", HOW, ""]
     lines += [f"A decoder of {SHAPE.layers} layers, hidden {SHAPE.hidden}, {SAMPLES} x {TOKENS} tokens, fp32, "]
     lines[-1] += f"one thread per rank, {os.cpu_count()} cores, load average {os.getloadavg()[1]:.1f} at the end."
     lines += [f"Median error of {len(errors)} cases: {statistics.median(errors):.1%} (goal {GOAL:.0%}), "]
     lines[-1] += f"worst {max(errors):.1%}; "
-    lines[-1] += ", ".join(f"{ranks} ranks {statistics.median(each):.1%}" for ranks, each in by_ranks.items())
-    lines[-1] += f". Beside the times as they were, load and all: {statistics.median(plain):.1%}."
+    lines[-1] += ", ".join(f"{ranks} ranks {statistics.median(own):.1%}" for ranks, own in by_ranks.items())
+    lines[-1] += f". Beside times that are not divided by the load: {statistics.median(with_load):.1%}."
     lines += [""]
     lines += [f"- {figures}" for _, figures in found.values()]
     lines += [
@@ -215,8 +216,8 @@ def report(found: dict[int, tuple[list[Row], str]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for ranks, (rows, _) in found.items():
-        for name, measured, load, took, predicted in rows:
-            cells = f"{1e3 * took:.0f} | {load:.2f} | {1e3 * measured:.0f} | {1e3 * predicted:.0f}"
+        for name, measured, load, raw, predicted in rows:
+            cells = f"{1e3 * raw:.0f} | {load:.2f} | {1e3 * measured:.0f} | {1e3 * predicted:.0f}"
             cells += f" | {predicted / measured - 1:+.1%}"
             lines.append(f"| {ranks} | {name} | {cells} |")
     return "\n".join(lines) + "\n"

@@ -23,7 +23,7 @@ NEMO = ("nemo", "bridge")
 OF_DEEPSPEED = ("zero", "deepspeed")
 _MEGATRON = re.compile(r"Megatron|NeMo|MLPerf|Narayanan|Korthikanti|MegaScale|Llama 3", re.IGNORECASE)
 """Sources whose programs have fused elementwise kernels."""
-_FUSED_ATTENTION = (2022, 6)  # year and month: results published before have none (arXiv 2205.14135)
+_FUSED_ATTENTION = (2022, 6)  # year and month since which published results may have it (arXiv 2205.14135)
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class PublishedRun:
     """One published result.
 
     Attributes:
-        name: Of the record.
+        name: Name of the record.
         source: First word of the record's name, without its digits.
         machine: Source and device; runs of the same machine share a factor.
-        setups: The setups that the record may mean: several where the source leaves a number open.
+        setups: Setups that fit the record: several where the source leaves a number open.
         seconds: Measured seconds of a step; None: not published.
         memory: Highest bytes on a device; None: not published, or at a sequence length that is not published.
-        is_counted: True: the source counts ``memory`` as states and activations, it does not measure it.
-        unrecomputed: Bytes that the source counts without recomputation and without ``cuts_norms``; None: it does not.
+        is_counted: Whether ``memory`` is a sum of states and activations by the source, and not measured.
+        unrecomputed: Bytes that the source computes without recomputation and ``cuts_norms``; None: it does not.
     """
 
     name: str
@@ -51,7 +51,7 @@ class PublishedRun:
     unrecomputed: float | None = None
 
     def memory_of(self, step: PredictedStep) -> float:
-        """Returns the predicted bytes that ``memory`` is compared with: what the source counts, or what is reserved."""
+        """Returns the predicted bytes to compare ``memory`` with: states and activations, or all on the device."""
         return step.state_bytes + step.activation_bytes if self.is_counted else step.device_bytes
 
 
@@ -61,18 +61,18 @@ def read_runs(path: Path = RECORDS) -> list[PublishedRun]:
 
 
 def read_records(path: Path = RECORDS) -> tuple[list[PublishedRun], dict[str, str]]:
-    """Returns the runs of a file, and by name of each record that cannot be predicted, the reason in a sentence."""
+    """Returns the runs of a file, and by name of each record that cannot be predicted the reason, as a sentence."""
     runs, refused = [], {}
     for record in json.loads(path.read_text(encoding="utf-8"))["records"]:
-        why = _why_not(record)
-        if why is None:
+        reason = _reason_against(record)
+        if reason is None:
             runs.append(run_of(record))
         else:
-            refused[record["id"]] = why
+            refused[record["id"]] = reason
     return runs, refused
 
 
-def _why_not(record: Mapping[str, Any]) -> str | None:
+def _reason_against(record: Mapping[str, Any]) -> str | None:
     """Returns why a record cannot be predicted; None: it can."""
     model, batch, hardware = record["model"], record["batch"], record["hardware"]
     missing = [name for name in ("layers", "hidden", "heads", "vocab", "seq") if model.get(name) is None]
@@ -107,7 +107,7 @@ def _source_of(record: Mapping[str, Any]) -> str:
 
 
 def run_of(record: Mapping[str, Any]) -> PublishedRun:
-    """Returns the run that a record describes, with every setup that the record may mean."""
+    """Returns the run of a record, with every setup that fits it."""
     source = _source_of(record)
     measured, hardware = record["measured"], record["hardware"]
     shape, layouts = shape_of(record), layouts_of(record, source)
@@ -129,7 +129,7 @@ def run_of(record: Mapping[str, Any]) -> PublishedRun:
 
 
 def _seconds_of(record: Mapping[str, Any], setup: StepSetup) -> float | None:
-    """Returns the seconds of a step: as published, or from tokens or model FLOP/s per second and device."""
+    """Returns the seconds of a step: as published, or computed from published tokens/s or FLOP/s per device."""
     measured = record["measured"]
     named = [value for name, value in measured.items() if name.startswith("step_s") and value]
     if named:
@@ -160,7 +160,7 @@ def _width_of(model: Mapping[str, Any]) -> int | None:
 
 
 def _published(source: str) -> tuple[int, int]:
-    """Returns the year and the month of a source, as far as its words say them; otherwise a late one."""
+    """Returns the year and month in the text of a source; December for a year alone, January 2026 for neither."""
     number = re.search(r"arXiv[: ]*(\d\d)(\d\d)\.", source)
     if number:
         return 2000 + int(number[1]), int(number[2])
@@ -197,14 +197,14 @@ def shape_of(record: Mapping[str, Any]) -> DecoderShape:
 def machine_of(hardware: Mapping[str, Any]) -> Machine:
     """Returns the machine of a record. Where the record states no network, 400 Gb/s per device are assumed."""
     device = device_of_product(hardware["gpu"], _memory_of(hardware))
-    assert device is not None  # such records are left out
+    assert device is not None  # _reason_against() leaves such records out
     rate = (hardware.get("inter_gbps_per_gpu") or 400) / 8 * 1e9
     each = hardware.get("gpus_per_node") or 8
     return Machine(device, max(hardware["gpus"] // each, 1), min(each, hardware["gpus"]), device.memory, network=rate)
 
 
 def layouts_of(record: Mapping[str, Any], source: str) -> list[ParallelLayout]:
-    """Returns the layouts that a record may mean: several where it leaves out micro-batch, chunks or recomputation."""
+    """Returns the layouts that fit a record: several where it leaves micro-batch, chunks or recomputation open."""
     batch, parallel = record["batch"], record["parallel"]
     gpus = record["hardware"]["gpus"]
     tensor, pipe, context = (parallel.get(name) or 1 for name in ("tp", "pp", "cp"))
@@ -221,13 +221,13 @@ def layouts_of(record: Mapping[str, Any], source: str) -> list[ParallelLayout]:
         tensor=tensor,
         pipe=pipe,
         context=context,
-        # torchtitan of 2024 gives each rank consecutive tokens.
+        # In torchtitan of 2024 each rank has consecutive tokens.
         balances_ring=not (source == "titan" and is_of_2024),
         experts=parallel.get("ep") or 1,
         data=data,
-        # A pipeline keeps the parameters that it has gathered, so that stage 3 moves what stage 1 does.
+        # A pipeline keeps gathered parameters, so stage 3 transfers as much as stage 1.
         stage=int(source in NEMO) if stage is None else min(stage, 1) if pipe > 1 else stage,
-        # Scales by row made products as slow as in bf16 (torchao of 2024).
+        # With scales by row, products were as slow as in bf16 (torchao of 2024).
         is_fp8="fp8" in precision and "rowwise" not in precision,
         shard_ranks=shards if shards < data * context else None,
         # torchtitan compiles the loss since 2025.
@@ -241,10 +241,10 @@ def layouts_of(record: Mapping[str, Any], source: str) -> list[ParallelLayout]:
         overlaps_tensor="async TP" in notes or "async" in record["id"] or source in NEMO,
         overlaps_data=not is_old,
         overlaps_gather=not is_old and source not in OF_DEEPSPEED,
-        # Megatron sums gradients in fp32 if asked to, or beside bf16; the 18 bytes of states of korthikanti have it.
+        # Megatron sums gradients in fp32 as an option and with bf16; the 18 bytes of states of korthikanti include it.
         gradient_bytes=4 if source in ("titan", "korthikanti") else 2,
         is_megatron=bool(_MEGATRON.search(record["source"])),
-        # Megatron's of 2021 adds them up in an operation of its own.
+        # Megatron of 2021 adds gradients in a separate operation.
         sums_in_products=bool(_MEGATRON.search(record["source"])) and source != "sc",
         recompute=_recomputation(recompute),
     )
@@ -254,21 +254,22 @@ def layouts_of(record: Mapping[str, Any], source: str) -> list[ParallelLayout]:
         chunks = [n for n in (1, 2, 3, 4) if layers % n == 0 or source != "sc"]
     micro = [batch["micro_batch"]] if batch.get("micro_batch") else [1, 2, 4, 8, 16]
     if source == "titan" and pipe > 1:
-        # Unless it is told otherwise, torchtitan divides a rank's samples into as many micro-batches as stages.
+        # By default torchtitan divides a rank's samples into as many micro-batches as stages.
         micro = [batch["global_batch_sequences"] // (data * pipe)]
     recomputes = ["none", "selective", "full"] if "not stated" in recompute else [base.recompute]
     found = []
-    for each, samples, how in itertools.product(chunks, micro, recomputes):
-        steps, left = divmod(batch["global_batch_sequences"], samples * data)
-        if left or not steps or (each > 1 and steps % pipe):
+    for count, samples, recomputation in itertools.product(chunks, micro, recomputes):
+        steps, rest = divmod(batch["global_batch_sequences"], samples * data)
+        if rest or not steps or (count > 1 and steps % pipe):
             continue
-        made = replace(base, chunks=each, schedule="interleaved" if each > 1 else "1f1b", recompute=how)
-        found.append(replace(made, micro_batch=samples, accumulation=steps))
+        schedule = "interleaved" if count > 1 else "1f1b"
+        chosen = replace(base, chunks=count, schedule=schedule, recompute=recomputation)
+        found.append(replace(chosen, micro_batch=samples, accumulation=steps))
     return found
 
 
 def _recomputation(text: str) -> str:
-    """Returns the recomputation of a layout from a record's words."""
+    """Returns the recomputation of a layout from the text of a record."""
     if text.startswith("full"):
         return "full"
     if "attention core" in text:
@@ -286,18 +287,18 @@ def predicted(
         reached: Constants to use instead of those of the table, by ``PublishedRun.machine``.
         is_quick: Use a formula for the idle time of a pipeline instead of simulating its schedule.
     """
-    made = []
+    steps = []
     for setup in run.setups:
         if reached is not None:
             device = replace(setup.machine.device, efficiency=reached[run.machine])
             setup = replace(setup, machine=replace(setup.machine, device=device))
-        made.append(predict_step(setup, is_quick=is_quick))
-    fitting = [step for step in made if step.fits] or made
+        steps.append(predict_step(setup, is_quick=is_quick))
+    fitting = [step for step in steps if step.fits] or steps
     return min(fitting, key=lambda step: step.seconds)
 
 
 def split(runs: Iterable[PublishedRun]) -> tuple[list[PublishedRun], list[PublishedRun]]:
-    """Divides the timed runs of each source alternately into two halves: for fitting, and for testing."""
+    """Divides the timed runs of each source alternately into two halves, for fitting and for testing."""
     timed: dict[str, list[PublishedRun]] = defaultdict(list)
     for run in runs:
         if run.seconds is not None:

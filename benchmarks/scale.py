@@ -1,7 +1,7 @@
 """Compares predicted step times and memory with published results, record by record.
 
-``benchmarks/data/scale-public.json`` has the results with their sources. Every other record of each source is for
-fitting the constants in ``deepspeed/accelerator/devices.py``; the other half shows how good the constants are.
+``benchmarks/data/scale-public.json`` has the results with their sources. The constants in
+``deepspeed/accelerator/devices.py`` are fitted to every other record of each source and tested with the rest.
 Run: ``python -m benchmarks.scale [--out FILE] [--fit] [--leave-out]``.
 """
 
@@ -20,7 +20,7 @@ from benchmarks.published_runs import RECORDS, PublishedRun, predicted, read_rec
 from benchmarks.scale_fit import FACTORS, constants, fit, left_out, limits_of, reached_of
 from deepspeed.plan.prediction.step import PredictedStep, predict_step
 
-_FEW_RUNS = 3  # from which a rank correlation means something
+_FEW_RUNS = 3  # least number of runs for a rank correlation
 
 
 def _row(run: PublishedRun, step: PredictedStep, half: str) -> str:
@@ -39,7 +39,7 @@ def report(runs: list[PublishedRun], refused: Mapping[str, str]) -> str:
 
     Args:
         runs: The records that can be predicted.
-        refused: By name of each other record, why it cannot.
+        refused: By name of each other record, the reason.
     """
     fitted, tested = split(runs)
     names = {run.name: "fit" for run in fitted} | {run.name: "test" for run in tested}
@@ -54,27 +54,27 @@ def report(runs: list[PublishedRun], refused: Mapping[str, str]) -> str:
         everything = [error for of_source in errors.values() for error in of_source]
         if not everything:
             continue
-        each = "; ".join(f"{name} {statistics.median(of):.1%}, {max(of):.1%}" for name, of in errors.items())
-        lines.append(f"| {title} | {len(half)} | {statistics.median(everything):.1%} | {each} |")
-    of_memory = [abs(run.memory_of(steps[run.name]) / run.memory - 1) for run in runs if run.memory is not None]
+        by_source = "; ".join(f"{name} {statistics.median(own):.1%}, {max(own):.1%}" for name, own in errors.items())
+        lines.append(f"| {title} | {len(half)} | {statistics.median(everything):.1%} | {by_source} |")
+    memory_errors = [abs(run.memory_of(steps[run.name]) / run.memory - 1) for run in runs if run.memory is not None]
     too_large = [run.name for run in runs if not steps[run.name].fits]
-    lines += ["", "Memory is published of no record."]
-    if of_memory:
-        lines[-1] = f"Memory of {len(of_memory)} records: median error {statistics.median(of_memory):.1%}, worst "
-        lines[-1] += f"{max(of_memory):.1%}."
-    lines[-1] += f" Refused although it ran: {', '.join(too_large) or 'none'}."
+    lines += ["", "No record has a memory."]
+    if memory_errors:
+        lines[-1] = f"Memory of {len(memory_errors)} records: median error {statistics.median(memory_errors):.1%}, "
+        lines[-1] += f"worst {max(memory_errors):.1%}."
+    lines[-1] += f" Predicted not to fit, although they ran: {', '.join(too_large) or 'none'}."
     floors = {run.name: least_seconds(steps[run.name]) / run.seconds for run in runs if run.seconds}
     if floors:
         above = [name for name, share in floors.items() if share > 1]
-        lines += ["", "The operations of a step at the maker's peak take at most "]
-        lines[-1] += f"{max(floors.values()):.0%} of the measured time. More than it: {', '.join(above) or 'none'}."
+        lines += ["", "At the maker's peak, the operations of a step take at most "]
+        lines[-1] += f"{max(floors.values()):.0%} of the measured time. More than 100 %: {', '.join(above) or 'none'}."
     lines += ["", *_without_recomputation(runs)]
     pairs = [(steps[run.name], run) for run in runs if run.seconds]
     lines += ["", f"Rank correlation of predicted and measured model FLOP/s: {_rank_correlation(pairs)}; "]
-    sources = dict.fromkeys(run.source for _, run in pairs)
-    by_source = {name: [pair for pair in pairs if pair[1].source == name] for name in sources}
-    lines[-1] += ", ".join(f"{name} {_rank_correlation(own)}" for name, own in by_source.items()) + "."
-    lines[-1] += " Of sweeps, that is one model on one machine in three or more ways: "
+    for name in dict.fromkeys(run.source for _, run in pairs):
+        lines[-1] += f"{name} {_rank_correlation([pair for pair in pairs if pair[1].source == name])}, "
+    lines[-1] = lines[-1].removesuffix(", ") + "."
+    lines[-1] += " Of sweeps (three or more layouts of one model on one machine): "
     lines[-1] += (", ".join(f"{name} {_rank_correlation(own)}" for name, own in sweeps(pairs)) or "none") + "."
     lines += ["", *_constants(), ""]
     lines.append(
@@ -97,13 +97,13 @@ def _constants() -> list[str]:
 
 
 def least_seconds(step: PredictedStep) -> float:
-    """Returns the seconds that the operations of a step take at the maker's peak: no step is faster."""
+    """Returns the seconds of a step's operations at the maker's peak; no step can be faster."""
     device = step.setup.machine.device
     return step.flops / max(device.flops, device.fp8_flops if step.setup.layout.is_fp8 else 0.0)
 
 
 def without_recomputation(run: PublishedRun) -> PredictedStep:
-    """Predicts a run without recomputation and without ``cuts_norms``, which ``run.unrecomputed`` is about."""
+    """Predicts a run without recomputation and ``cuts_norms``, for comparison with ``run.unrecomputed``."""
     setup = run.setups[0]
     return predict_step(replace(setup, layout=replace(setup.layout, recompute="none", cuts_norms=False)), is_quick=True)
 
@@ -112,8 +112,8 @@ def _without_recomputation(runs: list[PublishedRun]) -> list[str]:
     if all(run.unrecomputed is None for run in runs):
         return []
     lines = [
-        "Published as too large for their devices: the same models with nothing recomputed and norms not cut. The "
-        "source counts states and activations.",
+        "The same models without recomputation and with whole norms, which by their source do not fit on the devices. "
+        "The source computes states and activations.",
         "",
         "| record | counted GiB | predicted GiB | error | device GiB | fits |",
         "|---|---|---|---|---|---|",
@@ -130,7 +130,7 @@ def _without_recomputation(runs: list[PublishedRun]) -> list[str]:
 def sweeps(
     pairs: Iterable[tuple[PredictedStep, PublishedRun]],
 ) -> list[tuple[str, list[tuple[PredictedStep, PublishedRun]]]]:
-    """Returns the runs of one model on as many devices of one kind, where a source has three or more of them."""
+    """Returns by title the runs of a source with one model on one number of one device, if there are three or more."""
     found: dict[tuple[Any, ...], list[tuple[PredictedStep, PublishedRun]]] = defaultdict(list)
     for step, run in pairs:
         setup = run.setups[0]
@@ -138,38 +138,38 @@ def sweeps(
     return [
         (f"{machine} {shape.parameters / 1e9:.0f}B on {ranks}", own)
         for (machine, shape, ranks), own in found.items()
-        if len(own) > 2
+        if len(own) >= _FEW_RUNS
     ]
 
 
 _HOW = (
-    "Made by `python -m benchmarks.scale --out FILE` from `benchmarks/data/scale-public.json`. Every other record of "
-    "each source is for fitting the constants of `deepspeed/accelerator/devices.py`; the rest test them. The "
-    "constants are what `--fit` gives, rounded; none is at a limit. The test is not blind: errors of both halves with "
-    "earlier versions of the model were known. Where a source leaves out the micro-batch, the chunks or "
-    "what is recomputed, the fastest prediction that fits is taken. Memory is what the allocator reserves at most, "
-    "and of korthikanti, whose figures are counted, states and activations. What the sources leave open: "
-    "torchtitan's micro-batches beside stages (its default, as many as stages, is assumed), and the dtype of the "
-    "logits that its pipelines keep (fp32 is assumed); the sequence length of deepspeed-muon (34.5 GiB are "
-    "published; activations and logits grow with the length, and the record assumes 512 tokens), so that record is "
-    "not counted; whether bridge's 70B on GB200 sent activations to the host. Rank correlations: nemo's four runs "
-    "are four models, one way each, within 6 % of each other in FLOP/s. That is no sweep, and their order is within "
-    "the error. Two programs "
-    "have a factor of their own: " + ", ".join(f"{name} {factor}" for name, factor in FACTORS.items()) + "."
+    "Made by `python -m benchmarks.scale --out FILE` from `benchmarks/data/scale-public.json`. The constants of "
+    "`deepspeed/accelerator/devices.py` are fitted to every other record of each source and tested with the rest. They "
+    "are the rounded results of `--fit`; none is at a limit. The test is not blind: the errors of both halves with "
+    "earlier versions of the model were known. Where a source leaves the micro-batch, the chunks or the recomputation "
+    "open, the fastest prediction that fits is used. Memory is the most that the allocator reserves; for korthikanti, "
+    "which computes its figures, states and activations. The sources leave open: torchtitan's number of micro-batches "
+    "(assumed: its default, as many as stages), and the dtype of the logits that its pipelines keep (assumed: fp32); "
+    "the sequence length of deepspeed-muon (34.5 GiB are published; activations and logits grow with the length, and "
+    "the record assumes 512 tokens), so that record does not count; whether bridge's 70B on GB200 sent activations to "
+    "the host. Rank correlations: nemo's four runs are four models with one layout each, within 6 % of each other in "
+    "FLOP/s. They are no sweep, and their order is within the error. Two programs have a factor of their own: "
+    + ", ".join(f"{name} {factor}" for name, factor in FACTORS.items())
+    + "."
 )
 
 
 def _rank_correlation(pairs: list[tuple[PredictedStep, PublishedRun]]) -> str:
-    """Returns Spearman's rank correlation of model FLOP/s, predicted and measured, and the number of runs."""
-    made = [step.model_flops for step, _ in pairs]
-    seen = [step.model_flops * step.seconds / (run.seconds or 1.0) for step, run in pairs]
+    """Returns Spearman's rank correlation of predicted and measured model FLOP/s, and the number of runs, as text."""
+    rates = [step.model_flops for step, _ in pairs]
+    measured = [step.model_flops * step.seconds / (run.seconds or 1.0) for step, run in pairs]
 
     def ranks(values: list[float]) -> list[float]:  # equal values share the mean of their ranks
         return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
 
-    if min(len(set(made)), len(set(seen))) < _FEW_RUNS:
+    if min(len(set(rates)), len(set(measured))) < _FEW_RUNS:
         return f"none of {len(pairs)}"
-    return f"{statistics.correlation(ranks(made), ranks(seen)):.2f} of {len(pairs)}"
+    return f"{statistics.correlation(ranks(rates), ranks(measured)):.2f} of {len(pairs)}"
 
 
 def main() -> None:

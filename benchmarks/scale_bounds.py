@@ -1,9 +1,9 @@
 """Compares the lower bounds of simulated plans with the step times of published runs: no bound may exceed its time.
 
-Every timed run of ``benchmarks.scale`` is planned as ``deepspeed.plan`` plans any model: the engine runs on tensors
-without values, operations and exchanges are counted, and the maker's rates turn them into seconds that no program can
-beat. Run: ``python -m benchmarks.scale_bounds [--out FILE] [--only NAME ...] [--jobs N]``; it takes about 8 minutes of
-processor time. The exit code is 1 if a bound exceeds its time.
+Every timed run of ``benchmarks.scale`` is planned by ``deepspeed.plan``: the engine runs on tensors without values, and
+the operations and exchanges that it counts take at least the time that the maker's rates give. Run:
+``python -m benchmarks.scale_bounds [--out FILE] [--only NAME ...] [--jobs N]``; it takes about 8 minutes of processor
+time. The exit code is 1 if a bound exceeds its time.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from deepspeed.plan.prediction.layout import ParallelLayout
 
 HOW = (
     "Made by `python -m benchmarks.scale_bounds --out FILE`. Each run of `benchmarks/data/scale-public.json` with a "
-    "published time is simulated as it ran: its ranks along all axes, its schedule, its batch, its ZeRO stage (stage 1 "
-    "beside stages of a pipeline). Per-operation recomputation is simulated as none, which has "
-    "fewer operations, so the bound is lower. Where a source leaves numbers open, the setup of the fastest prediction "
-    "is taken."
+    "published time is simulated with its ranks along all axes, schedule, batch and ZeRO stage (with a pipeline at "
+    "most stage 1). Recomputation of single operations is left out; without it there are fewer operations, so the "
+    "bound is lower. Where a source leaves numbers open, the setup of the fastest prediction is used."
 )
 
 
 class SimulatedBound(NamedTuple):
-    """The bound of one run.
+    """The lower bound of one run.
 
     Attributes:
-        name: Of the run.
+        name: Name of the run.
         measured: Published seconds of a step.
-        bound: Seconds that no program can beat; None: the run cannot be simulated.
-        cause: Which bound is the highest, or why the run cannot be simulated.
-        processor: Seconds of processor time that the plan took.
+        bound: Least seconds of a step; None: the run cannot be simulated.
+        cause: Which of the bounds is the highest, or why the run cannot be simulated.
+        processor: Processor seconds of the plan.
     """
 
     name: str

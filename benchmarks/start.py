@@ -1,9 +1,9 @@
-"""Simulates the start of thousands of ranks: the package's own calls of the store, on a clock of its own.
+"""Simulates the start of thousands of ranks: the package's own calls of the store, with a simulated clock.
 
-Every rank is a thread that runs what a rank runs between its first call and its first step: admission, the comparison
-of configurations and models, and the meetings before process groups are made. One rank runs at a time. A call of the
-store takes its turn at one server, and a sleep passes on the clock only, so the result is the same on a busy machine.
-``--rates`` measures torch's ``TCPStore`` here; the report names the rates with which the seconds were predicted.
+Every rank is a thread that runs the code of a rank between its first call and its first step: admission, comparison of
+configurations and models, and the barriers before process groups are made. One rank runs at a time. Calls of the store
+queue at one server, and only calls and sleeps move the clock, so the result does not depend on the load of the machine.
+``--rates`` measures torch's ``TCPStore`` on this machine; the report states the rates that the prediction used.
 Run: ``python -m benchmarks.start [--ranks N ...] [--rates] [--out FILE]``.
 """
 
@@ -35,14 +35,14 @@ from deepspeed.comm.watch.watchdog import WaitRecord, Watch
 from deepspeed.ports import free_port
 
 _TIMEOUT = timedelta(minutes=30)
-_GROUPS = 6  # meetings before process groups are made: as for three axes, with a communicator and a gloo group each
+_GROUPS = 6  # barriers before process groups are made: for three axes with a communicator and a gloo group each
 
 
 @dataclass(frozen=True)
 class StoreRates:
-    """How fast a store serves: operations, further keys of one operation, and bytes, per second.
+    """Speed of a store: operations, further keys of one operation, and bytes, per second.
 
-    The defaults are below what ``--rates`` has measured for torch's store on two busy cores.
+    The defaults are below the rates of torch's store that ``--rates`` has measured on two busy cores.
     """
 
     operations: float = 15_000.0
@@ -50,7 +50,7 @@ class StoreRates:
     bytes: float = 200e6
 
     def seconds(self, keys: int, size: int) -> float:
-        """Returns how long one operation keeps the store."""
+        """Returns the seconds that the server needs for one operation."""
         return 1 / self.operations + (keys - 1) / self.keys + size / self.bytes
 
 
@@ -65,7 +65,7 @@ class _Parked:
 
 @contextmanager
 def _on_one_core() -> Iterator[None]:
-    """Keeps threads that are started inside on one core. One runs at a time, and wakes the next sooner there."""
+    """Pins threads that are started inside to one core. Only one runs at a time, and switching is faster there."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -80,10 +80,10 @@ def _on_one_core() -> Iterator[None]:
 class VirtualClock:
     """Runs threads one at a time, in the order of a clock that only sleeps and calls of the store move.
 
-    Other threads of the process, such as an earlier job's watch, read and sleep by the real time.
+    For other threads of the process, such as an earlier job's watch, it is the module :mod:`time`.
 
     Attributes:
-        now: Seconds since the beginning.
+        now: Seconds since the start.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class VirtualClock:
         self._idle.release()
 
     def run(self, starts: Sequence[tuple[float, Callable[[], None]]]) -> None:
-        """Runs every function in a thread of its own, from its moment of the clock; returns when all have ended.
+        """Starts every function in a thread of its own at its time of the clock; returns when all have ended.
 
         Raises:
             BaseException: What one of them has raised.
@@ -164,11 +164,11 @@ class VirtualClock:
 
 
 class SimulatedStore:
-    """A store in this process that one rank after the other uses; it counts.
+    """A store in this process that counts its operations.
 
     Attributes:
         count: Number of operations, by name.
-        bytes: Sent and received, without the protocol's own.
+        bytes: Bytes sent and received, without those of the protocol.
         busy_seconds: Seconds in which the server was busy.
     """
 
@@ -191,10 +191,10 @@ class SimulatedStore:
         return True
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Waits as torch's store does: the server answers when the last of ``keys`` is set.
+        """Waits until the only one of ``keys`` is set.
 
         Raises:
-            RuntimeError: It was not within ``timeout``.
+            RuntimeError: It was not set within ``timeout``.
         """
         assert self._clock is not None and len(keys) == 1
         self._serve("wait", 1, _length(keys))
@@ -222,7 +222,7 @@ class SimulatedStore:
         return counted
 
     def _serve(self, name: str, keys: int, size: int) -> None:
-        """Takes the turn of an operation at the server, and waits for it."""
+        """Queues an operation at the server and waits until it is done."""
         seconds = self._note(name, keys, size)
         if self._clock is not None:
             self._free_at = max(self._free_at, self._clock.now) + seconds
@@ -244,14 +244,14 @@ def _length(value: Any) -> int:
 
 @dataclass
 class SimulatedStart:
-    """What a simulated start costs.
+    """Costs of a simulated start.
 
     Attributes:
-        ranks: How many.
-        seconds: Predicted, from the first rank's first call to the last rank's last one.
-        operations: Of the store, its late answers to waits counted as further ones.
-        bytes: Through the store.
-        busy_seconds: In which the store was at work.
+        ranks: Number of ranks.
+        seconds: Predicted seconds from the first rank's first call to the last rank's last one.
+        operations: Operations of the store; the late answer to a wait counts as another one.
+        bytes: Bytes sent and received by the store.
+        busy_seconds: Seconds in which the store was busy.
     """
 
     ranks: int
@@ -274,14 +274,14 @@ def _joining(rank: int, ranks: int) -> JoiningProcess:
     return JoiningProcess(rank, ranks, "Slurm step 4711.0", "python train.py", "0123456789abcdef", 1, facts)
 
 
-# A process of another machine, of which nobody here can know whether it has ended.
+# A process of another machine: whether it has ended cannot be seen from here.
 _ELSEWHERE = '["00000000-0000-0000-0000-000000000000 pid:[4026531836]", 1000, "123456789"]'
 CONFIG = {"train_batch_size": 8192, "zero_optimization.stage": 3, "optimizer.type": "AdamW"}
 MODEL = [f"layers.{number}.weight: [8192, 8192] float32" for number in range(80)]
 
 
 class _Rank:
-    """One rank's start: the calls of the package that reach the store, in their order."""
+    """Runs one rank's start: the calls of the package that use the store, in their order."""
 
     def __init__(self, store: Any, rank: int, members: tuple[int, ...]) -> None:
         self._store, self._rank, self._members = store, rank, members
@@ -290,7 +290,7 @@ class _Rank:
         size = len(self._members)
         prefix, _ = receive_ranks(self._store, _joining(self._rank, size), "node-00000:29500", _TIMEOUT)
         watch = Watch(_Prefixed(self._store, prefix), "job", self._rank, size)
-        watch._begin_watching = lambda: None  # type: ignore[method-assign]  # its looks are simulated apart
+        watch._begin_watching = lambda: None  # type: ignore[method-assign]  # simulate_wait() has its checks
         try:
             self._compare(watch, size)
             for number in range(_GROUPS):
@@ -308,7 +308,7 @@ class _Rank:
 
 
 class _Prefixed:
-    """A store under a prefix, without copies of its calls."""
+    """Adds a prefix to the keys of a store, as torch's ``PrefixStore``."""
 
     def __init__(self, store: SimulatedStore, prefix: str) -> None:
         self._store, self._prefix = store, prefix
@@ -326,9 +326,9 @@ def simulate_start(ranks: int, rates: StoreRates | None = None, spread: float = 
     """Simulates the start of a job.
 
     Args:
-        ranks: How many.
-        rates: Of the store.
-        spread: Seconds from the first process to the last.
+        ranks: Number of ranks.
+        rates: Speed of the store.
+        spread: Seconds between the starts of the first and the last process.
     """
     clock = VirtualClock()
     store = SimulatedStore(clock, rates)
@@ -341,14 +341,14 @@ def simulate_start(ranks: int, rates: StoreRates | None = None, spread: float = 
 
 @dataclass(frozen=True)
 class SimulatedWait:
-    """What a long wait of all ranks but one costs.
+    """Costs of a long wait of all ranks but one.
 
     Attributes:
-        ranks: How many.
-        period: Seconds between looks of a rank.
-        operations: Of the store, in each of the periods.
-        bytes: Through the store, in each of the periods.
-        found_after: Periods until the divergence of two ranks was named; None where nothing diverged.
+        ranks: Number of ranks.
+        period: Seconds between the checks of a rank.
+        operations: Operations of the store in each period.
+        bytes: Bytes sent and received by the store in each period.
+        found_after: Periods until the divergence of two ranks was reported; None: nothing diverged.
     """
 
     ranks: int
@@ -359,12 +359,12 @@ class SimulatedWait:
 
 
 def simulate_wait(ranks: int, diverged: int | None = None, periods: int = 2) -> SimulatedWait:
-    """Simulates a wait of all ranks that none ends.
+    """Simulates a wait that does not end.
 
     Args:
-        ranks: How many wait.
-        diverged: A rank that waits for something else than the others do; None: the last one is just late.
-        periods: How many looks each rank has.
+        ranks: Number of ranks.
+        diverged: Rank that waits for another transfer than the others; None: the last rank is late and the others wait.
+        periods: Number of checks of each rank.
     """
     store = SimulatedStore()
     members = tuple(range(ranks))
@@ -390,15 +390,15 @@ def simulate_wait(ranks: int, diverged: int | None = None, periods: int = 2) -> 
     return SimulatedWait(ranks, watches[0].period, operations, sizes, found)
 
 
-# --- how fast a store is ----------------------------------------------------------------------------------------------
+# --- the speed of a store ---------------------------------------------------------------------------------------------
 
 
 def measure_rates(seconds: float = 3.0, clients: int = 16) -> StoreRates:
     """Measures torch's ``TCPStore`` on this machine, whose cores serve the clients too.
 
     Args:
-        seconds: Of each of the three measurements.
-        clients: Connections, each with a thread that asks as soon as it has its answer.
+        seconds: Duration of each of the three measurements.
+        clients: Number of connections, each with a thread that sends a request as soon as it has the last answer.
     """
     port = free_port()
     server = torch_dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -407,26 +407,26 @@ def measure_rates(seconds: float = 3.0, clients: int = 16) -> StoreRates:
     server.multi_set(many, ["x" * 200] * len(many))
     server.set("large", "x" * 1_000_000)
 
-    def ask(question: Callable[[Any], object]) -> float:
+    def per_second(request: Callable[[Any], object]) -> float:
         end = time.monotonic() + seconds
 
         def work(store: Any) -> int:
             count = 0
             while time.monotonic() < end:
-                question(store)
+                request(store)
                 count += 1
             return count
 
         with ThreadPoolExecutor(clients) as pool:
             return sum(pool.map(work, stores)) / seconds
 
-    single = ask(lambda store: store.check(["key7"]))
-    keys = ask(lambda store: store.multi_get(many)) * len(many)
-    return StoreRates(single, keys, ask(lambda store: store.get("large")) * 1e6)
+    single = per_second(lambda store: store.check(["key7"]))
+    keys = per_second(lambda store: store.multi_get(many)) * len(many)
+    return StoreRates(single, keys, per_second(lambda store: store.get("large")) * 1e6)
 
 
 def report(ranks: Sequence[int], rates: StoreRates, measured: StoreRates | None) -> str:
-    """Simulates starts and waits, and returns a page about them."""
+    """Simulates starts and waits; returns the report in Markdown."""
     lines = [
         "# The start of thousands of ranks, simulated",
         "",
@@ -436,7 +436,7 @@ def report(ranks: Sequence[int], rates: StoreRates, measured: StoreRates | None)
     lines.append(f"Predicted with: {_shown(rates)}.")
     if measured is not None:
         lines.append(f"Measured here ({os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}): {_shown(measured)}.")
-    lines += ["", "| ranks | seconds | store at work | operations | per rank | MB |", "|---|---|---|---|---|---|"]
+    lines += ["", "| ranks | seconds | store busy | operations | per rank | MB |", "|---|---|---|---|---|---|"]
     for count in ranks:
         start = simulate_start(count, rates)
         lines.append(
@@ -444,21 +444,21 @@ def report(ranks: Sequence[int], rates: StoreRates, measured: StoreRates | None)
             f"{start.operations / count:.1f} | {start.bytes / 1e6:.0f} |"
         )
     lines += ["", _LEFT_OUT, "", "All ranks wait for one that is late:", ""]
-    lines.append("| ranks | seconds between looks | operations per second | MB per second | divergence named after |")
+    lines.append("| ranks | seconds between checks | operations per second | MB per second | divergence found after |")
     lines.append("|---|---|---|---|---|")
     for count in ranks:
-        late, parted = simulate_wait(count), simulate_wait(count, diverged=count // 3, periods=8)
+        late, diverged = simulate_wait(count), simulate_wait(count, diverged=count // 3, periods=8)
         lines.append(
             f"| {count:,} | {late.period:.1f} | {late.operations[-1] / late.period:,.0f} | "
-            f"{late.bytes[-1] / late.period / 1e6:.1f} | {parted.found_after} looks |"
+            f"{late.bytes[-1] / late.period / 1e6:.1f} | {diverged.found_after} checks |"
         )
-    lines += ["", f"All of it took {time.process_time():.0f} s of one core."]
+    lines += ["", f"The simulation took {time.process_time():.0f} s of one core."]
     return "\n".join([*lines, ""])
 
 
 _LEFT_OUT = (
-    "The processes start within 2 s. What torch and NCCL do besides is not simulated: NCCL's own rendezvous, and one "
-    "read of its identifier per rank and communicator."
+    "The processes start within 2 s. Not simulated: NCCL's own rendezvous, and one read of its identifier per rank and "
+    "communicator."
 )
 
 

@@ -1,7 +1,7 @@
 """Runs contestants in turns: all are alive, one computes, the others sleep in a read.
 
-Steps come in blocks. A round is one block of every contestant, in an order drawn for each round, so that whatever else
-the machine does hits all alike; what was measured in the same round may be divided by one another.
+Steps come in blocks. A round is one block of every contestant, in a new random order, so that other load of the machine
+affects all alike. Ratios are taken between times of the same round.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,16 @@ from contest.contestants import Contestant
 from contest.workloads import Workload
 
 _BENCHMARKS = Path(__file__).resolve().parents[1]
-_SPARE_MIB = 1500  # below this a further contestant could push the others into swap, which would be measured
+_SPARE_MIB = 1500  # with less free memory, a further contestant could make the machine swap
 
 
 class ContestantFailed(RuntimeError):
-    """A contestant could not be built or died; the message has the end of its log."""
+    """A contestant could not be built, or has ended; the message has the end of its log."""
 
 
 @dataclass
 class Result:
-    """What one contestant did. Lists are per round; seconds of a step are those of its slowest rank."""
+    """The measurements of one contestant. The seconds of a step are those of its slowest rank."""
 
     name: str
     versions: dict[str, Any] = field(default_factory=dict)
@@ -51,17 +52,17 @@ class Result:
 
     @property
     def median(self) -> float:
-        """Median seconds of all timed steps."""
+        """Returns the median seconds of all timed steps."""
         return statistics.median(seconds for block in self.rounds for seconds in block)
 
     @property
     def fastest(self) -> float:
-        """Seconds of the fastest timed step: what is left of a step when nothing disturbs it."""
+        """Returns the seconds of the fastest timed step, the one that other load disturbed least."""
         return min(seconds for block in self.rounds for seconds in block)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """First and third quartile of the seconds of all timed steps."""
+        """Returns the first and the third quartile of the seconds of all timed steps."""
         lower, _, upper = statistics.quantiles([seconds for block in self.rounds for seconds in block], n=4)
         return lower, upper
 
@@ -97,14 +98,14 @@ class _Rank:
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it died: its reader thread has put the error where ask() finds it
+            pass  # it has ended; its reader thread puts the error into ``answers``
 
     def stop(self) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
         except BrokenPipeError:
-            pass  # already gone, which is what is wanted
+            pass  # it has ended already
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -142,7 +143,7 @@ class _Team:
             self._ranks.append(_Rank(command, environment, log, folder))
 
     def collect(self, seconds: float) -> list[dict[str, Any]]:
-        """One answer per rank; raises as soon as any rank fails, since the others may wait for it forever."""
+        """Returns one answer per rank. Raises as soon as one rank fails, since the others may wait for it forever."""
         deadline = time.monotonic() + seconds
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < len(self._ranks):
@@ -160,7 +161,7 @@ class _Team:
         return [answers[index] for index in range(len(self._ranks))]
 
     def ask(self, command: dict[str, Any], seconds: float = 300) -> list[dict[str, Any]]:
-        """Sends a command to every rank and waits for all answers."""
+        """Sends a command to every rank and returns the answers."""
         for rank in self._ranks:
             rank.send(command)
         return self.collect(seconds)
@@ -175,13 +176,13 @@ class _Team:
 
 
 class Arena:
-    """Starts the contestants of one workload and runs rounds; a context manager that leaves no process behind.
+    """Starts the contestants of one workload and runs rounds; a context manager that ends their processes.
 
     Args:
-        workload: What to train.
-        contestants: Who trains; those that fail are reported in their result and drop out.
-        peer_python: Interpreter of the environment for peers.
-        report_progress: Called with one line of progress.
+        workload: The model with its data.
+        contestants: Those that train. One that fails drops out; its result says why.
+        peer_python: Interpreter of the environment with the published package.
+        report_progress: Called with a line of text at each block.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class Arena:
     def __enter__(self) -> Arena:
         for contestant in self._contestants:
             self._report_progress(f"starting {contestant.name}")
-            with self._failures_of(contestant.name):
+            with self._dropping_out(contestant.name):
                 self._enter(contestant)
         return self
 
@@ -214,18 +215,26 @@ class Arena:
             team.stop()
         self._folder.cleanup()
 
-    def _failures_of(self, name: str) -> _DropOut:
-        return _DropOut(self, name)
+    @contextmanager
+    def _dropping_out(self, name: str) -> Iterator[None]:
+        """Ends a contestant that fails inside and writes the failure into its result; the others continue."""
+        try:
+            yield
+        except ContestantFailed as error:
+            self._report_progress(f"{name} failed and drops out")
+            self.results[name].failure = str(error)
+            if name in self._teams:
+                self._teams.pop(name).stop()
 
     def _enter(self, contestant: Contestant) -> None:
         spare = psutil.virtual_memory().available / 2**20
         if spare < _SPARE_MIB:
             raise ContestantFailed(
-                f"{contestant.name} not started: {spare:.0f} MiB of memory left, {_SPARE_MIB} wanted; "
+                f"{contestant.name} not started: needs {_SPARE_MIB} MiB of free memory, found {spare:.0f}; "
                 "enter fewer at a time with --only"
             )
         python = self._peer_python if contestant.peer else sys.executable
-        assert python is not None, "peers are only entered with an interpreter"
+        assert python is not None, "zero.py enters peers with --peer-python only"
         team = _Team(contestant, self._workload, python, Path(self._folder.name))
         self._teams[contestant.name] = team
         versions = team.collect(600)[0]
@@ -233,16 +242,9 @@ class Arena:
         is_ours = package is not None and Path(package).resolve().is_relative_to(_BENCHMARKS.parent)
         if package is not None and is_ours == contestant.peer:
             raise ContestantFailed(f"{contestant.name} imported deepspeed from {package}, which is the wrong one")
-        # One step at once: buffers that appear in the first step count before the next one is let in.
+        # One step now: it allocates buffers, which the check above must see for the next contestant.
         self._block(contestant.name, 1, timed=False)
         self.results[contestant.name].versions = versions
-
-    def drop(self, name: str, failure: str) -> None:
-        """Ends a contestant that failed."""
-        self._report_progress(f"{name} failed and drops out")
-        self.results[name].failure = failure
-        if name in self._teams:
-            self._teams.pop(name).stop()
 
     def run_rounds(self, *, rounds: int, steps: int, warmup: int, seed: int = 0) -> None:
         """Runs warm-up steps of every contestant, then ``rounds`` rounds of ``steps`` timed steps each.
@@ -251,7 +253,7 @@ class Arena:
         """
         for name in list(self._teams):
             self._report_progress(f"warming {name} up")
-            with self._failures_of(name):
+            with self._dropping_out(name):
                 self._block(name, warmup, timed=False)
                 self._teams[name].ask({"do": "forget_peak"})
         shuffle = random.Random(seed)
@@ -260,14 +262,14 @@ class Arena:
             shuffle.shuffle(order)
             for name in order:
                 self._report_progress(f"round {index + 1} of {rounds}: {name}")
-                with self._failures_of(name):
+                with self._dropping_out(name):
                     self._block(name, steps + 1, timed=True)
         for name in list(self._teams):
-            with self._failures_of(name):
-                self._settle(name)
+            with self._dropping_out(name):
+                self._finish(name)
 
     def profile(self, name: str, steps: int) -> dict[str, Any]:
-        """Profile texts of rank 0 of one warmed-up contestant."""
+        """Returns the profiles of rank 0 of a contestant, as texts."""
         return self._teams[name].ask({"do": "profile", "count": steps})[0]
 
     def _block(self, name: str, count: int, *, timed: bool) -> None:
@@ -286,7 +288,8 @@ class Arena:
             shares = [(a["idle"]["cpu_seconds"], a["idle"]["seconds"]) for a in answers]
             self._idle.setdefault(name, []).append(shares)
 
-    def _settle(self, name: str) -> None:
+    def _finish(self, name: str) -> None:
+        """Adds memory, traffic and the idle share to the result of a contestant."""
         result = self.results[name]
         answers = self._teams[name].ask({"do": "memory"})
         result.memory = {key: max(a[key] for a in answers) for key in answers[0]}
@@ -295,20 +298,3 @@ class Arena:
         for rank in zip(*self._idle.get(name, []), strict=True):
             paused = sum(seconds for _, seconds in rank)
             result.idle_share = max(result.idle_share, sum(cpu for cpu, _ in rank) / paused if paused else 0.0)
-
-
-class _DropOut:
-    """Turns the failure of one contestant into an entry of its result; the others continue."""
-
-    def __init__(self, arena: Arena, name: str) -> None:
-        self._arena = arena
-        self._name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, ContestantFailed):
-            self._arena.drop(self._name, str(error))
-            return True
-        return False

@@ -1,8 +1,8 @@
-"""Where the published package compiles its extensions: a folder in its own environment, kept between runs.
+"""The folder in which the published package compiles its extensions: one in its environment, kept between runs.
 
-torch guards a compile with a file that does not record who made it and that nobody removes when its maker is killed:
-whoever comes later waits for ever, and in the folder that all programs share that may be any program. So each
-environment has a folder of its own, and whoever has it to himself takes such files for left over.
+While torch compiles, a file ``lock`` makes other processes wait. A killed compiler leaves it, and then they wait for
+ever. In torch's default folder the lock may belong to any running program. In a folder of its own, a benchmark that is
+the only user can remove it.
 """
 
 from __future__ import annotations
@@ -13,33 +13,37 @@ from typing import IO
 
 
 class ExtensionFolder:
-    """The folder of one environment, in use until it is dropped.
+    """The folder of one environment; this process uses it until the object is deleted.
 
     Args:
-        python: The environment's Python.
+        python: Python of the environment.
 
     Attributes:
-        path: For ``TORCH_EXTENSIONS_DIR``.
+        path: Value for ``TORCH_EXTENSIONS_DIR``.
+        is_alone: Whether no other process uses the folder.
     """
 
     def __init__(self, python: str) -> None:
-        # Not resolved: the Python of a virtual environment is a link to another one's.
+        # absolute() and not resolve(): the Python of a virtual environment is a link to another environment's.
         self.path = Path(python).absolute().parents[1] / "torch-extensions"
         self.path.mkdir(exist_ok=True)
         self._user: IO[str] = (self.path / "user").open("w")
         try:
             fcntl.flock(self._user, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.is_alone = True
-        except BlockingIOError:  # another benchmark compiles here, or waits for its own compiler
+        except BlockingIOError:  # another benchmark uses the folder
             self.is_alone = False
 
     @property
     def is_built(self) -> bool:
-        """Whether anything has been compiled already."""
+        """Returns whether anything has been compiled already."""
         return any(self.path.glob("**/*.so"))
 
     def remove_left_over(self) -> None:
-        """Takes away the guards of compilers that were killed. Nothing of this process may be compiling."""
+        """Removes the lock files of killed compilers, unless another process uses the folder.
+
+        This process must not be compiling.
+        """
         if self.is_alone:
-            for guard in self.path.glob("**/lock"):
-                guard.unlink(missing_ok=True)
+            for lock in self.path.glob("**/lock"):
+                lock.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Ratios between contestants, and the project's goals beside them. Pure arithmetic on :class:`contest.arena.Result`."""
+"""Ratios between contestants beside the project's goals, computed from :class:`contest.arena.Result`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from contest.arena import Result
 
-LOSS_TOLERANCE = 0.02  # relative; bf16 rounding and another order of sums, seen over ten steps: below 0.005
+LOSS_TOLERANCE = 0.02  # relative; rounding to bf16 and the order of sums have made less than 0.005 over ten steps
 _LOSS_STEPS = 10
 _WIDEST_SPREAD = 0.15  # of the ratio: above it the rounds differ too much for a verdict
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal for a ratio of step times; ``at_most`` None: the ratio is shown without a goal."""
+    """The largest ratio of two step times that meets a goal; ``at_most`` None: the ratio is shown without a goal."""
 
     ours: str
     other: str
@@ -26,7 +26,7 @@ def _pairs(ours: str, **at_most: float | None) -> tuple[Goal, ...]:
     return tuple(Goal(ours, other.replace("_", "-"), value) for other, value in at_most.items())
 
 
-# "DDP" is judged in both forms: autocast over fp32 weights; bf16 weights with fp32 masters, the dtypes of our engine.
+# The goals beside DDP hold for both: autocast over fp32 weights, and bf16 weights with fp32 masters (our dtypes).
 GOALS: Mapping[str, tuple[Goal, ...]] = {
     "gpt": (
         *_pairs("ours-3", fsdp2=0.70, upstream_3=0.58, ddp=0.90, ddp_bf16=0.90, floor=None),
@@ -61,13 +61,13 @@ class Verdict:
     """One measured pair.
 
     Attributes:
-        goal: The goal.
+        goal: Its goal.
         ratio: Median step time of ours over the other's.
         spread: Quartiles of the ratios of single rounds.
         fastest: Ratio of the fastest steps; on a busy machine less noisy than ``ratio``.
         cpu: Ratio of the median processor times of a step.
         memory: Ratio of peak resident memory in steady training.
-        memory_above_import: The same without what importing torch costs.
+        memory_above_import: The same ratio after the memory of ``import torch`` is subtracted on both sides.
     """
 
     goal: Goal
@@ -85,12 +85,12 @@ class Verdict:
 
     @property
     def met(self) -> bool | None:
-        """None where there is no goal or no verdict."""
+        """Returns whether the goal is met; None: there is no goal, or the rounds are too noisy."""
         return None if self.goal.at_most is None or self.is_noisy else self.ratio <= self.goal.at_most
 
     @property
     def words(self) -> str:
-        """Returns the verdict as text: met, missed by which share of the other's step, or too noisy to decide."""
+        """Returns the verdict as text; empty: there is no goal. A goal is missed by a share of the other's step."""
         if self.goal.at_most is None:
             return ""
         if self.is_noisy:
@@ -99,7 +99,7 @@ class Verdict:
 
 
 def judge(workload: str, results: Mapping[str, Result]) -> list[Verdict]:
-    """Returns verdicts on the pairs of ``workload`` whose two contestants both finished."""
+    """Returns the verdicts on the pairs of ``workload`` of which both contestants finished."""
     verdicts = []
     for goal in GOALS[workload]:
         ours, other = results.get(goal.ours), results.get(goal.other)
