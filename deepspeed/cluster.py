@@ -25,7 +25,7 @@ class ClusterNode:
         address: Name or address of machine 0.
         port: Port where rank 0 listens; None if unknown.
         hosts: Names or addresses of all machines in order; empty if unknown.
-        way: Whose variables these are, for the log.
+        source: Whose variables these are, for the log.
         run: Name of the run, the same on all its machines and for no other run; empty if unknown.
     """
 
@@ -35,7 +35,7 @@ class ClusterNode:
     address: str
     port: int | None
     hosts: tuple[str, ...]
-    way: str
+    source: str
     run: str = ""
 
 
@@ -50,8 +50,8 @@ def find_cluster_node(environ: Mapping[str, str]) -> ClusterNode | None:
         if node is not None and node.count > 1:
             if not 0 <= node.index < node.count:
                 raise CommunicationError(
-                    f"{node.way}: machine {node.index} of {node.count}: expected a number from 0 to {node.count - 1}; "
-                    "correct the variables"
+                    f"{node.source}: machine {node.index} of {node.count}: expected a number from 0 to "
+                    f"{node.count - 1}; correct the variables"
                 )
             return node
     return None
@@ -59,49 +59,49 @@ def find_cluster_node(environ: Mapping[str, str]) -> ClusterNode | None:
 
 def _torch_runtime(environ: Mapping[str, str]) -> ClusterNode | None:
     """Reads the arguments of torchrun that torch runtimes give as variables."""
-    way = "PET_* variables of a torch runtime"
+    source = "PET_* variables of a torch runtime"
     text = environ.get("PET_NNODES", "")
     if not text or text == "1":
         return None
     if ":" in text:
         raise CommunicationError(
-            f"{way}: PET_NNODES={text} lets the number of machines change, which needs torch's elastic agent; start "
+            f"{source}: PET_NNODES={text} lets the number of machines change, which needs torch's elastic agent; start "
             "the script with torchrun, or set one number"
         )
     per_node = environ.get("PET_NPROC_PER_NODE", "")
-    port = _number(environ, "PET_MASTER_PORT", way) if environ.get("PET_MASTER_PORT") else None
+    port = _number(environ, "PET_MASTER_PORT", source) if environ.get("PET_MASTER_PORT") else None
     return ClusterNode(
-        index=_number(environ, "PET_NODE_RANK", way),
-        count=_number(environ, "PET_NNODES", way),
+        index=_number(environ, "PET_NODE_RANK", source),
+        count=_number(environ, "PET_NNODES", source),
         devices=int(per_node) if per_node.isdecimal() else None,
-        address=_text(environ, "PET_MASTER_ADDR", way),
+        address=_text(environ, "PET_MASTER_ADDR", source),
         port=port,
         hosts=(),
-        way=way,
+        source=source,
         run=environ.get("PET_RDZV_ID", ""),
     )
 
 
 def _skypilot(environ: Mapping[str, str]) -> ClusterNode | None:
-    way = "SkyPilot's variables"
+    source = "SkyPilot's variables"
     if not environ.get("SKYPILOT_NODE_IPS"):
         return None
     hosts = tuple(environ["SKYPILOT_NODE_IPS"].split())
     devices = environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "")
     return ClusterNode(
-        index=_number(environ, "SKYPILOT_NODE_RANK", way),
+        index=_number(environ, "SKYPILOT_NODE_RANK", source),
         count=len(hosts),
         devices=int(devices) if devices.isdecimal() and int(devices) > 0 else None,
         address=hosts[0],
         port=None,
         hosts=hosts,
-        way=way,
+        source=source,
         run=environ.get("SKYPILOT_TASK_ID", ""),
     )
 
 
 def _sagemaker(environ: Mapping[str, str]) -> ClusterNode | None:
-    way = "SageMaker's variables"
+    source = "SageMaker's variables"
     text = environ.get("SM_HOSTS", "")
     if not text:
         return None
@@ -110,10 +110,10 @@ def _sagemaker(environ: Mapping[str, str]) -> ClusterNode | None:
     except ValueError:
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
-        raise CommunicationError(f"{way}: SM_HOSTS: expected a JSON list of names, found {text!r}; correct it")
-    here = _text(environ, "SM_CURRENT_HOST", way)
+        raise CommunicationError(f"{source}: SM_HOSTS: expected a JSON list of names, found {text!r}; correct it")
+    here = _text(environ, "SM_CURRENT_HOST", source)
     if here not in hosts:
-        raise CommunicationError(f"{way}: SM_CURRENT_HOST {here!r} is not among SM_HOSTS {hosts}; correct it")
+        raise CommunicationError(f"{source}: SM_CURRENT_HOST {here!r} is not among SM_HOSTS {hosts}; correct it")
     devices = environ.get("SM_NUM_GPUS", "")
     return ClusterNode(
         index=hosts.index(here),
@@ -122,7 +122,7 @@ def _sagemaker(environ: Mapping[str, str]) -> ClusterNode | None:
         address=hosts[0],
         port=None,
         hosts=tuple(hosts),
-        way=way,
+        source=source,
         run=environ.get("TRAINING_JOB_NAME", ""),
     )
 
@@ -130,15 +130,15 @@ def _sagemaker(environ: Mapping[str, str]) -> ClusterNode | None:
 _READERS: tuple[Callable[[Mapping[str, str]], ClusterNode | None], ...] = (_torch_runtime, _skypilot, _sagemaker)
 
 
-def _number(environ: Mapping[str, str], name: str, way: str) -> int:
-    text = _text(environ, name, way)
+def _number(environ: Mapping[str, str], name: str, source: str) -> int:
+    text = _text(environ, name, source)
     if not text.isdecimal():
-        raise CommunicationError(f"{way}: {name}: expected a whole number, found {text!r}; correct it")
+        raise CommunicationError(f"{source}: {name}: expected a whole number, found {text!r}; correct it")
     return int(text)
 
 
-def _text(environ: Mapping[str, str], name: str, way: str) -> str:
+def _text(environ: Mapping[str, str], name: str, source: str) -> str:
     text = environ.get(name, "")
     if not text:
-        raise CommunicationError(f"{way}: {name} is not set; set it on every machine")
+        raise CommunicationError(f"{source}: {name} is not set; set it on every machine")
     return text

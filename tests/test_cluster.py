@@ -31,8 +31,8 @@ SAGEMAKER = {
 
 
 def test_every_cluster_identifies_this_machine():
-    way = "PET_* variables of a torch runtime"
-    assert find_cluster_node(PET) == ClusterNode(1, 2, 1, "job-node-0-0.job", 29400, (), way)
+    source = "PET_* variables of a torch runtime"
+    assert find_cluster_node(PET) == ClusterNode(1, 2, 1, "job-node-0-0.job", 29400, (), source)
     sky = find_cluster_node(SKY)
     assert (sky.index, sky.count, sky.devices, sky.address) == (2, 3, 1, "10.0.0.7")
     assert sky.hosts == ("10.0.0.7", "10.0.0.8", "10.0.0.9")
@@ -85,9 +85,9 @@ def test_plain_python_on_each_machine_is_a_rank():
 
 def test_who_starts_ranks_counts_more_than_the_cluster():
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "TORCHELASTIC_RUN_ID": "x"}
-    assert find_place({**SKY, **torchrun}).way == "torchrun variables"
+    assert find_place({**SKY, **torchrun}).source == "torchrun variables"
     mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    assert find_place({**PET, **mpi, "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).way == "Open MPI variables"
+    assert find_place({**PET, **mpi, "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).source == "Open MPI variables"
 
 
 @pytest.mark.parametrize(

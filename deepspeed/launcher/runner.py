@@ -259,7 +259,7 @@ def _take_place_in_cluster(args: argparse.Namespace) -> None:
     args.master_port = args.master_port or node.port
     if args.num_gpus == -1 and node.devices is not None:
         args.num_gpus = node.devices
-    logger.info(f"machine {node.index} of {node.count}, found by {node.way}; rank 0 is on {args.master_addr}")
+    logger.info(f"machine {node.index} of {node.count}, found by {node.source}; rank 0 is on {args.master_addr}")
 
 
 def _check_options(args: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ it used:
 5. one process on each of several machines (:mod:`deepspeed.cluster`): ``PET_*``, SkyPilot, SageMaker,
 6. nothing: one process, started by plain ``python``.
 
-Everything here is pure: an environment goes in, a :class:`Place` comes out, so that each way can be tested without a
+Everything here is pure: an environment goes in, a :class:`Place` comes out, so that each source can be tested without a
 cluster.
 """
 
@@ -48,7 +48,7 @@ class Place:
         address: Host name or address where rank 0 listens; None if an ``init_method`` takes care of the rendezvous.
         port: Port where rank 0 listens; None as for ``address``, and 0 if any free one will do (one process, nobody to
             meet).
-        way: How it was found, for the log: "torchrun variables", "Slurm", ...
+        source: How it was found, for the log: "torchrun variables", "Slurm", ...
         run: Which run the process belongs to, as the program that started it names it: the same for all ranks of a run,
             and another one for another run. Empty if unknown.
         has_agent: Whether torch's elastic agent serves the rendezvous store: it keeps the store when it starts
@@ -60,7 +60,7 @@ class Place:
     local_rank: int
     address: str | None
     port: int | None
-    way: str
+    source: str
     run: str = ""
     has_agent: bool = False
 
@@ -102,10 +102,10 @@ def find_place(
         CommunicationError: The variables contradict each other or an indispensable one is missing.
     """
     found = _identity(environ, rank, world_size, discover, device_count)
-    rank, world_size, way = found.rank, found.world_size, found.way
+    rank, world_size, source = found.rank, found.world_size, found.source
     if world_size < 1 or not 0 <= rank < world_size:
         raise CommunicationError(
-            f"this process has an invalid rank: rank {rank} of {world_size} (from {way}). Ranks go from 0 to "
+            f"this process has an invalid rank: rank {rank} of {world_size} (from {source}). Ranks go from 0 to "
             "the number of processes minus 1; correct RANK and WORLD_SIZE, or the arguments rank= and "
             "world_size= of init_distributed"
         )
@@ -115,8 +115,8 @@ def find_place(
         address, port = _rendezvous_point(environ, found, default_port, mpi_address)
     is_alone_on_node = found.node is not None
     local_rank = 0 if is_alone_on_node else _local_rank(environ, rank, world_size, address, device_count)
-    has_agent = way.startswith("torchrun") and environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    return Place(rank, world_size, local_rank, address, port, way, _run_of(environ, way, found.node), has_agent)
+    has_agent = source.startswith("torchrun") and environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return Place(rank, world_size, local_rank, address, port, source, _run_of(environ, source, found.node), has_agent)
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,14 @@ class _FoundRank:
     Attributes:
         rank: Global rank.
         world_size: Number of processes.
-        way: How it was found, in words.
+        source: How it was found, in words.
         is_slurm: Whether it is a task of Slurm.
         node: Its machine, if a cluster's variables give it.
     """
 
     rank: int
     world_size: int
-    way: str
+    source: str
     is_slurm: bool = False
     node: ClusterNode | None = None
 
@@ -155,8 +155,8 @@ def _identity(environ: Mapping[str, str], rank: int, world_size: int, discover: 
             f"argument {given}= and variable {missing_variable}",
         )
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
-        way = "torchrun variables" if environ.get("TORCHELASTIC_RUN_ID") else "RANK and WORLD_SIZE"
-        return _FoundRank(_integer(environ, "RANK"), _integer(environ, "WORLD_SIZE"), way)
+        source = "torchrun variables" if environ.get("TORCHELASTIC_RUN_ID") else "RANK and WORLD_SIZE"
+        return _FoundRank(_integer(environ, "RANK"), _integer(environ, "WORLD_SIZE"), source)
     if discover:
         found = _scheduler_identity(environ)
         if found is not None:
@@ -173,7 +173,7 @@ def _identity(environ: Mapping[str, str], rank: int, world_size: int, discover: 
         )
     node = find_cluster_node(environ) if discover else None
     if node is not None:
-        return _FoundRank(_rank_of_node(node, device_count), node.count, node.way, node=node)
+        return _FoundRank(_rank_of_node(node, device_count), node.count, node.source, node=node)
     return _FoundRank(0, 1, "plain python: one process")
 
 
@@ -186,7 +186,7 @@ def _rank_of_node(node: ClusterNode, device_count: int) -> int:
     devices = node.devices or max(device_count, 1)
     if devices > 1:
         raise CommunicationError(
-            f"this is machine {node.index} of {node.count} (from {node.way}), each with {devices} ranks, but plain "
+            f"this is machine {node.index} of {node.count} (from {node.source}), each with {devices} ranks, but plain "
             "`python` starts one. Start the script with `deepspeed` or `torchrun`"
         )
     return node.index
@@ -225,7 +225,7 @@ def is_slurm_task(environ: Mapping[str, str]) -> bool:
 def _rendezvous_point(
     environ: Mapping[str, str], found: _FoundRank, default_port: int, mpi_address: Callable[[], str | None]
 ) -> tuple[str, int]:
-    rank, world_size, way, slurm = found.rank, found.world_size, found.way, found.is_slurm
+    rank, world_size, source, slurm = found.rank, found.world_size, found.source, found.is_slurm
     port = _integer(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
     address = environ.get("MASTER_ADDR") or None
     if world_size == 1:
@@ -240,37 +240,41 @@ def _rendezvous_point(
         address = first_host(nodes) if nodes else None
     if address is None and any(environ.get(name) == str(world_size) for name in _MPI_LOCAL_SIZE_NAMES):
         address = "127.0.0.1"
-    if address is None and "MPI" in way:
+    if address is None and "MPI" in source:
         address = mpi_address()
     if found.node is not None:
         address, port = address or found.node.address, port or found.node.port
     if address is None:
         raise CommunicationError(
-            f"this is rank {rank} of {world_size} (from {way}), but MASTER_ADDR is not set, so it cannot "
+            f"this is rank {rank} of {world_size} (from {source}), but MASTER_ADDR is not set, so it cannot "
             "reach the other ranks. Set MASTER_ADDR to the host of rank 0 (127.0.0.1 if all ranks "
             "run on one host), or start the script with `deepspeed` or `torchrun`"
         )
     if port is None and default_port == DEFAULT_PORT:
         # Jobs that share a node must not share a port, and all tasks of a job must agree without communication.
-        job = environ.get("SLURM_JOB_ID", "") if slurm else _open_mpi_job(environ) if way.startswith("Open MPI") else ""
+        job = ""
+        if slurm:
+            job = environ.get("SLURM_JOB_ID", "")
+        elif source.startswith("Open MPI"):
+            job = _open_mpi_job(environ)
         if job:
             port = 15000 + (int(job) if job.isdigit() else zlib.crc32(job.encode())) % 15000
     return address, port or default_port
 
 
-def _run_of(environ: Mapping[str, str], way: str, node: ClusterNode | None = None) -> str:
+def _run_of(environ: Mapping[str, str], source: str, node: ClusterNode | None = None) -> str:
     """Returns the run that a process belongs to: what its starter set, or ``DS_RUN_ID``."""
-    if way.startswith("torchrun") and environ["TORCHELASTIC_RUN_ID"] != "none":  # torchrun's value without --rdzv-id
+    if source.startswith("torchrun") and environ["TORCHELASTIC_RUN_ID"] != "none":  # torchrun's value without --rdzv-id
         return f"torchrun run {environ['TORCHELASTIC_RUN_ID']}"
-    if way.startswith("Open MPI") and _open_mpi_job(environ):
+    if source.startswith("Open MPI") and _open_mpi_job(environ):
         return f"Open MPI job {_open_mpi_job(environ)}"
-    if way.startswith("Slurm") and environ.get("SLURM_JOB_ID") and not environ.get("SLURM_HET_SIZE"):
+    if source.startswith("Slurm") and environ.get("SLURM_JOB_ID") and not environ.get("SLURM_HET_SIZE"):
         # A job that is requeued keeps its number, and its steps are counted from 0 again.
         count = environ.get("SLURM_RESTART_COUNT", "0")
         restart = f", restart {count}" if count not in ("", "0") else ""
         return f"Slurm step {environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}{restart}"
     if node is not None and node.run:
-        return f"{node.way}, run {node.run}"
+        return f"{node.source}, run {node.run}"
     return f"run {environ['DS_RUN_ID']}" if environ.get("DS_RUN_ID") else ""
 
 

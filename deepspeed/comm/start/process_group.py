@@ -128,7 +128,7 @@ def init_distributed(
     # Created now, so that other ranks notice if this program ends without communicating again.
     Job.current().watched.watch.may_restart = True
     if verbose:
-        log_dist(f"process group started: {place.world_size} rank(s), backend {backend}, found by {place.way}")
+        log_dist(f"process group started: {place.world_size} rank(s), backend {backend}, found by {place.source}")
         for line in rank_map(facts) if facts else ():
             log_dist(line)
 
@@ -193,7 +193,7 @@ def _start(
         raise
     except (RuntimeError, ValueError, OSError) as error:
         raise CommunicationError(
-            f"rank {place.rank} of {place.world_size} (from {place.way}) could not start the process group with "
+            f"rank {place.rank} of {place.world_size} (from {place.source}) could not start the process group with "
             f"backend {backend!r} at {where}; it gave up after {time.monotonic() - started:.0f} s: {error}. Check that "
             f"all {place.world_size} processes were started and can reach that address"
         ) from error
@@ -259,7 +259,7 @@ def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) ->
     if verbose:
         log_dist(
             f"rank {place.rank} of {place.world_size}, local rank {place.local_rank}, rendezvous at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, found by {place.way}"
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, found by {place.source}"
         )
 
 

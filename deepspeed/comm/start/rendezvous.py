@@ -116,7 +116,7 @@ def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
     if store is None:
         who = describe_listener(place.port) if is_here(address) else "another program"
         raise CommunicationError(
-            f"rank {place.rank} of {place.world_size} (from {place.way}): {who} listens at "
+            f"rank {place.rank} of {place.world_size} (from {place.source}): {who} listens at "
             f"{place.address}:{place.port}, the rendezvous of the ranks, and does not answer as rank 0 would. "
             f"{_remedy(place)}"
         )
@@ -206,7 +206,7 @@ def _port_in_use(place: Place, url: str | None) -> str:
     if url is None and place.port is not None:
         occupant = describe_listener(place.port)
     return (
-        f"rank {place.rank} of {place.world_size} (from {place.way}) cannot open {where}, where the ranks were to "
+        f"rank {place.rank} of {place.world_size} (from {place.source}) cannot open {where}, where the ranks were to "
         f"meet: the port is held by {occupant}. {_remedy(place)}"
     )
 
@@ -216,7 +216,7 @@ def _remedy(place: Place) -> str:
     port = free_port()
     if place.port is None:
         return f"Give init_method another port, such as {port}, on all ranks"
-    if place.way.startswith("torchrun"):
+    if place.source.startswith("torchrun"):
         return f"Give torchrun --master-port {port}"
     if place.run.startswith("run "):
         return f"Give `deepspeed` --master_port {port}, or leave the option out to get a free one"

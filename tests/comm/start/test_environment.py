@@ -133,7 +133,7 @@ def test_mvapich():
 
 def test_pmi_under_slurm():
     # srun with PMI: both say the same, Slurm knows more. mpiexec in an allocation: only PMI knows this process.
-    assert find_place({**SLURM, "PMI_RANK": "6", "PMI_SIZE": "8"}).way == "Slurm variables"
+    assert find_place({**SLURM, "PMI_RANK": "6", "PMI_SIZE": "8"}).source == "Slurm variables"
     inherited = {**SLURM, "SLURM_PROCID": "0", "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "3"}
     place = find_place(inherited)
     assert (place.rank, place.world_size, place.local_rank, place.address) == (3, 4, 3, "gpu003")
