@@ -1,10 +1,12 @@
 """Optimizers as torch ``Optimizer`` classes, and the fused update of flat runs that the ZeRO runtime calls.
 
-In reading order: ``flat`` (the update of a flat run, in cache-sized chunks), ``base`` (the update of ordinary
-parameters), then a package per optimizer; ``segments`` (which tensors a run holds) with ``lamb`` and ``muon``;
-``elementwise`` (which optimizers work on fragments or have a flat update) and ``build`` (from a config section).
+In reading order: ``flat`` (the update of a flat run, in cache-sized chunks), ``rounding`` (stochastic rounding of its
+results), ``base`` (the update of ordinary parameters), then a package per optimizer; ``segments`` (which tensors a run
+holds) and ``exchange`` (collectives) with ``lamb``, ``muon`` and ``onebit``; ``elementwise`` (which optimizers work on
+fragments or have a flat update) and ``build`` (from a config section).
 
-``sparse_attention`` is independent of the rest: attention over selected blocks of a sequence.
+Independent of the rest: ``sparse_attention`` (attention over selected blocks of a sequence), ``packed_linear`` (weights
+in few bits), and ``op_builder`` with ``flattening`` (upstream's builders of operators).
 """
 
 from __future__ import annotations

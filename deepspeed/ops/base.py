@@ -43,7 +43,7 @@ class ElementwiseOptimizer(FlatByRule, KeepsStateDtypes):
     """
 
     _rule: UpdateRule
-    _kept_attributes: tuple[str, ...] = ("fp32_optimizer_states",)
+    _pickled_attributes: tuple[str, ...] = ("fp32_optimizer_states",)
 
     #: Keep state in fp32 also where the parameter has 16 bit.
     fp32_optimizer_states: bool = False
@@ -58,13 +58,13 @@ class ElementwiseOptimizer(FlatByRule, KeepsStateDtypes):
 
     @property
     def rule(self) -> UpdateRule:
-        """The arithmetic of one step."""
+        """Returns the arithmetic of one step."""
         return self._rule
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what pickles and copies keep: groups and state, as torch does, and what chooses the rule."""
-        kept = {name: value for name, value in vars(self).items() if name in self._kept_attributes}
-        return {**super().__getstate__(), **kept}
+        """Returns the state for pickles and copies: torch's, and the attributes that determine the rule."""
+        own = {name: value for name, value in vars(self).items() if name in self._pickled_attributes}
+        return {**super().__getstate__(), **own}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; keys of other optimizers (``foreach``, ``fused``, ...) are kept and without effect.
@@ -98,11 +98,11 @@ class ElementwiseOptimizer(FlatByRule, KeepsStateDtypes):
 class ClearsGradients(ElementwiseOptimizer):
     """An elementwise optimizer whose constructor chooses what ``zero_grad`` does."""
 
-    _kept_attributes = (*ElementwiseOptimizer._kept_attributes, "set_grad_none")
+    _pickled_attributes = (*ElementwiseOptimizer._pickled_attributes, "set_grad_none")
     set_grad_none: bool
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears gradients; with None, as the constructor's ``set_grad_none`` says."""
+        """Clears gradients; None: sets them to None if the constructor got ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
@@ -120,10 +120,10 @@ def update_group(
     """Applies one step of ``rule`` to the parameters of ``group`` with a gradient, of any shape, layout and dtype.
 
     Args:
-        optimizer: Keeps the state; named in errors.
+        optimizer: Has the state; named in errors.
         rule: The arithmetic.
         group: One of the optimizer's groups.
-        fp32_states: State that is made now is at least fp32.
+        fp32_states: Create missing state in fp32 at least.
     """
     names = list(rule.initial_state(group))
     together: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, list[Tensor]]]] = defaultdict(list)
@@ -228,15 +228,14 @@ def check_hyperparameters(
         raise ValueError(f"{name} has no AMSGrad variant; remove amsgrad=True or use torch.optim's class")
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(
-            f"{name}: a tensor lr must hold one element, but has shape {tuple(lr.shape)}; "
-            "give a number, or such a tensor"
+            f"{name}: lr: expected a number or a tensor of one element, found shape {tuple(lr.shape)}; pass a number"
         )
     for argument, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
         if not value >= 0:
-            raise ValueError(f"{name}: {argument} must be at least 0, but is {value}")
+            raise ValueError(f"{name}: {argument}: expected 0 or more, found {value}; correct it")
     for position, beta in enumerate(betas):
         if not 0 <= beta < 1:
-            raise ValueError(f"{name}: betas[{position}] must lie in [0, 1), but is {beta}")
+            raise ValueError(f"{name}: betas[{position}]: expected 0 <= beta < 1, found {beta}; correct it")
 
 
 @contextmanager

@@ -30,7 +30,7 @@ _UNUSABLE = {
     "SparseAdam": "it needs sparse gradients, and gradients are sent in flat buffers",
 }
 
-#: By class: settings that it accepts in the config but does not have, with the value that has no effect.
+#: By class: settings that the config accepts although the class lacks them, with the value that changes nothing.
 _WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "FusedAdam": {"fp32_optimizer_states": True},
     "FusedLion": {"fp32_optimizer_states": True},
@@ -186,7 +186,7 @@ def _class_of(factory: Callable[..., Any]) -> Any:
 
 
 def _without_empty_groups(model_parameters: Iterable[Any]) -> list[Any]:
-    kept = []
+    groups = []
     for entry in model_parameters:
         if isinstance(entry, dict):
             members = entry["params"]
@@ -194,8 +194,8 @@ def _without_empty_groups(model_parameters: Iterable[Any]) -> list[Any]:
             if not members:
                 continue
             entry = {**entry, "params": members}
-        kept.append(entry)
-    return kept
+        groups.append(entry)
+    return groups
 
 
 def _torch_names() -> list[str]:

@@ -45,8 +45,8 @@ class ElementwiseResult:
 
 
 _ELEMENTWISE_NAMES = (
-    *("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop", "SGD"),
-)
+    "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
 
 _WHOLE_NAMES = {
     "Adafactor": "factors the second moment into rows and columns of each matrix",
@@ -78,12 +78,12 @@ def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer
         return ElementwiseResult(
             OptimizerKind.SEGMENTS, "needs the table of tensors; call attach_segments before the first step"
         )
-    known = (*_torch_classes(_ELEMENTWISE_NAMES), ElementwiseOptimizer)
-    whole = _torch_classes(tuple(_WHOLE_NAMES))
-    parent = next((base for base in cls.__mro__ if base in whole or _is_known(base, known)), None)
+    elementwise = (*_torch_classes(_ELEMENTWISE_NAMES), ElementwiseOptimizer)
+    of_tensors = _torch_classes(tuple(_WHOLE_NAMES))
+    parent = next((base for base in cls.__mro__ if base in of_tensors or _is_known(base, elementwise)), None)
     if parent is None:
         return ElementwiseResult(OptimizerKind.UNKNOWN, "is not a class known to treat every element by itself")
-    if parent in whole:
+    if parent in of_tensors:
         return ElementwiseResult(OptimizerKind.WHOLE, _WHOLE_NAMES[parent.__name__])
     if not same_update(cls, parent):
         return ElementwiseResult(
@@ -160,4 +160,4 @@ def same_update(cls: type, parent: type) -> bool:
 
 
 def _nothing() -> None:
-    """Placeholder for a method that a class does not have."""
+    """Stands for a method that a class does not have."""

@@ -70,11 +70,11 @@ class FlatUpdate(Protocol):
 
 
 class FlatByRule:
-    """:class:`FlatUpdate` by an update rule; a base of what has one."""
+    """A :class:`FlatUpdate` by an update rule; the base class of optimizers that have one."""
 
     @property
     def rule(self) -> UpdateRule:
-        """The arithmetic of one step."""
+        """Returns the arithmetic of one step."""
         raise NotImplementedError
 
     def init_flat_state(self, param_group: dict[str, Any], master: Tensor, state: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ class RuleUpdate(FlatByRule):
 
     @property
     def rule(self) -> UpdateRule:
-        """The arithmetic of one step."""
+        """Returns the arithmetic of one step."""
         return self._rule
 
 
@@ -156,7 +156,7 @@ class UpdateRule(Protocol):
 
     @property
     def counts_steps(self) -> bool:
-        """Whether the rule needs the number of steps taken."""
+        """Returns whether the rule needs the number of steps taken."""
         ...
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
@@ -321,7 +321,7 @@ class AdagradRule:
             )
 
         # Not every supported torch has the fused kernel on accelerators.
-        def update_plain(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]]) -> None:
+        def update_unfused(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]]) -> None:
             rate = lr if not lr_decay else lr / (1 + (float(step) - 1) * lr_decay)
             for param, grad, total in zip(params, grads, states[0], strict=True):
                 descent = -grad if maximize else grad
@@ -331,7 +331,7 @@ class AdagradRule:
                 param.addcdiv_(descent, total.sqrt().add_(eps), value=-rate)
 
         if device.type != "cpu":
-            return update_plain
+            return update_unfused
         step_tensor = _step_tensor(step, device)
         return update_fused
 
@@ -381,12 +381,12 @@ def _number(value: float | Tensor) -> float:
 def _learning_rate(group: dict[str, Any], device: torch.device) -> float | Tensor:
     """Returns the rate for torch's fused kernels: a tensor only where it lives on the accelerator that updates."""
     lr: float | Tensor = group["lr"]
-    is_there = isinstance(lr, Tensor) and lr.device == device and device.type != "cpu"
-    return lr if is_there else _number(lr)
+    is_on_device = isinstance(lr, Tensor) and lr.device == device and device.type != "cpu"
+    return lr if is_on_device else _number(lr)
 
 
 def _step_tensor(step: float | Tensor, device: torch.device) -> Tensor:
-    """Returns the step count where torch's fused kernels want it: fp32, 0-dim, on the device of the parameters."""
+    """Returns the step count as torch's fused kernels need it: fp32, 0-dim, on the device of the parameters."""
     if isinstance(step, Tensor) and step.device == device:
         return step
     return torch.full((), float(step), dtype=torch.float32, device=device)
@@ -480,7 +480,7 @@ def _scaled(tensor: Tensor, scale: float | Tensor | None, dtype: torch.dtype) ->
             return tensor
         return torch.mul(tensor, scale, out=scratch("grad", tensor.numel(), dtype, tensor.device))
     wide = scratch("grad", tensor.numel(), dtype, tensor.device).copy_(tensor)
-    # Multiplied after widening: a product rounded to 16 bit would lose the very digits the fp32 master is for.
+    # Multiplied after widening: a product rounded to 16 bits would lose digits that the fp32 master can hold.
     return wide if scale is None else wide.mul_(scale)
 
 
@@ -518,7 +518,7 @@ _buffers = _Scratch()
 def scratch(role: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns an uninitialised 1-D tensor, reused between calls on the CPU.
 
-    A fresh MiB from the allocator is handed back to the system and faulted in again each time; reuse avoids that.
+    The allocator would return a MiB to the system after each use, and the next use would cause page faults again.
     Accelerators have caching allocators, so there a new tensor is made, which is also safe across streams.
 
     Args:

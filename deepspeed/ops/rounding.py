@@ -120,9 +120,9 @@ def _to_fp16(wide: Tensor, noise: Tensor) -> Tensor:
 
 def _table(update: int, device: torch.device) -> Tensor:
     """Returns the table of an update, repeated once, so that a block can be read from any offset."""
-    kept = _tables.get(device)
-    if kept is not None and kept[0] == update:
-        return kept[1]
+    cached = _tables.get(device)
+    if cached is not None and cached[0] == update:
+        return cached[1]
     with torch.inference_mode(False):
         # In int64, since products of unsigned 32 bits are not defined on every device.
         bits = torch.arange(_BLOCK, dtype=torch.int64, device=device)

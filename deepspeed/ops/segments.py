@@ -38,17 +38,17 @@ class Segment:
 
     @property
     def numel(self) -> int:
-        """Elements of this segment."""
+        """Returns the number of elements of this segment."""
         return self.stop - self.start
 
     @property
     def tensor_numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Returns the number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def tensor_stop(self) -> int:
-        """One past the last element within the flattened tensor."""
+        """Returns one past the last element within the flattened tensor."""
         return self.tensor_start + self.numel
 
 
@@ -77,7 +77,7 @@ class SharedTensor:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Returns the number of elements."""
         return math.prod(self.shape)
 
     def positions(self) -> range:
@@ -162,15 +162,15 @@ class SegmentTable:
         except KeyError:
             raise KeyError(
                 f"the segment table has no entry for a run of {getattr(run, 'numel', lambda: '?')()} elements; "
-                "attach_segments must be called again after the runs have changed"
+                "call attach_segments again after the runs have changed"
             ) from None
 
 
 def _problem(segment: Segment, position: int, num_tensors: int) -> str | None:
     if segment.start < position or segment.stop < segment.start:
-        return f"must start at or after element {position} and not end before it starts"
+        return f"expected a start from element {position} on, and no end before it; correct the table"
     if not 0 <= segment.index < num_tensors:
-        return f"index must lie in 0..{num_tensors - 1}"
+        return f"expected an index from 0 to {num_tensors - 1}; correct the table"
     if segment.tensor_start < 0 or segment.tensor_stop > segment.tensor_numel:
-        return f"reaches beyond the {segment.tensor_numel} elements of its tensor"
+        return f"expected elements within the {segment.tensor_numel} of its tensor; correct the table"
     return None

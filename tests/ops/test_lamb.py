@@ -152,7 +152,7 @@ def test_what_is_refused():
         FusedLamb([param], min_coeff=2.0, max_coeff=1.0)
     run = torch.nn.Parameter(torch.zeros(128))
     optimizer = FusedLamb([run])
-    with pytest.raises(ValueError, match="multiples of 64"):
+    with pytest.raises(ValueError, match="multiple of 64"):
         optimizer.attach_segments(SegmentTable({id(run): (Segment("w", 0, 3, 10, 0, (7,)),)}, 1))
     with pytest.raises(KeyError, match="attach_segments"):
         optimizer.attach_segments(SegmentTable({}, 1))

@@ -258,7 +258,7 @@ def test_one_group_can_step_alone():
     first.grad, second.grad = torch.ones(3), torch.ones(3)
     optimizer.step_subgroup(1)
     assert first.min() == 1 and second.max() < 1
-    with pytest.raises(IndexError, match="param group 2 does not exist"):
+    with pytest.raises(IndexError, match="subgroup_id 2: expected 0 to 1"):
         optimizer.step_subgroup(2)
 
 
@@ -269,7 +269,7 @@ def test_rollback_undoes_a_step(decoupled, maximize):
     param = torch.nn.Parameter(torch.randn(50))
     groups = [{"params": [param], "maximize": maximize}]
     optimizer = DeepSpeedCPUAdam(groups, lr=0.01, weight_decay=0.1, adamw_mode=decoupled)
-    with pytest.raises(RuntimeError, match="taken no step"):
+    with pytest.raises(RuntimeError, match="at least one step to roll back, found none"):
         param.grad = torch.randn(50)
         optimizer.rollback_subgroup(0)
     for _ in range(3):

@@ -73,20 +73,24 @@ class DeepSpeedCPUAdam(AdamOptimizer):
         group = self._group(subgroup_id)
         if 0 in group["betas"]:
             raise RuntimeError(
-                f"param group {subgroup_id} cannot be rolled back: betas {group['betas']} keep no history"
+                f"param group {subgroup_id}: expected betas above 0, whose step can be inverted, found "
+                f"{group['betas']}; keep a copy of the state instead"
             )
         for param in group["params"]:
             if param.grad is None:
                 continue
             state = self.state.get(param, {})
             if not state or float(state["step"]) < 1:
-                raise RuntimeError(f"param group {subgroup_id} has taken no step that could be rolled back")
+                raise RuntimeError(
+                    f"param group {subgroup_id}: expected at least one step to roll back, found none; call step first"
+                )
             _undo(group, param, param.grad, state, decoupled=bool(self.adam_w_mode))
         return loss
 
     def _group(self, subgroup_id: int) -> dict[str, Any]:
         if not 0 <= subgroup_id < len(self.param_groups):
-            raise IndexError(f"param group {subgroup_id} does not exist; there are {len(self.param_groups)}")
+            most = len(self.param_groups) - 1
+            raise IndexError(f"subgroup_id {subgroup_id}: expected 0 to {most}; pass the number of a param group")
         return self.param_groups[subgroup_id]
 
 

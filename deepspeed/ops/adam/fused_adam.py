@@ -18,12 +18,12 @@ class AdamOptimizer(ElementwiseOptimizer):
     our state dictionaries; a group or state dictionary with another value does not change ours.
     """
 
-    _kept_attributes = (*ElementwiseOptimizer._kept_attributes, "adam_w_mode")
+    _pickled_attributes = (*ElementwiseOptimizer._pickled_attributes, "adam_w_mode")
     adam_w_mode: bool = True
 
     @property
     def rule(self) -> UpdateRule:
-        """Adam's arithmetic with this optimizer's kind of weight decay."""
+        """Returns Adam's arithmetic with this optimizer's kind of weight decay."""
         return AdamRule(decoupled=bool(self.adam_w_mode))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -48,8 +48,8 @@ class AdamOptimizer(ElementwiseOptimizer):
 class FusedAdam(AdamOptimizer, ClearsGradients):
     """Adam or AdamW, one kernel per list of parameters, on any device for which torch has the kernel.
 
-    State (``exp_avg``, ``exp_avg_sq``, ``step``) has the names and meaning of ``torch.optim.AdamW``, so that state
-    dictionaries fit both ways. Results equal torch's with ``fused=True``.
+    State (``exp_avg``, ``exp_avg_sq``, ``step``) has the names and meaning of ``torch.optim.AdamW``, so that each class
+    loads the state dictionaries of the other. Results equal torch's with ``fused=True``.
 
     Args:
         params: Parameters or group dictionaries; groups may carry keys of other optimizers.
@@ -66,7 +66,7 @@ class FusedAdam(AdamOptimizer, ClearsGradients):
         ValueError: ``amsgrad`` is requested, or a number is out of range.
     """
 
-    _kept_attributes = (*AdamOptimizer._kept_attributes, "set_grad_none")
+    _pickled_attributes = (*AdamOptimizer._pickled_attributes, "set_grad_none")
 
     def __init__(
         self,
@@ -111,17 +111,17 @@ class FusedAdam(AdamOptimizer, ClearsGradients):
         Raises:
             RuntimeError: An argument that must be None is given.
         """
-        historical = {
+        unsupported = {
             "grads": grads,
             "output_params": output_params,
             "scale": scale,
             "grad_norms": grad_norms,
             "grad_scaler": grad_scaler,
         }
-        given = [name for name, value in historical.items() if value is not None]
-        if given:
+        passed = [name for name, value in unsupported.items() if value is not None]
+        if passed:
             raise RuntimeError(
-                f"FusedAdam.step takes gradients from param.grad, unscaled; {', '.join(given)} has no effect here. "
+                f"FusedAdam.step takes gradients from param.grad, unscaled; {', '.join(passed)} has no effect here. "
                 "Unscale before the step (torch.amp.GradScaler.step(optimizer) or engine.step() do it)"
             )
         return super().step(closure)

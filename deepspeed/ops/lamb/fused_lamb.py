@@ -75,7 +75,9 @@ class FusedLamb(KeepsStateDtypes):
                 "call torch.nn.utils.clip_grad_norm_ before the step"
             )
         if not 0 <= min_coeff <= max_coeff:
-            raise ValueError(f"FusedLamb needs 0 <= min_coeff <= max_coeff, but got {min_coeff} and {max_coeff}")
+            raise ValueError(
+                f"FusedLamb: expected 0 <= min_coeff <= max_coeff, found {min_coeff} and {max_coeff}; correct them"
+            )
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -165,11 +167,13 @@ class FusedLamb(KeepsStateDtypes):
                 continue
             check_supported(self, param)
             if self._table is None:
-                whole = Segment(f"parameter {index}", index, 0, param.numel(), 0, tuple(param.shape))
-                block_map = BlockMap((whole,), param.numel(), num_tensors, param.device)
+                segment = Segment(f"parameter {index}", index, 0, param.numel(), 0, tuple(param.shape))
+                block_map = BlockMap((segment,), param.numel(), num_tensors, param.device)
             else:
                 if id(param) not in self._maps:
-                    raise RuntimeError("FusedLamb: the runs have changed; call attach_segments again")
+                    raise RuntimeError(
+                        "FusedLamb: expected the runs of attach_segments, found another one; call attach_segments again"
+                    )
                 block_map = self._maps[id(param)]
             state = self.state[param]
             if not state:
@@ -288,7 +292,7 @@ class BlockMap:
     Args:
         segments: The run's tensors in order, starting at multiples of 64; gaps and the tail are padding.
         numel: Elements of the run.
-        num_tensors: How many tensors there are on all ranks.
+        num_tensors: Number of tensors on all ranks.
         device: The device of the run.
 
     Raises:
@@ -304,8 +308,8 @@ class BlockMap:
         for segment in segments:
             if segment.start % BLOCK_NUMEL or segment.tensor_start % BLOCK_NUMEL:
                 raise ValueError(
-                    f"{segment.name}: segments must start at multiples of {BLOCK_NUMEL} elements, in the run and in "
-                    f"the tensor, but this one starts at {segment.start} and {segment.tensor_start}"
+                    f"{segment.name}: expected a segment that starts at a multiple of {BLOCK_NUMEL} elements, in the "
+                    f"run and in the tensor, found {segment.start} and {segment.tensor_start}; align it"
                 )
             first, last = segment.start // BLOCK_NUMEL, -(-segment.stop // BLOCK_NUMEL)
             owners += [num_tensors, segment.index]

@@ -70,11 +70,11 @@ def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
     if name is None or name.lower() != "muon":
         return
     mark_convolutions(model)
-    whole: dict[str, str] = getattr(model, "names_in_transformers", dict)()
+    names: dict[str, str] = getattr(model, "names_in_transformers", dict)()
     for param_name, param in model.named_parameters():
         if param.requires_grad:
-            own = next((beginning for beginning in whole if param_name.startswith(beginning)), None)
-            name = param_name if own is None else whole[own] + param_name.removeprefix(own)
+            prefix = next((prefix for prefix in names if param_name.startswith(prefix)), None)
+            name = param_name if prefix is None else names[prefix] + param_name.removeprefix(prefix)
             param.use_muon = is_matrix_parameter(name, param)  # type: ignore[attr-defined]
 
 

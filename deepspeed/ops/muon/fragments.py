@@ -126,7 +126,7 @@ class FragmentExchange:
         self._check_locations()
 
     def _check_locations(self) -> None:
-        wanted = {
+        planned = {
             segment.tensor.index: (segment.start, segment.stop)
             for exchange_round in self._rounds
             for segment in exchange_round.sent
@@ -135,12 +135,12 @@ class FragmentExchange:
             index: (location.segment.tensor_start, location.segment.tensor_stop)
             for index, location in self._locations.items()
         }
-        wrong = sorted(index for index in wanted.keys() | present.keys() if wanted.get(index) != present.get(index))
+        wrong = sorted(index for index in planned.keys() | present.keys() if planned.get(index) != present.get(index))
         if wrong:
             raise ValueError(
-                f"Muon: of matrix {wrong[0]} the runs of the matrix groups hold the elements {present.get(wrong[0])}, "
-                f"but the segment table has {wanted.get(wrong[0])}; attach_segments must be called again after the "
-                "runs have changed"
+                f"Muon: matrix {wrong[0]}: expected its elements {planned.get(wrong[0])} of the segment table in the "
+                f"runs of the matrix groups, found {present.get(wrong[0])}; call attach_segments again after the runs "
+                "have changed"
             )
 
     def step(
@@ -262,7 +262,7 @@ class MatrixSegment:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Returns the number of elements."""
         return self.stop - self.start
 
 

@@ -96,13 +96,16 @@ class Muon(KeepsStateDtypes):
         for rate in (matrix_lr, rest_lr):
             check_hyperparameters(self, lr=rate, betas=betas, eps=eps, weight_decay=weight_decay)
         if not 0 <= momentum < 1:
-            raise ValueError(f"Muon: momentum must lie in [0, 1), but is {momentum}")
+            raise ValueError(f"Muon: momentum: expected 0 <= momentum < 1, found {momentum}; correct it")
         if ns_method not in METHODS:
-            raise ValueError(f"Muon: ns_method must be one of {', '.join(METHODS)}, but is {ns_method!r}")
+            raise ValueError(f"Muon: ns_method: expected {' or '.join(METHODS)}, found {ns_method!r}; correct it")
         if ns_steps < 1:
-            raise ValueError(f"Muon: ns_steps must be at least 1, but is {ns_steps}")
+            raise ValueError(f"Muon: ns_steps: expected 1 or more, found {ns_steps}; correct it")
         if qk_clip_threshold is not None and not 0 < qk_clip_threshold < math.inf:
-            raise ValueError(f"Muon: qk_clip_threshold must be above 0, but is {qk_clip_threshold}")
+            raise ValueError(
+                f"Muon: qk_clip_threshold: expected a finite number above 0, found {qk_clip_threshold}; correct it, or "
+                "leave it out"
+            )
         self.qk_clip_threshold = qk_clip_threshold
         self._part_defaults: dict[bool, dict[str, Any]] = {
             True: {
@@ -122,8 +125,8 @@ class Muon(KeepsStateDtypes):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state for pickles and copies, without segment tables, because these refer to runs by id."""
-        kept = {"_part_defaults": self._part_defaults, "qk_clip_threshold": self.qk_clip_threshold}
-        return {**super().__getstate__(), **kept}
+        own = {"_part_defaults": self._part_defaults, "qk_clip_threshold": self.qk_clip_threshold}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -165,8 +168,8 @@ class Muon(KeepsStateDtypes):
             for name in ("ns_method", "ns_steps"):
                 if group["use_muon"] and group[name] != settings[name]:
                     raise ValueError(
-                        f"Muon: {name} must be the same in all groups when matrices are cut over ranks, but one has "
-                        f"{group[name]!r} and the optimizer {settings[name]!r}; give all groups the same"
+                        f"Muon: {name}: expected the same in all groups, as matrices are cut over ranks, found "
+                        f"{group[name]!r} in one and {settings[name]!r} in the optimizer; give all groups the same"
                     )
         for param in (param for group in self.param_groups for param in group["params"]):
             _table_of(param, tables)
@@ -196,12 +199,12 @@ class Muon(KeepsStateDtypes):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends in a step; 0 where matrices are whole on every rank."""
+        """Returns the bytes that this rank sends in a step; 0 if matrices are whole on every rank."""
         return sum(exchange.sent_bytes for exchange in self._exchanges or ())
 
     @property
     def heaviest_rank(self) -> int | None:
-        """The global rank that needs most memory for a step; None if all ranks need the same.
+        """Returns the global rank that needs most memory for a step; None if all ranks need the same.
 
         With several segment tables (experts have their own), the one with the largest matrix determines it.
         """
@@ -276,23 +279,21 @@ class Muon(KeepsStateDtypes):
             for param in group["params"]
             if param.grad is not None
         }
-        # An owner need not hold a segment of its matrix, so how to orthogonalise cannot differ between groups.
+        # An owner may hold no segment of its matrix, so all groups share the settings of the orthogonalisation.
         settings = self._part_defaults[True]
 
         def update_of(run: Tensor, elements: slice) -> Tensor:
             if id(run) in updates:
                 return updates[id(run)](elements)
-            return run.new_zeros(
-                elements.stop - elements.start
-            )  # sends zeros, because the other ranks wait for this part
+            return run.new_zeros(elements.stop - elements.start)  # the other ranks wait for this part
 
         def apply(run: Tensor, elements: slice, direction: Tensor, shape: tuple[int, ...]) -> None:
             if id(run) in updates:
                 _apply(runs[id(run)], run[elements], direction, shape)
 
-        how = partial(orthogonalize, method=settings["ns_method"], num_steps=settings["ns_steps"])
+        orthogonalize_part = partial(orthogonalize, method=settings["ns_method"], num_steps=settings["ns_steps"])
         for exchange in exchanges:
-            exchange.step(update_of, how, apply)
+            exchange.step(update_of, orthogonalize_part, apply)
 
     def _advance(self, group: dict[str, Any], param: Tensor) -> Callable[[slice], Tensor]:
         """Updates the momentum; returns a function from a slice of the first dimension to its fp32 update."""
@@ -320,8 +321,8 @@ def _table_of(run: Tensor, tables: tuple[SegmentTable, ...]) -> SegmentTable:
     found = next((table for table in tables if id(run) in table.by_param), None)
     if found is None:
         raise KeyError(
-            f"Muon: no segment table has an entry for a run of {run.numel()} elements; attach_segments must be called "
-            "again after the runs have changed"
+            f"Muon: no segment table has an entry for a run of {run.numel()} elements; call attach_segments again "
+            "after the runs have changed"
         )
     return found
 
@@ -365,10 +366,10 @@ def orthogonalize(matrix: Tensor, *, method: str = "gram", num_steps: int = 5, i
         ValueError: ``matrix`` has fewer than 2 dimensions (3 for a stack), or the method is unknown.
     """
     if matrix.dim() < (3 if is_stack else 2):
-        what = "stacks of matrices" if is_stack else "matrices"
-        raise ValueError(f"only {what} can be orthogonalised, but the shape is {tuple(matrix.shape)}")
+        what = "a stack of matrices (3 dimensions or more)" if is_stack else "a matrix (2 dimensions or more)"
+        raise ValueError(f"orthogonalize: expected {what}, found shape {tuple(matrix.shape)}; reshape it")
     if method not in METHODS:
-        raise ValueError(f"ns_method must be one of {', '.join(METHODS)}, but is {method!r}")
+        raise ValueError(f"orthogonalize: method: expected {' or '.join(METHODS)}, found {method!r}; correct it")
     wide = matrix.reshape((-1, *matrix.shape[-2:]) if is_stack else (matrix.shape[0], -1)).float()
     is_tall = wide.shape[-2] > wide.shape[-1]
     if is_tall:

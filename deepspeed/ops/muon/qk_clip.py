@@ -152,8 +152,8 @@ def _measure(layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
 
 
 def _is_causal(layer: Any, more: Mapping[str, Any]) -> bool:
-    given = more.get("is_causal")
-    return bool(getattr(layer, "is_causal", True) if given is None else given)
+    argument = more.get("is_causal")
+    return bool(getattr(layer, "is_causal", True) if argument is None else argument)
 
 
 def largest_logits(
@@ -232,14 +232,14 @@ def _rows_of_heads(
     width, key_heads = query.shape[-1], key.shape[1]
     rows = {name: _rows(getattr(layer, name)) for name in names}
     if of_key == "kv_b_proj":
-        plain = getattr(layer, "qk_nope_head_dim", 0)
-        both = plain + value.shape[-1]
+        unrotated = getattr(layer, "qk_nope_head_dim", 0)
+        both = unrotated + value.shape[-1]
         expected = {of_query: heads * width, of_key: heads * both}
         found = [
             [
-                (of_query, head * width, head * width + plain, 0.5),
-                (of_query, head * width + plain, (head + 1) * width, 1.0),
-                (of_key, head * both, head * both + plain, 0.5),
+                (of_query, head * width, head * width + unrotated, 0.5),
+                (of_query, head * width + unrotated, (head + 1) * width, 1.0),
+                (of_key, head * both, head * both + unrotated, 0.5),
             ]
             for head in range(heads)
         ]

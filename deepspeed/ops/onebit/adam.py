@@ -102,7 +102,7 @@ class OneBitAdam(ElementwiseOptimizer):
 
     _ds_driver = "deepspeed.zero.onebit.momentum:MomentumExchange"
     _keeps_own_states = True
-    _kept_attributes = (*ElementwiseOptimizer._kept_attributes, "freeze_step", "precondition", "phase")
+    _pickled_attributes = (*ElementwiseOptimizer._pickled_attributes, "freeze_step", "precondition", "phase")
     freeze_step: int
     precondition: bool
     phase: Phase
@@ -138,7 +138,7 @@ class OneBitAdam(ElementwiseOptimizer):
 
     @property
     def rule(self) -> UpdateRule:
-        """AdamW's arithmetic, or that of the second phase."""
+        """Returns AdamW's arithmetic, or that of the second phase."""
         return AdamRule(decoupled=True) if self.phase is Phase.WARM_UP else FrozenAdamRule(self.freeze_step)
 
     def begin_update(self, before: int) -> None:

@@ -95,8 +95,8 @@ class OneBitLamb(FusedLamb):
         check_family(self, eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, freeze_step=freeze_step)
         if not 0 <= coeff_beta < 1 or not 0 < factor_min <= factor_max or factor_threshold < 0:
             raise ValueError(
-                "OneBitLamb needs 0 <= coeff_beta < 1, 0 < factor_min <= factor_max and factor_threshold >= 0, but got "
-                f"{coeff_beta}, {factor_min}, {factor_max} and {factor_threshold}"
+                "OneBitLamb: expected 0 <= coeff_beta < 1, 0 < factor_min <= factor_max and factor_threshold >= 0, "
+                f"found {coeff_beta}, {factor_min}, {factor_max} and {factor_threshold}; correct them"
             )
         super().__init__(
             params,
@@ -131,9 +131,9 @@ class OneBitLamb(FusedLamb):
         return self._remembered().get(name, _LambTensorState()).scaling or 1.0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what pickles and copies keep: also the attributes that decide what a step does."""
-        kept = ("freeze_step", "coeff_beta", "factor_bounds", "factor_threshold", "phase")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+        """Returns the state for pickles and copies, with the attributes that determine a step."""
+        names = ("freeze_step", "coeff_beta", "factor_bounds", "factor_threshold", "phase")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     # -- state of tensors ----------------------------------------------------------------------------------------------
 
@@ -245,15 +245,15 @@ class OneBitLamb(FusedLamb):
         """Returns the trust ratio of every tensor: the average of its warm-up times this update's factor."""
         remembered = self._remembered()
         ratios = torch.ones_like(most)
-        found, (plain, whole) = most.tolist(), squares.sqrt().tolist()
+        factors, (adam_norms, norms) = most.tolist(), squares.sqrt().tolist()  # without and with weight decay
         low, high = self.factor_bounds
         for index, name in self._names().items():
-            if found[index] == 0:
+            if factors[index] == 0:
                 continue  # no rank has a gradient of this tensor
             one = remembered.setdefault(name, _LambTensorState())
-            factor = found[index]
-            if whole[index] > 0:
-                share = min(1.0, plain[index] / whole[index])
+            factor = factors[index]
+            if norms[index] > 0:
+                share = min(1.0, adam_norms[index] / norms[index])
                 factor = factor * share + 1.0 - share
             factor = min(max(factor, low), high)
             bounds = (1 - self.factor_threshold) * one.last_factor, (1 + self.factor_threshold) * one.last_factor

@@ -211,8 +211,8 @@ class ZeroOneAdam(ElementwiseOptimizer):
 
     _ds_driver = "deepspeed.zero.onebit.local_steps:LocalSteps"
     _keeps_own_states = True
-    _kept_attributes = (
-        *ElementwiseOptimizer._kept_attributes,
+    _pickled_attributes = (
+        *ElementwiseOptimizer._pickled_attributes,
         *("precondition", "var_freeze_step", "local_step_scaler", "local_step_clipper", "_variance"),
         *("phase", "takes_mean", "comes_together", "_updates", "variance_updates"),
     )
@@ -244,7 +244,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
             ("local_step_clipper", local_step_clipper),
         ):
             if value < 1:
-                raise ValueError(f"ZeroOneAdam: {name} must be at least 1, but is {value}")
+                raise ValueError(f"ZeroOneAdam: {name}: expected 1 or more, found {value}; correct it")
         self.var_freeze_step = var_freeze_step
         self.precondition = precondition
         self.local_step_scaler = local_step_scaler
@@ -267,7 +267,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
 
     @property
     def rule(self) -> UpdateRule:
-        """The arithmetic of the update that :meth:`begin_update` has prepared."""
+        """Returns the arithmetic of the update that :meth:`begin_update` has prepared."""
         return ZeroOneRule(
             self.phase,
             takes_mean=self.takes_mean,

@@ -125,7 +125,7 @@ class GroupCodes(PackedFormat):
         return (out_features, -(-in_features * self.bits // 8)), (out_features, self.groups, 1 + self.has_offset)
 
     def refusal(self, in_features: int) -> str | None:
-        """Refuses groups that are not whole."""
+        """Returns why groups of equal size are impossible; None if they are not."""
         if in_features % self.groups == 0:
             return None
         return f"its {in_features} input features are not a multiple of {self.groups} groups"
@@ -140,7 +140,7 @@ class GroupCodes(PackedFormat):
     def encode(
         self, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encodes a weight whose scales are given; these are fp32.
+        """Encodes a weight with chosen scales, which are stored as fp32.
 
         Args:
             weight: ``[out, in]``.
@@ -210,7 +210,7 @@ class Int4Groups(PackedFormat):
         return (blocks, in_features, _HALF), (in_features // self.group_size, blocks * _BLOCK_int4, 2)
 
     def refusal(self, in_features: int) -> str | None:
-        """Refuses groups that are not whole."""
+        """Returns why whole groups are impossible; None if they are not."""
         if in_features % self.group_size == 0:
             return None
         return f"its {in_features} input features are not a multiple of the group size {self.group_size}"
@@ -240,7 +240,7 @@ class Int4Groups(PackedFormat):
     def encode(
         self, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encodes a weight whose scales are given; these stay in fp32.
+        """Encodes a weight with chosen scales, which are stored as fp32.
 
         Args:
             weight: ``[out, in]``.
@@ -277,8 +277,8 @@ class Int4Groups(PackedFormat):
         """Returns ``[rows, out or more]`` by torch's int4 kernel, which is fast for bfloat16 only; None otherwise."""
         if x.device.type != "cpu" or x.dtype != torch.bfloat16 or not _kernel_reads_it():
             return None
-        whole = codes.view(-1, codes.shape[1] // 2)
-        product: torch.Tensor = torch._weight_int4pack_mm_for_cpu(x, whole, self.group_size, scales.to(x.dtype))
+        packed = codes.view(-1, codes.shape[1] // 2)
+        product: torch.Tensor = torch._weight_int4pack_mm_for_cpu(x, packed, self.group_size, scales.to(x.dtype))
         return product
 
 
@@ -295,7 +295,7 @@ def _kernel_reads_it() -> bool:
     probe = torch.arange(_BLOCK_int4 * 64, dtype=torch.int32).view(_BLOCK_int4, 64).mul_(7).remainder_(16)
     try:
         theirs = torch._convert_weight_to_int4pack_for_cpu(probe, 1)
-    except (AttributeError, RuntimeError):  # a private kernel that this torch or CPU is without
+    except (AttributeError, RuntimeError):  # this torch or CPU lacks the private kernel
         return False
     code = probe.t().to(torch.uint8)
     ours = code[:, :_HALF] | (code[:, _HALF:] << 4)
@@ -317,7 +317,8 @@ def packed_format(bits: int, group_size: int = 64) -> PackedFormat:
     if bits != 4:
         raise ValueError(f"packed_format(bits={bits}): expected 8 or 4; use one of these")
     if group_size not in GROUP_SIZES:
-        raise ValueError(f"group_size {group_size} at 4 bits: choose one of {', '.join(map(str, GROUP_SIZES))}")
+        sizes = ", ".join(map(str, GROUP_SIZES))
+        raise ValueError(f"packed_format(group_size={group_size}): expected one of {sizes} at 4 bits; use one of these")
     return Int4Groups(group_size)
 
 
@@ -392,8 +393,8 @@ def packed_linear(
 
     Args:
         x: ``[..., in_features]``, bfloat16, float16 or float32; the product is computed in this dtype.
-        codes: As ``how`` makes them.
-        scales: As ``how`` makes them.
+        codes: Codes of the weight in the format ``how``.
+        scales: Scales of the weight in the format ``how``.
         out_features: Output features of the weight.
         how: The format.
         bias: ``[out_features]`` or None.
@@ -431,8 +432,8 @@ class _PackedLinear(torch.autograd.Function):
         codes, scales = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
-        wanted = grad.new_zeros(len(grad), codes.shape[1], dtype=torch.float32)  # a sum of many products
+        total = grad.new_zeros(len(grad), codes.shape[1], dtype=torch.float32)  # a sum of many products
         for part in ctx.how.columns(codes, scales, ctx.out_features, grad.dtype):
             columns = grad[:, part.start : part.stop]
-            wanted += torch.mm(columns if part.scale is None else columns * part.scale, part.weight.t())
-        return wanted.to(grad.dtype), None, None, None, None
+            total += torch.mm(columns if part.scale is None else columns * part.scale, part.weight.t())
+        return total.to(grad.dtype), None, None, None, None

@@ -62,11 +62,11 @@ def attend(
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
     key_bias = None if key_bias is None else key_bias.to(query.dtype)
     bias = None if bias is None else bias.to(query.dtype)
-    is_plain = not _needs_autograd(bias, key_bias, dropout)
-    if is_plain and fits(query):
+    is_fusable = not _needs_autograd(bias, key_bias, dropout)
+    if is_fusable and fits(query):
         return attend_fused(query, key, value, plan, scale=scale, key_bias=key_bias, bias=bias, is_causal=is_causal)
     added = Bias(key_bias, bias, is_causal, plan.block, query.dtype)
-    if is_plain and _fits_host(query):
+    if is_fusable and _fits_host(query):
         return _HostAttention.apply(query.contiguous(), key.contiguous(), value.contiguous(), plan, added, scale)
     return _recorded(query, key, value, plan, added, scale, dropout)
 
@@ -265,17 +265,17 @@ def _recorded(
     dropout: float,
 ) -> torch.Tensor:
     samples, num_heads, length, width = query.shape
-    everything = slice(0, samples)
+    batch = slice(0, samples)
     results: list[torch.Tensor] = []
     order: list[int] = []
     for part in plan.by_heads:
         for heads in _heads_of(part, plan, num_heads):
-            q, k, v = (_blocks(tensor, everything, heads, plan) for tensor in (query, key, value))
+            q, k, v = (_blocks(tensor, batch, heads, plan) for tensor in (query, key, value))
             rows: list[torch.Tensor] = []
             found: list[torch.Tensor] = []
             for stack in part.stacks:
                 taken = _take(q, stack.rows, stack.tiles, width)
-                bias, dead = _masks(added, stack, everything, heads, taken)
+                bias, dead = _masks(added, stack, batch, heads, taken)
                 result = functional.scaled_dot_product_attention(
                     taken,
                     _take(k, stack.columns, stack.tiles, width),
@@ -291,8 +291,8 @@ def _recorded(
             rows.append(part.empty_rows)
             found.append(q.new_zeros(q.size(0), part.empty_rows.numel(), q.size(2)))
             back = torch.argsort(torch.cat(rows))
-            whole = torch.cat(found, 1).index_select(1, back)
-            results.append(whole.view(samples, -1, length, width))
+            in_order = torch.cat(found, 1).index_select(1, back)
+            results.append(in_order.view(samples, -1, length, width))
             order += range(heads.start, heads.stop)
     if len(results) == 1:
         return results[0]

@@ -66,7 +66,7 @@ def attend_fused(
     bias: torch.Tensor | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """Softmax attention over the entries of a layout; arguments and result as those of ``attention.attend``.
+    """Computes softmax attention over the entries of a layout, with the arguments of ``attention.attend``.
 
     The first call compiles the kernel, which takes some seconds. Values of hidden keys are multiplied with 0 where
     their tile is shown in part, so they must be finite.
@@ -130,9 +130,9 @@ def _block_mask(plan: LayoutPlan, is_causal: bool) -> BlockMask:
     shares = torch.zeros(-(-length // TILE), plan.blocks, device=visible.device)  # tokens of a block in a tile
     shares.index_put_((tokens // TILE, block_of), torch.ones((), device=visible.device), accumulate=True)
     seen = shares @ visible.to(shares.dtype) @ shares.T  # [heads, tiles, tiles], visible scores of each tile
-    some, whole = seen > 0, seen == TILE * TILE
+    shown, unmasked = seen > 0, seen == TILE * TILE
     if is_causal:
-        some, whole = some.tril(), whole.tril(-1)
+        shown, unmasked = shown.tril(), unmasked.tril(-1)
 
     def is_visible(head: Any, row: Any, column: Any) -> Any:
         return visible[0 if is_shared else head, block_of[row], block_of[column]]
@@ -144,8 +144,8 @@ def _block_mask(plan: LayoutPlan, is_causal: bool) -> BlockMask:
         return is_visible(head, row, column) & (row >= column)
 
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~whole),
-        *_listed(whole),
+        *_listed(shown & ~unmasked),
+        *_listed(unmasked),
         BLOCK_SIZE=TILE,
         mask_mod=of_earlier if is_causal else of_all,
         seq_lengths=(length, length),

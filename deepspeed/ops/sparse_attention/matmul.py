@@ -1,4 +1,4 @@
-"""Products of block-sparse matrices: the two halves of attention apart, for programs that put them together."""
+"""Products of block-sparse matrices: the two products of attention, for programs that combine them themselves."""
 
 from __future__ import annotations
 
@@ -72,10 +72,7 @@ class MatMul:
             )
         if is_transposed:
             sparse, rows, columns = sparse.transpose(2, 3), columns, rows
-        num_rows, num_columns = (
-            self.layout.size(2 if is_transposed else 1),
-            self.layout.size(1 if is_transposed else 2),
-        )
+        num_rows, num_columns = self.layout.shape[:0:-1] if is_transposed else self.layout.shape[1:]
         if self.mode == "dsd":
             dense = self._dense(b, self.trans_b, "right", num_columns)
             products = sparse @ self._blocks(dense, 2)[:, heads, columns]
@@ -94,20 +91,20 @@ class MatMul:
         """Returns a dense factor as ``[batch, heads, n, k]``, checked against the blocks of the layout."""
         if tensor.dim() > 4:
             raise ValueError(f"{self.mode}: the {side} factor has {tensor.dim()} dimensions; expected at most 4")
-        whole = tensor.view((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
-        whole = whole.transpose(2, 3) if is_transposed else whole
-        for size, blocks in ((whole.size(2), rows), (whole.size(3), columns)):
+        dense = tensor.view((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
+        dense = dense.transpose(2, 3) if is_transposed else dense
+        for size, blocks in ((dense.size(2), rows), (dense.size(3), columns)):
             if blocks is not None and size != blocks * self.block:
                 raise ValueError(
                     f"{self.mode}: the {side} factor has {size} where the layout has {blocks} blocks of {self.block} = "
                     f"{blocks * self.block}"
                 )
-        if whole.size(1) != self.layout.size(0):
+        if dense.size(1) != self.layout.size(0):
             raise ValueError(
-                f"{self.mode}: the {side} factor has {whole.size(1)} heads, the layout {self.layout.size(0)}; "
+                f"{self.mode}: the {side} factor has {dense.size(1)} heads, the layout {self.layout.size(0)}; "
                 "give both the same number"
             )
-        return whole
+        return dense
 
     def _blocks(self, dense: torch.Tensor, dimension: int) -> torch.Tensor:
         """Returns blocks along rows (2) or columns (3): ``[batch, heads, blocks, n, k]``."""

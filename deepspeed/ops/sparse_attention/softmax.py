@@ -46,8 +46,8 @@ class Softmax:
         side = self.layout.size(1) * self.block, self.layout.size(2) * self.block
         if rpe is not None:
             shape = x.size(0), self.layout.size(0), *side
-            whole = position_bias(rpe, shape, x.dtype).expand(shape)
-            scores = scores + self._blocks(whole)[:, heads, rows, columns]
+            bias = position_bias(rpe, shape, x.dtype).expand(shape)
+            scores = scores + self._blocks(bias)[:, heads, rows, columns]
         if attn_mask is not None:
             added = additive(attn_mask.reshape(side), attn_mask_mode, "attn_mask", x.dtype)
             scores = scores + self._blocks(added.view(1, 1, *side))[:, 0, rows, columns]
@@ -58,8 +58,8 @@ class Softmax:
         row = heads * self.layout.size(1) + rows  # of blocks, over all heads
         return self._normalised(scores, row)
 
-    def _blocks(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.unflatten(3, (-1, self.block)).unflatten(2, (-1, self.block)).transpose(3, 4)
+    def _blocks(self, dense: torch.Tensor) -> torch.Tensor:
+        return dense.unflatten(3, (-1, self.block)).unflatten(2, (-1, self.block)).transpose(3, 4)
 
     def _normalised(self, scores: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         batch, entries, block, _ = scores.shape

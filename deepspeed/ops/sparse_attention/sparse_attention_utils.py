@@ -153,20 +153,20 @@ class SparseAttentionUtils:
         Raises:
             ValueError: There are neither ids nor embeddings.
         """
-        given = input_ids if input_ids is not None else inputs_embeds
-        if given is None:
+        inputs = input_ids if input_ids is not None else inputs_embeds
+        if inputs is None:
             raise ValueError("pad_to_block_size: expected input_ids or inputs_embeds; found neither")
-        batch, length = given.shape[:2]
+        batch, length = inputs.shape[:2]
         padding = -length % block_size
         if padding == 0:
             return 0, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         if inputs_embeds is not None:
-            ids = given.new_full((batch, padding), pad_token_id, dtype=torch.long)
+            ids = inputs.new_full((batch, padding), pad_token_id, dtype=torch.long)
             inputs_embeds = torch.cat([inputs_embeds, model_embeddings(ids).to(inputs_embeds.dtype)], dim=1)
         if input_ids is not None:
             input_ids = functional.pad(input_ids, (0, padding), value=pad_token_id)
         if attention_mask is None:
-            attention_mask = given.new_ones((batch, length), dtype=torch.long)
+            attention_mask = inputs.new_ones((batch, length), dtype=torch.long)
         attention_mask = functional.pad(attention_mask, (0, padding), value=_hidden_value(attention_mask))
         if token_type_ids is not None:
             token_type_ids = functional.pad(token_type_ids, (0, padding), value=0)
@@ -181,12 +181,12 @@ class SparseAttentionUtils:
         return sequence_output[:, :-pad_len] if pad_len > 0 else sequence_output
 
 
-def _extend_buffers(owner: nn.Module, known: int, wanted: int) -> None:
-    """Extends position ids and token types, which a module keeps in the length of its table."""
+def _extend_buffers(owner: nn.Module, known: int, length: int) -> None:
+    """Extends position ids and token types of length ``known``, that of the module's table, to ``length``."""
     for name, buffer in list(owner.named_buffers(recurse=False)):
         if buffer.dim() == 2 and buffer.size(1) == known and not buffer.is_floating_point():
             is_count = bool((buffer[0] == torch.arange(known, device=buffer.device)).all())
-            longer = torch.arange(wanted, device=buffer.device) if is_count else buffer[0, -1:].expand(wanted)
+            longer = torch.arange(length, device=buffer.device) if is_count else buffer[0, -1:].expand(length)
             setattr(owner, name, longer.to(buffer.dtype).expand(buffer.size(0), -1).clone())
 
 

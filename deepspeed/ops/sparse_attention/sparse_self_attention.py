@@ -158,8 +158,8 @@ class SparseSelfAttention(nn.Module):
         )
 
 
-#: Lengths whose layouts are kept; a model that generates sees a new one every few tokens.
-_KEPT = 16
+#: Lengths whose layouts are cached; a model that generates has a new length every few tokens.
+_MOST_CACHED = 16
 
 
 class Layouts:
@@ -183,7 +183,7 @@ class Layouts:
         Without a seed, every rank must make the first call with each length.
         """
         if length not in self._layouts:
-            if len(self._layouts) == _KEPT:
+            if len(self._layouts) == _MOST_CACHED:
                 oldest = next(iter(self._layouts))
                 del self._layouts[oldest]
                 self._plans = {key: plan for key, plan in self._plans.items() if key[0] != oldest}
@@ -217,9 +217,9 @@ def same_on_all_ranks(layout: torch.Tensor) -> torch.Tensor:
     if not comm.is_initialized() or comm.get_world_size() == 1:
         return layout
     takes_host = "gloo" in str(comm.get_backend())
-    carried = layout.to("cpu" if takes_host else get_accelerator().current_device_name())
-    Job.current().axis_of().transport("layers", device=carried.device).broadcast(carried, 0, label="a sparse layout")
-    return carried.to(layout.device)
+    sent = layout.to("cpu" if takes_host else get_accelerator().current_device_name())
+    Job.current().axis_of().transport("layers", device=sent.device).broadcast(sent, 0, label="a sparse layout")
+    return sent.to(layout.device)
 
 
 class BertSparseSelfAttention(nn.Module):

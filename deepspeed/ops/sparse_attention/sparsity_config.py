@@ -36,7 +36,7 @@ class SparsityConfig:
 
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
         if num_heads < 1 or block < 1:
-            raise ValueError(f"num_heads={num_heads}, block={block}: expected positive numbers")
+            raise ValueError(f"num_heads={num_heads}, block={block}: expected positive numbers; correct them")
         self.num_heads = num_heads
         self.block = block
         self.different_layout_per_head = different_layout_per_head
@@ -50,7 +50,7 @@ class SparsityConfig:
         """
         if seq_len % self.block:
             raise ValueError(
-                f"make_layout({seq_len}): the length must be a multiple of the block size {self.block}; pad the "
+                f"make_layout({seq_len}): expected a multiple of the block size {self.block}; pad the "
                 f"sequences to {-(-seq_len // self.block) * self.block} (SparseAttentionUtils.pad_to_block_size)"
             )
         blocks = seq_len // self.block
@@ -77,12 +77,14 @@ def _check_attention(attention: str) -> None:
 
 def _check_horizontal(attention: str, horizontal: bool) -> None:
     if horizontal and attention != BIDIRECTIONAL:
-        raise ValueError(f"horizontal_global_attention needs attention={BIDIRECTIONAL!r}; found {attention!r}")
+        raise ValueError(
+            f"horizontal_global_attention: expected attention={BIDIRECTIONAL!r}, found {attention!r}; change either"
+        )
 
 
 def _check_fits(what: str, number: int, blocks: int) -> None:
     if blocks < number:
-        raise ValueError(f"{what}={number}: must not be more than the {blocks} blocks of the sequence")
+        raise ValueError(f"{what}={number}: expected at most the {blocks} blocks of the sequence; lower it")
 
 
 def _check_draws(number: int, blocks: int, is_causal: bool) -> None:
@@ -165,12 +167,16 @@ class FixedSparsityConfig(SparsityConfig):
         super().__init__(num_heads, block, different_layout_per_head)
         if num_local_blocks < 1 or num_global_blocks < 1 or num_local_blocks % num_global_blocks:
             raise ValueError(
-                f"num_local_blocks={num_local_blocks} must be a multiple of num_global_blocks={num_global_blocks}"
+                f"num_local_blocks={num_local_blocks}: expected a multiple of num_global_blocks={num_global_blocks}; "
+                "change one of them"
             )
         _check_attention(attention)
         _check_horizontal(attention, horizontal_global_attention)
         if num_different_global_patterns > 1 and not different_layout_per_head:
-            raise ValueError("num_different_global_patterns above 1 needs different_layout_per_head=True")
+            raise ValueError(
+                f"num_different_global_patterns={num_different_global_patterns}: expected "
+                "different_layout_per_head=True, found False; set it, or use 1"
+            )
         most = num_local_blocks // num_global_blocks
         if num_different_global_patterns > most:
             raise ValueError(
@@ -201,10 +207,10 @@ class FixedSparsityConfig(SparsityConfig):
     def _global_starts(self, head: int, blocks: int) -> list[int]:
         length, width = self.num_local_blocks, self.num_global_blocks
         offset = length - (1 + head % self.num_different_global_patterns) * width
-        whole = blocks - blocks % length
-        starts = list(range(offset, whole, length))
-        if whole < blocks:
-            starts.append(max(0, min(whole + offset, blocks - width)))
+        complete = blocks - blocks % length
+        starts = list(range(offset, complete, length))
+        if complete < blocks:
+            starts.append(max(0, min(complete + offset, blocks - width)))
         return starts
 
 

@@ -23,7 +23,7 @@ from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
 
 NAME = "deepspeed_sparse"
 _MARK = "_deepspeed_sparse_layouts"
-#: Arguments of attention functions that change the scores in ways that are not done here.
+#: Arguments of attention functions that change the scores and are not supported here.
 _UNKNOWN = ("softcap", "s_aux")
 
 
@@ -125,7 +125,7 @@ def _attention(
         dropout: Dropout of the probabilities.
         is_causal: None: as in the layer.
         position_bias: Added to the scores.
-        **kwargs: What does not change the scores.
+        **kwargs: Arguments that do not change the scores.
 
     Returns:
         ``[batch, queries, heads, width]``, and None for the probabilities.
