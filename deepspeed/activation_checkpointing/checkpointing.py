@@ -66,7 +66,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Like :func:`checkpoint`, but with saved-tensor hooks: arguments may be nested, and outputs may be unused."""
+    """Works as :func:`checkpoint`, always in the non-reentrant variant: tensors may be in nested arguments."""
     return _checkpoint(function, args, kwargs, reentrant=False)
 
 
@@ -162,7 +162,7 @@ def set_num_layers(n: int) -> None:
 
 
 def reset() -> None:
-    """Does nothing: there are no buffers to drop between iterations, as what a block saves dies with its graph."""
+    """Does nothing: there are no buffers to free between iterations, as a block's saved tensors belong to its graph."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ class ActivationShard:
 
     Attributes:
         values: 1-D; the parts of all ranks have equal lengths, the last ones may end in padding.
-        shape: The shape of the whole tensor.
-        device: Where the whole tensor is needed.
+        shape: Shape of the full tensor.
+        device: Device on which backward needs the full tensor.
     """
 
     values: torch.Tensor
@@ -197,9 +197,9 @@ class Partition:
         self._on_host = on_host
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | ActivationShard:
-        """Keeps this rank's part (1-D) of a floating activation of any shape; returns anything else whole.
+        """Returns this rank's part (1-D) of a floating activation of any shape; other tensors unchanged.
 
-        Parameters stay whole, as they are in memory anyway.
+        Parameters are not divided, as they are in memory anyway.
         """
         is_activation = tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter)
         if not is_activation or tensor.layout is not torch.strided or tensor.numel() < self._size:
@@ -213,13 +213,13 @@ class Partition:
         return ActivationShard(values, tensor.shape, tensor.device)
 
     def unpack(self, packed: torch.Tensor | ActivationShard) -> torch.Tensor:
-        """Returns the whole tensor in its own shape. Every rank of the group must call it for the same tensor."""
+        """Returns the full tensor in its own shape. Every rank of the group must call it for the same tensor."""
         if not isinstance(packed, ActivationShard):
             return packed
         mine = packed.values.to(packed.device)
         channel = channel_along(self._group, mine.device, TENSOR)
-        whole = torch.cat(channel.gather(mine, [mine.numel()] * self._size, "a checkpointed activation"))
-        return whole[: packed.shape.numel()].view(packed.shape)
+        flat = torch.cat(channel.gather(mine, [mine.numel()] * self._size, "a checkpointed activation"))
+        return flat[: packed.shape.numel()].view(packed.shape)
 
 
 def _may_pin(tensor: torch.Tensor, target: torch.device) -> bool:
@@ -238,7 +238,7 @@ class CudaRNGStatesTracker:
         self.seeds_: set[int] = set()
 
     def reset(self) -> None:
-        """Forgets all states."""
+        """Removes all states."""
         self.states_ = {}
         self.seeds_ = set()
 
@@ -257,7 +257,7 @@ class CudaRNGStatesTracker:
             ValueError: The name or the seed is taken.
         """
         if name in self.states_:
-            raise ValueError(f"random state {name!r} exists already; call reset() first or choose another name")
+            raise ValueError(f"random state {name!r}: expected a new name; call reset() first, or choose another name")
         if seed in self.seeds_:
             raise ValueError(f"random state {name!r}: seed {seed} is used by another state; choose another seed")
         device = get_accelerator()
@@ -330,8 +330,8 @@ class Settings:
     """Holds the settings of :func:`configure`.
 
     Attributes:
-        partition_activations: Split saved activations over the model-parallel ranks; nothing if there is one.
-        checkpoint_in_cpu: Keep what a block saves, its inputs, in host memory.
+        partition_activations: Split saved activations over the model-parallel ranks; without effect if there is one.
+        checkpoint_in_cpu: Keep the inputs that a block saves in host memory.
         synchronize: Wait for the device before and after each block.
         profile: Log the time of each block's forward and recomputation.
         num_layers: Number of checkpointed blocks, as the program passes it; for information.
@@ -369,8 +369,7 @@ def configure(
             one.
         partition_activations: Split saved activations over the model-parallel ranks, which must all run the same
             blocks on equal inputs.
-        contiguous_checkpointing: Accepted without effect: saved tensors are not copied into a separate
-            buffer.
+        contiguous_checkpointing: Accepted without effect: saved tensors are not copied into a separate buffer.
         num_checkpoints: Number of checkpointed blocks.
         checkpoint_in_cpu: Keep saved activations in host memory.
         synchronize: Wait for the device before and after each block.
@@ -400,7 +399,7 @@ def configure(
 
 
 def partition_group(options: Settings) -> Any:
-    """Returns the process group over which saved activations are divided; None if they stay whole."""
+    """Returns the process group over which saved activations are divided; None if they are not."""
     if not options.partition_activations or options.mpu is None or options.mpu.get_model_parallel_world_size() == 1:
         return None
     return options.mpu.get_model_parallel_group()

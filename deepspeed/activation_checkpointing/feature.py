@@ -39,7 +39,7 @@ _ENDING = "_recomputed"
 BLOCKS = "activation_checkpointing.blocks"
 
 
-def recompute_attention(model: nn.Module, whole: nn.Module | None = None) -> None:
+def recompute_attention(model: nn.Module, full_model: nn.Module | None = None) -> None:
     """Makes attention modules recompute their inner part in backward, in place.
 
     They are those of a Transformers model, or modules with a method ``recompute_core_attention(recompute)``, which
@@ -47,17 +47,17 @@ def recompute_attention(model: nn.Module, whole: nn.Module | None = None) -> Non
 
     Args:
         model: The model, a wrapper of it, or a pipeline stage with its layers.
-        whole: The model with the layers of a stage, with values or without; None: ``model`` is not a stage, or
-            there is no such model.
+        full_model: Model of Transformers from which the stage ``model`` was made, with values or without; None:
+            ``model`` is not a stage, or was not made from one.
 
     Raises:
         DeepSpeedConfigError: There are no such modules, or the classes of a Transformers model do not take their
             attention by name.
     """
-    if whole is None and _recompute_own(model):
+    if full_model is None and _recompute_own(model):
         return
     inside = [module for module in model.modules() if takes_attention_by_name(module)]
-    outermost = whole if whole is not None else next(iter(inside), None)
+    outermost = full_model if full_model is not None else next(iter(inside), None)
     if outermost is None:
         raise DeepSpeedConfigError(
             f"{KEY}: expected a Transformers model, whose attention can be replaced, or modules with a method "
@@ -86,7 +86,7 @@ def _own(model: nn.Module) -> list[Any]:
 
 
 def offers_recomputation(model: nn.Module) -> bool:
-    """Returns whether modules of the model have ``recompute_core_attention``. Of a pipeline every rank must call it."""
+    """Returns whether modules of the model have ``recompute_core_attention``; every rank of a pipeline must call it."""
     own = _own(model)
     if not getattr(model, "is_part_of_model", False):
         return bool(own)
@@ -114,7 +114,7 @@ def _attend(
 class BlockCheckpointing:
     """Makes every repeated block save only its inputs and recompute the rest in backward; can be switched off again.
 
-    A model of transformers does it itself; elsewhere the children of each ``ModuleList`` are the blocks.
+    A model of Transformers has methods for that; in other models the children of each ``ModuleList`` are the blocks.
 
     Raises:
         DeepSpeedConfigError: There is no repeated block.
@@ -137,7 +137,7 @@ class BlockCheckpointing:
         """Switches it on.
 
         Raises:
-            DeepSpeedConfigError: The model refuses.
+            DeepSpeedConfigError: The model's own method fails.
         """
         if switch_of(self._model, "enable") is not None:
             self._model.train()
@@ -153,7 +153,7 @@ class BlockCheckpointing:
         """Restores the model to its state before :meth:`on`.
 
         Raises:
-            DeepSpeedConfigError: The model cannot do that.
+            DeepSpeedConfigError: The model's own method is missing or fails.
         """
         if switch_of(self._model, "enable") is not None:
             self._call_own("disable")
@@ -202,9 +202,9 @@ class SelectiveCheckpointing(EngineFeature):
         if not _is_on(setup):
             return
         model: Any = setup.model
-        whole = model.transformers_model if setup.has_stages else None
-        if setup.ranks.sequence_size == 1 or (whole is None and offers_recomputation(model)):
-            recompute_attention(model, whole)  # otherwise sequence parallelism does it, between the exchanges
+        full_model = model.transformers_model if setup.has_stages else None
+        if setup.ranks.sequence_size == 1 or (full_model is None and offers_recomputation(model)):
+            recompute_attention(model, full_model)  # otherwise sequence parallelism does it, between the exchanges
 
     @override
     def refuse(self, setup: EngineSetup) -> None:

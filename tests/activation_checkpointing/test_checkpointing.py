@@ -241,7 +241,7 @@ def test_reconfigured_seed():
 def test_tracker_misuse_is_named():
     tracker = checkpointing.CudaRNGStatesTracker()
     tracker.add("mine", 1)
-    with pytest.raises(ValueError, match="'mine' exists already"):
+    with pytest.raises(ValueError, match="'mine': expected a new name"):
         tracker.add("mine", 2)
     with pytest.raises(ValueError, match="seed 1 is used"):
         tracker.add("other", 1)
