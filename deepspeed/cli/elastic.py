@@ -33,7 +33,7 @@ class ElasticBatch:
 def best_batch(section: Elasticity) -> ElasticBatch:
     """Returns the batch size that most numbers of ranks can share in whole micro-batches.
 
-    The larger of equally good ones.
+    Of equally good ones it is the largest if the section has ``prefer_larger_batch``, otherwise the smallest.
 
     Raises:
         DeepSpeedConfigError: No batch within the limit suits any allowed number of ranks.
@@ -65,10 +65,10 @@ def _shared_by(total: int, section: Elasticity) -> dict[int, int]:
             found.update(dict.fromkeys(divisors_of(micro_batches), micro))
     step = section.num_gpus_per_node if section.version >= 0.2 else 1
     model_parallel = section.model_parallel_size
-    kept = {ranks * model_parallel: micro for ranks, micro in found.items()}
+    by_ranks = {ranks * model_parallel: micro for ranks, micro in found.items()}
     return {
-        ranks: kept[ranks]
-        for ranks in sorted(kept)
+        ranks: by_ranks[ranks]
+        for ranks in sorted(by_ranks)
         if section.min_gpus <= ranks <= section.max_gpus and (step == 1 or ranks % step == 0)
     }
 
@@ -102,15 +102,15 @@ def _show(args: argparse.Namespace) -> None:
         raise DeepSpeedConfigError(
             f"{args.config}: expected a section 'elasticity', found none; see docs/reference/config.md"
         )
-    given = {**config["elasticity"], "enabled": True}  # enabled here even if training does not use it
-    batch, counts, *micro = compute_elastic_config({"elasticity": given}, VERSION, world_size=args.world_size)
+    section = {**config["elasticity"], "enabled": True}  # enabled here even if training does not use it
+    batch, counts, *micro = compute_elastic_config({"elasticity": section}, VERSION, world_size=args.world_size)
     rule = "-" * 42
     lines = [rule, "Elasticity config:", rule, json.dumps(config["elasticity"], sort_keys=True, indent=4)]
     lines += [rule, "Calculated results:", rule]
     lines += [f"final_batch_size .... {batch}", f"valid_gpus .......... {counts}"]
     lines += [f"micro_batch_size .... {each}" for each in micro]
     if args.search:
-        lines += ["", *_search(args, ElasticityConfig(given).section)]
+        lines += ["", *_search(args, ElasticityConfig(section).section)]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

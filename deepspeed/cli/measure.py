@@ -11,28 +11,20 @@ from deepspeed.plan.machine import write_machine_file
 
 
 def measure_in_ranks(target: str, devices: int) -> None:
-    """Starts ``devices`` ranks on this machine with the launcher, which measure and write ``target``.
+    """Starts the ranks of :func:`main` on this machine with the launcher.
 
     Args:
-        target: The file.
+        target: The file that they write.
         devices: Number of ranks.
     """
     from deepspeed.launcher import runner
 
-    runner.main(
-        [
-            "--num_gpus",
-            str(devices),
-            "--no_local_rank",
-            "--module",
-            "deepspeed.cli.measure",
-            str(Path(target).resolve()),
-        ]
-    )
+    options = ["--num_gpus", str(devices), "--no_local_rank", "--module"]
+    runner.main([*options, "deepspeed.cli.measure", str(Path(target).resolve())])
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs on each rank: measures with the others; rank 0 writes the file."""
+    """Measures together with the other ranks; rank 0 writes the file. Every rank must call it."""
     parser = argparse.ArgumentParser(prog="ds_plan --measure", description=__doc__, allow_abbrev=False)
     parser.add_argument("target")
     target = parser.parse_args(args).target

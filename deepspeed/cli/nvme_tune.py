@@ -118,16 +118,16 @@ def _choices(path: Path | None) -> list[IoSettings]:
     lists: dict[str, list[Any]] = {**_SWEEP}
     if path is not None:
         try:
-            given = json.loads(path.read_text())
+            content = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise DeepSpeedConfigError(
                 f"--sweep_config {path}: cannot be read as JSON ({error}); correct the file"
             ) from error
-        if not isinstance(given, dict):
+        if not isinstance(content, dict):
             raise DeepSpeedConfigError(
-                f"--sweep_config {path}: expected an object of lists, found {type(given).__name__}"
+                f"--sweep_config {path}: expected an object of lists, found {type(content).__name__}; correct the file"
             )
-        for key, values in given.items():
+        for key, values in content.items():
             name = _OTHER_NAMES.get(key, key)
             if name not in _SWEEP:
                 known = ", ".join((*_SWEEP, "io_parallel"))
@@ -205,12 +205,12 @@ class TuneTrial:
 
     @property
     def seconds_per_byte(self) -> float:
-        """Seconds to move a byte once by each measured operation in every folder: less is better."""
+        """Returns the sum of the seconds per byte of every measured operation in every folder."""
         return sum(1 / speed for folder in self.speeds for speed in folder.ours.values())
 
     @property
     def in_flight(self) -> int:
-        """Concurrent requests."""
+        """Returns the number of concurrent requests."""
         return self.settings.queue_depth * self.settings.threads
 
 
@@ -226,7 +226,7 @@ def sweep(
     """Measures every choice in every folder, one after the other.
 
     Args:
-        folders: Where files are made, one at a time, and removed.
+        folders: Folders in which files are written, one at a time, and removed.
         nbytes: Size of a file.
         choices: Settings to try.
         loops: Passes; the fastest counts.

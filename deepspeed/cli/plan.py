@@ -86,7 +86,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if options.predict or options.search is not None:
             _refuse_below_one(options)
             refuse_beside_prediction(options)
-            config = read_config(options.config if options.config is not None else _plain_config())
+            config = read_config(options.config if options.config is not None else _default_config())
             output = PredictionOutput(_show, _width(120), functools.partial(_save, "picture", options.picture))
             return run_prediction(options, _model(options), _machine(options), config, output)
         return _sweep(options) if options.sweep else _plan(options)
@@ -215,7 +215,7 @@ def _save(option: str, target: str, text: str) -> None:
 
 
 def _show(text: str) -> None:
-    """Prints; in ASCII if the terminal's encoding requires it."""
+    """Prints a text; in ASCII if the terminal's encoding requires it."""
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -258,7 +258,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 def _request(options: argparse.Namespace) -> Request:
     _refuse_below_one(options)
     machine = _machine(options)
-    config = read_config(options.config if options.config is not None else _plain_config())
+    config = read_config(options.config if options.config is not None else _default_config())
     request = Request(
         source=model_source(_model(options)),
         config=config,
@@ -296,7 +296,7 @@ def _model(options: argparse.Namespace) -> Any:
     return DecoderShape(**sizes, **{name: value for name, value in further.items() if value is not None})
 
 
-def _plain_config() -> dict[str, Any]:
+def _default_config() -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -357,7 +357,10 @@ def _sweep(options: argparse.Namespace) -> int:
         _save("picture", options.picture, sweep_svg(points))
     if options.write:
         if not fitting:
-            raise DeepSpeedConfigError(f"--write {options.write}: nothing fits, so nothing was written")
+            raise DeepSpeedConfigError(
+                f"--write {options.write}: expected a combination that fits, found none, so the file was not written; "
+                "sweep more ranks or offload"
+            )
         best = min(fitting, key=lambda plan: (plan.machine.ranks, -(plan.tokens_per_second or 0)))
         _save("write", options.write, best.config_text())
     return 0 if fitting else 1

@@ -84,12 +84,9 @@ def refuse_without_prediction(options: argparse.Namespace) -> None:
     """
     if options.predict or options.search is not None:
         return
-    given = [f"--{name}" for name in _FLAGS if name != "fp8" and getattr(options, name.replace("-", "_"))]
-    given += [f"--{name}" for name in _NUMBERS if getattr(options, name.replace("-", "_")) is not None]
-    given += [f"--{name}" for name in ("recompute", "context") if getattr(options, name) is not None]
-    given += [f"--{name}" for name in ("whole-vocabulary", "no-overlap") if getattr(options, name.replace("-", "_"))]
-    if given:
-        raise DeepSpeedConfigError(f"{', '.join(given)}: only with --predict or --search; add one of them")
+    names = (*(name for name in _FLAGS if name != "fp8"), *_NUMBERS)
+    if passed := _passed(options, (*names, "recompute", "context", "whole-vocabulary", "no-overlap")):
+        raise DeepSpeedConfigError(f"{passed}: only with --predict or --search; add one of them")
 
 
 def refuse_beside_prediction(options: argparse.Namespace) -> None:
@@ -101,31 +98,32 @@ def refuse_beside_prediction(options: argparse.Namespace) -> None:
     if options.predict and options.search is not None:
         raise DeepSpeedConfigError("--predict and --search are both given; keep one")
     kind = "--predict" if options.predict else "--search"
-    if given := _given(options, _ONLY_SIMULATED):
-        raise DeepSpeedConfigError(f"{given}: {kind} simulates no step and does not use it; leave one of them out")
+    if passed := _passed(options, _ONLY_SIMULATED):
+        raise DeepSpeedConfigError(f"{passed}: {kind} simulates no step and does not use it; leave one of them out")
     if options.search is None:
         return
     if options.search < 1:
         raise DeepSpeedConfigError(f"--search: expected 1 or more samples, found {options.search}")
-    if given := _given(options, ("context", *_SEARCHED)):
+    if passed := _passed(options, ("context", *_SEARCHED)):
         raise DeepSpeedConfigError(
-            f"{given}: --search tries all of them; leave it out, or give the whole layout and use --predict"
+            f"{passed}: --search tries all of them; leave it out, or give the whole layout and use --predict"
         )
 
 
-def _given(options: argparse.Namespace, names: tuple[str, ...]) -> str:
+def _passed(options: argparse.Namespace, names: tuple[str, ...]) -> str:
+    """Returns those of the options that are on the command line, as text; empty if none is."""
     values = {name: getattr(options, name.replace("-", "_")) for name in names}
     return ", ".join(f"--{name}" for name, value in values.items() if value is not None and value is not False)
 
 
 @dataclass(frozen=True)
 class PredictionOutput:
-    """The output of results.
+    """How results are printed and saved.
 
     Attributes:
-        show: Prints.
-        width: Columns.
-        save: Writes the file of ``--picture``.
+        show: Prints a text.
+        width: Columns of the terminal.
+        save: Writes a text to the file of ``--picture``.
     """
 
     show: Callable[[str], None]
@@ -153,7 +151,7 @@ def run_prediction(
         0 if the step, or any layout, fits; 1 if not.
 
     Raises:
-        DeepSpeedConfigError: The model is not given by its sizes, or cannot be divided so.
+        DeepSpeedConfigError: The model is not described by sizes, or cannot be divided so.
     """
     if not isinstance(shape, DecoderShape):
         raise DeepSpeedConfigError(
@@ -162,14 +160,14 @@ def run_prediction(
         )
     if options.context is not None and options.sequence is not None:
         raise DeepSpeedConfigError("--context and --sequence are both given; keep one: --context is a ring")
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         field: True for name, (field, _) in _FLAGS.items() if getattr(options, name.replace("-", "_"))
     }
-    given |= {field: getattr(options, name.replace("-", "_")) for name, (field, _, _) in _NUMBERS.items()}
-    given |= {"is_ring": True} if options.context is not None else {}
-    given |= {"cuts_vocabulary": False} if options.whole_vocabulary else {}
-    given |= {"overlaps_data": False} if options.no_overlap else {}
-    given["recompute"] = options.recompute or ("full" if options.activation_checkpointing else None)
+    settings |= {field: getattr(options, name.replace("-", "_")) for name, (field, _, _) in _NUMBERS.items()}
+    settings |= {"is_ring": True} if options.context is not None else {}
+    settings |= {"cuts_vocabulary": False} if options.whole_vocabulary else {}
+    settings |= {"overlaps_data": False} if options.no_overlap else {}
+    settings["recompute"] = options.recompute or ("full" if options.activation_checkpointing else None)
     check_config(config)
     if options.fp8 and not machine.device.fp8_flops:
         raise DeepSpeedConfigError(
@@ -178,7 +176,7 @@ def run_prediction(
         )
     if options.search is not None:
         open_batch = {**without_batch(config), "tensor_parallel": {}, "sequence_parallel_size": 1}
-        found = layout_of(open_batch, machine.ranks, pipeline=Pipeline(), tensor=1, sequence=1, ep=1, **given)
+        found = layout_of(open_batch, machine.ranks, pipeline=Pipeline(), tensor=1, sequence=1, ep=1, **settings)
         base = replace(found, cuts_norms=True)
         ranking = search_layouts(shape, machine, options.sequence_length, options.search, base=base)
         if options.picture:
@@ -195,7 +193,7 @@ def run_prediction(
         ep=options.ep,
         micro_batch=options.micro_batch,
         accumulation=options.accumulation,
-        **given,
+        **settings,
     )
     step = predict_step(StepSetup(shape, found, machine, options.sequence_length))
     facts = {**step.to_dict(), "would_help_seconds": dict(costs_turned_off(step))}

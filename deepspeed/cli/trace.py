@@ -22,7 +22,7 @@ from deepspeed.profiling.step_trace import PATTERN
 _LINES = 20
 _PER_RANK = 1_000_000
 """Process ids of rank n in the merged trace start at n times this."""
-_WHOLE, _WAITS = "whole step", "waits"
+_WHOLE_STEP, _WAITS = "whole step", "waits"
 _PHASES = {"forward": "forward", "backward": "backward", "step": "update", "schedule": "schedule of the stage"}
 _STEP = re.compile(r"step \d+$")
 
@@ -103,7 +103,7 @@ def merge_traces(folder: Path, target: Path | None = None) -> Path:
         rank = _rank_of(path)
         trace = _read(path)
         base = float(trace.get("baseTimeNanoseconds", 0)) / 1e3  # microseconds, by the host's clock
-        merged += [made for event in trace["traceEvents"] for made in _as_async(_of_rank(event, rank, base))]
+        merged += [shown for event in trace["traceEvents"] for shown in _as_async(_of_rank(event, rank, base))]
     start = min((event["ts"] for event in merged if event.get("ph") != "M" and "ts" in event), default=0.0)
     for event in merged:
         if "ts" in event:
@@ -148,19 +148,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _of_rank(event: dict[str, Any], rank: int, base: float) -> dict[str, Any]:
-    made = dict(event)
-    if "ts" in made:
-        made["ts"] = float(made["ts"]) + base
-    process = made.get("pid")
+    copy = dict(event)
+    if "ts" in copy:
+        copy["ts"] = float(copy["ts"]) + base
+    process = copy.get("pid")
     if isinstance(process, int):
-        made["pid"] = rank * _PER_RANK + process % _PER_RANK
-        if made.get("name") == "process_name":
-            made["args"] = {"name": f"rank {rank}: {made.get('args', {}).get('name', '')}"}
+        copy["pid"] = rank * _PER_RANK + process % _PER_RANK
+        if copy.get("name") == "process_name":
+            copy["args"] = {"name": f"rank {rank}: {copy.get('args', {}).get('name', '')}"}
     elif process is not None:
-        made["pid"] = f"rank {rank}: {process}"
-    if made.get("ph") in ("s", "f", "t") and "id" in made:  # arrows between launches and kernels stay in their rank
-        made["id"] = f"{rank}/{made['id']}"
-    return made
+        copy["pid"] = f"rank {rank}: {process}"
+    if copy.get("ph") in ("s", "f", "t") and "id" in copy:  # arrows between launches and kernels stay in their rank
+        copy["id"] = f"{rank}/{copy['id']}"
+    return copy
 
 
 def _is_collective_of_gloo(event: Mapping[str, Any]) -> bool:
@@ -181,29 +181,29 @@ def _as_async(event: dict[str, Any]) -> list[dict[str, Any]]:
     return [begin, {**begin, "ph": "e", "ts": event["ts"] + length}]
 
 
-def _events(place: Path) -> list[dict[str, Any]]:
+def _events(path: Path) -> list[dict[str, Any]]:
     """Returns the events of a folder of traces, with process ids that encode the rank, or of a merged trace."""
-    if place.is_dir():
-        return [_of_rank(event, _rank_of(path), 0.0) for path in _paths(place) for event in _read(path)["traceEvents"]]
-    return list(_read(place)["traceEvents"])
+    if path.is_dir():
+        return [_of_rank(event, _rank_of(file), 0.0) for file in _paths(path) for event in _read(file)["traceEvents"]]
+    return list(_read(path)["traceEvents"])
 
 
 def _rank_of(path: Path) -> int:
     return int(path.name.removeprefix("rank-").partition(".")[0])
 
 
-def _times(place: Path) -> dict[str, float]:
+def _times(path: Path) -> dict[str, float]:
     """Returns the milliseconds per step and rank of the events of a trace, by event name."""
     total: dict[str, float] = defaultdict(float)
     steps = 0
-    for event in _events(place):
+    for event in _events(path):
         if event.get("ph") != "X" or event.get("cat") not in ("user_annotation", "kernel", "cpu_op", "gpu_memcpy"):
             continue
         if not _is_collective_of_gloo(event):
             is_step = _is_step(event)
             steps += is_step
-            total[_WHOLE if is_step else event["name"]] += float(event.get("dur", 0.0)) / 1e3
-    _require_steps(place, steps)
+            total[_WHOLE_STEP if is_step else event["name"]] += float(event.get("dur", 0.0)) / 1e3
+    _require_steps(path, steps)
     return {name: time / steps for name, time in total.items()}
 
 
@@ -211,9 +211,9 @@ def _is_step(event: Mapping[str, Any]) -> bool:
     return event.get("cat") == "user_annotation" and _STEP.match(str(event.get("name"))) is not None
 
 
-def _require_steps(place: Path, steps: int) -> None:
+def _require_steps(path: Path, steps: int) -> None:
     if not steps:
-        raise DeepSpeedError(f"{place}: expected ranges named step 1, step 2 and so on; found none. Trace whole steps")
+        raise DeepSpeedError(f"{path}: expected ranges named step 1, step 2 and so on; found none. Trace whole steps")
 
 
 def describe_change(before: Path, after: Path) -> str:
@@ -227,8 +227,8 @@ def describe_change(before: Path, after: Path) -> str:
         DeepSpeedError: One of them is no trace, or holds no step.
     """
     first, second = _phases(before), _phases(after)
-    whole = [sum(sum(phases.values()) for phases in ranks.values()) / len(ranks) for ranks in (first, second)]
-    text = f"A step takes {whole[1]:,.1f} ms, {whole[1] - whole[0]:+,.1f} ms."
+    totals = [sum(sum(phases.values()) for phases in ranks.values()) / len(ranks) for ranks in (first, second)]
+    text = f"A step takes {totals[1]:,.1f} ms, {totals[1] - totals[0]:+,.1f} ms."
     changes = [
         (phases[name] - first[rank].get(name, 0.0), rank, name)
         for rank, phases in second.items()
@@ -246,10 +246,10 @@ def describe_change(before: Path, after: Path) -> str:
     )
 
 
-def _phases(place: Path) -> dict[int, dict[str, float]]:
+def _phases(path: Path) -> dict[int, dict[str, float]]:
     """Returns for each rank the milliseconds per step of its phases without waits, of waits, and outside of both."""
     threads: dict[tuple[int, Any], list[dict[str, Any]]] = defaultdict(list)
-    for event in _events(place):
+    for event in _events(path):
         is_range = (
             event.get("ph") == "X" and event.get("cat") == "user_annotation" and isinstance(event.get("pid"), int)
         )
@@ -259,7 +259,7 @@ def _phases(place: Path) -> dict[int, dict[str, float]]:
     for (process, _), events in threads.items():
         if steps := sum(map(_is_step, events)):  # the thread of the program
             found[process // _PER_RANK] = {name: time / steps for name, time in _own_times(events).items()}
-    _require_steps(place, len(found))
+    _require_steps(path, len(found))
     return found
 
 
