@@ -18,7 +18,7 @@ from deepspeed.launcher.resources import LauncherError
 
 # Device files of accelerators that torch can use: NVIDIA (also WSL2 and Tegra), AMD and Intel, Ascend, Gaudi,
 # Cambricon, and those in the kernel's accelerator class.
-_SIGNS = (
+_DEVICE_FILES = (
     "/dev/nvidia[0-9]*",
     "/dev/nvidiactl",
     "/dev/dxg",
@@ -53,7 +53,7 @@ class LocalDevices:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether ranks run on the CPU."""
+        """Returns whether ranks run on the CPU."""
         return self.kind == "cpu"
 
 
@@ -68,7 +68,7 @@ def find_devices(environment: MutableMapping[str, str], ignore_visible: bool = F
         DeepSpeedConfigError: ``DS_ACCELERATOR`` names an accelerator that this machine lacks.
     """
     choice = environment.get("DS_ACCELERATOR", "").strip().lower()
-    if choice == "cpu" or (not choice and "torch" not in sys.modules and not _has_signs()):
+    if choice == "cpu" or (not choice and "torch" not in sys.modules and not _has_device_files()):
         return LocalDevices("cpu")
     from deepspeed.accelerator import get_accelerator  # imports torch, so only if there may be a device
 
@@ -92,10 +92,10 @@ def visible_ids(environment: Mapping[str, str], variables: tuple[str, ...], coun
     return tuple(range(count))
 
 
-def _has_signs() -> bool:
+def _has_device_files() -> bool:
     if not sys.platform.startswith("linux"):
         return True  # elsewhere only torch can count them
-    return any(glob.glob(pattern) for pattern in _SIGNS)
+    return any(glob.glob(pattern) for pattern in _DEVICE_FILES)
 
 
 def usable_cores() -> int:
@@ -115,10 +115,12 @@ def parse_core_list(text: str) -> list[int]:
     for item in text.split(","):
         first, dash, last = (part.strip() for part in item.partition("-"))
         if not first.isdecimal() or (dash and not (last.isdecimal() and int(last) >= int(first))):
-            raise LauncherError(f"--bind_core_list {text}: expected cores and ranges like 1,3-5 but found {item!r}")
+            raise LauncherError(
+                f"--bind_core_list {text}: expected cores and ranges like 1,3-5, found {item!r}; correct it"
+            )
         cores += range(int(first), int(last or first) + 1)
     if len(set(cores)) < len(cores):
-        raise LauncherError(f"--bind_core_list {text}: a core comes twice; name each once")
+        raise LauncherError(f"--bind_core_list {text}: expected each core once, found one twice; name each once")
     return cores
 
 
@@ -155,12 +157,12 @@ def share_cores(core_list: str | None, local_size: int) -> list[tuple[int, ...]]
 
 def first_threads(cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")) -> list[int]:
     """Returns one hardware thread of each core; further threads of a core share its arithmetic units."""
-    kept: list[int] = []
+    first: list[int] = []
     seen: set[str] = set()
     for core in cores:
         siblings = root / f"cpu{core}" / "topology" / "thread_siblings_list"
         key = siblings.read_text().strip() if siblings.is_file() else f"{core}"
         if key not in seen:
             seen.add(key)
-            kept.append(core)
-    return kept
+            first.append(core)
+    return first

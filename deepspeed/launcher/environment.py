@@ -47,12 +47,12 @@ class LaunchWorld:
 
     @property
     def world_size(self) -> int:
-        """Total number of ranks."""
+        """Returns the total number of ranks."""
         return sum(self.sizes)
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """(rank, local rank) of every rank that this launcher starts."""
+        """Returns (rank, local rank) of every rank that this launcher starts."""
         first = sum(self.sizes[: self.launcher])
         return [(first + i, self.first_local_rank + i) for i in range(self.sizes[self.launcher])]
 

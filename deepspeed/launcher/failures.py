@@ -38,7 +38,7 @@ _EXCEPTION = re.compile(rb"^[A-Za-z_][\w.]*(:|$)")
 _MORE = re.compile(rb"^[ \t]+[^ \t]")  # continuation lines of an error with several problems
 _MOST_MORE = 40
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))).encode() + b"/"
-_KEPT_LINES = 400
+_TAIL_LINES = 400
 _CLIPPED_BYTES = 240
 _CLIPPED_CAUSE_BYTES = 4000
 # A traceback older than this when its rank ends is not the reason: the rank survived it.
@@ -61,14 +61,14 @@ class ErrorStream(RankStream):
         super().__init__(rank, 2, label, screen)
         self.report_time: float | None = None
         self.hold_seconds = HOLD_SECONDS
-        self._tail: deque[bytes] = deque(maxlen=_KEPT_LINES)
-        self._held: list[bytes] | None = None
+        self._tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
+        self._held_lines: list[bytes] | None = None
         self._hold_for_good = False
 
     @property
     def is_reporting(self) -> bool:
-        """Whether a traceback is being held."""
-        return self._held is not None
+        """Returns whether a traceback is being held back."""
+        return self._held_lines is not None
 
     def emit(self, text: bytes) -> None:
         """Shows a line, or holds it."""
@@ -76,37 +76,37 @@ class ErrorStream(RankStream):
             text = _TORCH_LABEL.sub(b"", text)
         self._tail.append(text)
         if _REPORT_START.search(text):
-            if self._held is None:
+            if self._held_lines is None:
                 self.report_time = time.monotonic()
-                self._held = []
-            elif b"Traceback" in text and not _is_chained(self._held):
+                self._held_lines = []
+            elif b"Traceback" in text and not _is_chained(self._held_lines):
                 self.report_time = time.monotonic()
-        if self._held is None:
+        if self._held_lines is None:
             super().emit(text)
         else:
-            self._held.append(text)
+            self._held_lines.append(text)
 
     def emit_partial(self, text: bytes) -> None:
         """Shows an unfinished line unless lines before it are held."""
-        if self._held is None:
+        if self._held_lines is None:
             super().emit_partial(text)
 
     def tick(self, now: float) -> None:
         """Shows lines held too long: the rank has survived the error."""
         super().tick(now)
-        if self._held is not None and not self._hold_for_good and self.report_time is not None:
+        if self._held_lines is not None and not self._hold_for_good and self.report_time is not None:
             if now - self.report_time > self.hold_seconds:
                 self.release()
 
     def release(self) -> None:
         """Shows all held lines, and from now on every line at once."""
-        held, self._held, self._hold_for_good = self._held or [], None, False
+        held, self._held_lines, self._hold_for_good = self._held_lines or [], None, False
         for text in held:
             super().emit(text)
 
     def hold(self) -> None:
         """Holds all lines from now on until :meth:`release` or :meth:`shorten`: another rank has failed."""
-        self._held = self._held or []
+        self._held_lines = self._held_lines or []
         self._hold_for_good = True
 
     def shorten(self, reason: str, shown: bytes = b"") -> None:
@@ -116,7 +116,7 @@ class ErrorStream(RankStream):
             reason: Why it is shortened.
             shown: An exception already shown in full, which is not repeated.
         """
-        held, self._held, self._hold_for_good = self._held or [], None, False
+        held, self._held_lines, self._hold_for_good = self._held_lines or [], None, False
         start = next((number for number, text in enumerate(held) if _REPORT_START.search(text)), len(held))
         for text in held[:start]:
             super().emit(text)
@@ -224,37 +224,37 @@ class RankState:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended badly or could not be started."""
+        """Returns whether it ended with an error or could not be started."""
         return self.refusal is not None or (self.status is not None and self.status != 0)
 
     @property
     def report(self) -> Report | None:
-        """The traceback with which it ended."""
+        """Returns the traceback with which it ended; None: it had none."""
         started = self.errors.report_time
         return self.errors.report() if started is not None and self.ended - started < _FRESH_SECONDS else None
 
     @property
     def failure_time(self) -> float:
-        """When it failed: its traceback starts before the end of its process, sometimes seconds before."""
+        """Returns when it failed: at the start of its traceback, which may be seconds before the end of its process."""
         started = self.errors.report_time
         return self.ended if started is None or self.report is None else min(started, self.ended)
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether its error looks like a consequence of another rank's end."""
+        """Returns whether its error is probably a consequence of another rank's end."""
         report = self.report
         return report is not None and LOST_PEER.search(report.exception.split(b"\n")[0]) is not None
 
     @property
     def exit_code(self) -> int:
-        """The code that a shell would show: 128 + n for signal n."""
+        """Returns the exit code as a shell shows it: 128 + n for signal n."""
         if self.refusal is not None:
             return 127
         status = self.status or 0
         return status if status >= 0 else 128 - status
 
     def failure(self, name: str, host: str) -> Failure:
-        """Returns how the rank failed, for the launchers of all machines; ``name`` is what messages call it."""
+        """Returns the failure for the launchers of all machines; messages call the rank ``name``."""
         return Failure(
             f"{name} failed first on host {host}: {self.cause()}",
             self.exit_code,
@@ -289,7 +289,7 @@ class Failure:
 
     Attributes:
         sentence: Who failed, where and why.
-        exit_code: What every launcher of the run exits with.
+        exit_code: Exit code of every launcher of the run.
         rank: Global rank; -1 if it was no rank.
         lost_a_peer: Whether it looks like the consequence of another failure.
         time: When it happened, in monotonic seconds of this machine.
@@ -384,7 +384,7 @@ def find_failure_file(environ: Mapping[str, str]) -> Path | None:
 
 
 def write_failure(path: Path, lines: Sequence[str]) -> str | None:
-    """Writes the reason of a failure, replacing what an earlier run has written there.
+    """Writes the reason of a failure, and replaces that of an earlier run.
 
     Returns:
         Why the file cannot be written, as a sentence; None if it was.

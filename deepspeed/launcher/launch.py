@@ -1,4 +1,4 @@
-"""``python -m deepspeed.launcher.launch``: starts the ranks of this machine, in a world given by its options.
+"""``python -m deepspeed.launcher.launch``: starts the ranks of this machine; its options describe all ranks of the run.
 
 The ``deepspeed`` command calls :func:`main` with the world it has resolved, here or on every machine of the run. Where
 MPI or Slurm starts one process per rank, each of them is this module with ``--placed_by``, and starts one rank.
@@ -48,8 +48,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-# Failures of ranks that a run survives.
-MAX_RESTARTS = 100
+MAX_RESTARTS = 100  # of torch's elastic agent, before it gives up
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
@@ -189,7 +188,7 @@ def _run(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | st
         os.environ[SIGNAL_VARIABLE] = args.signal
     workers = _elastic_workers(args, world, hosts) if args.enable_elastic_training else _workers(args, world, hosts)
     link = None
-    if len(world.sizes) > 1 and not args.enable_elastic_training:  # torch's agents communicate in their own way
+    if len(world.sizes) > 1 and not args.enable_elastic_training:  # torch's agents have connections of their own
         me = LauncherInfo(world.launcher, host, world.sizes, world.master_port, VERSION, world.run_id, secret)
         link = LauncherLink(me, world.master_addr)
     return LocalRun(
@@ -215,11 +214,11 @@ def _workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int 
     # Slurm gives each task the devices it may use.
     common = {**visible, **common} if args.placed_by == "slurm" else {**common, **visible}
     ranks = [rank for rank, _ in world.places]
-    which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-    of = f" ({which}, node {world.node_rank} of {world.num_nodes})" if len(world.sizes) > 1 else ""
+    numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    where = f" ({numbers}, node {world.node_rank} of {world.num_nodes})" if len(world.sizes) > 1 else ""
     threads = f", OMP_NUM_THREADS={common['OMP_NUM_THREADS']}" if devices.is_cpu else ""
     logger.info(
-        f"starting {len(ranks)} of {world.world_size} rank(s){of} on {devices.kind}, rendezvous at "
+        f"starting {len(ranks)} of {world.world_size} rank(s){where} on {devices.kind}, rendezvous at "
         f"{world.master_addr}:{world.master_port}{threads}"
     )
     return [
@@ -296,7 +295,7 @@ def _hosts(args: argparse.Namespace) -> list[list[int | str]]:
 
 
 def _world(args: argparse.Namespace, hosts: list[list[int | str]], port: int) -> LaunchWorld:
-    """Returns the place among all launchers of the run."""
+    """Returns which ranks this launcher starts, among all ranks of the run."""
     per_host = tuple(len(slots) for slots in hosts)
     if args.placed_by is None:
         sizes, launcher, node, local = per_host, args.node_rank, args.node_rank, 0
@@ -367,8 +366,9 @@ def _log_files(folder: str | None, ranks: list[int]) -> list[Path] | None:
 
 
 @contextmanager
-def _pid_file(wanted: bool) -> Iterator[None]:
-    if not wanted:
+def _pid_file(is_on: bool) -> Iterator[None]:
+    """With ``--save_pid``: writes a file with the number of this process, and removes it at the end."""
+    if not is_on:
         yield
         return
     path = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed"
@@ -390,8 +390,8 @@ def _write_new(path: Path, text: str) -> None:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise LauncherError(
-            f"--save_pid: cannot write {path} ({error.strerror}); remove what lies there, choose another folder by "
-            "TMPDIR, or leave the option out"
+            f"--save_pid: cannot write {path} ({error.strerror}); remove that file, choose another folder by TMPDIR, "
+            "or leave the option out"
         ) from error
     with os.fdopen(handle, "w") as file:
         file.write(text)

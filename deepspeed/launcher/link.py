@@ -51,7 +51,7 @@ _LOWEST_PORT = 1024
 _RETRY_SECONDS = 0.3
 _CONNECT_SECONDS = 2.0
 # Interval at which waiting for another machine is logged.
-_IMPATIENT_SECONDS = 30.0
+_NOTICE_SECONDS = 30.0
 # Connections that have not identified themselves; if there are more, the oldest is closed.
 _MOST_UNNAMED = 64
 _PAUSE_SECONDS = 0.05
@@ -195,7 +195,7 @@ def link_ports(master_port: int) -> list[int]:
     chosen = os.environ.get("DS_LINK_PORT", "").strip()
     if chosen:
         if not chosen.isdecimal() or not 0 < int(chosen) < 65536:
-            raise LauncherError(f"DS_LINK_PORT must be a port from 1 to 65535, but is {chosen!r}; correct the variable")
+            raise LauncherError(f"DS_LINK_PORT: expected a port from 1 to 65535, found {chosen!r}; correct it")
         return [int(chosen)]
     first = master_port - _DISTANCE if master_port - _DISTANCE >= _LOWEST_PORT else master_port + _DISTANCE
     return [first + number for number in range(_CANDIDATES)]
@@ -234,19 +234,19 @@ class LauncherLink:
 
     @property
     def is_hub(self) -> bool:
-        """Whether this launcher decides for all."""
+        """Returns whether this launcher decides for all."""
         return self.me.index == 0
 
     @property
     def is_connected(self) -> bool:
-        """Whether all receivers are connected: the hub; on the hub, every launcher that has not left."""
+        """Returns whether all receivers are connected: the hub; on the hub, every launcher that has not left."""
         if not self.is_hub:
             return 0 in self._connections
         return set(range(1, len(self.me.sizes))) <= self._connections.keys() | self._gone
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether launchers of the run are still running; valid on the hub only."""
+        """Returns whether launchers of the run are still running; valid on the hub only."""
         return self.is_hub and len(self._gone) < len(self.me.sizes) - 1
 
     def fileno(self) -> int:
@@ -319,7 +319,7 @@ class LauncherLink:
             )
             return
         sent: list[dict[str, Any]] = []
-        impatient_at = time.monotonic() + _IMPATIENT_SECONDS
+        notice_at = time.monotonic() + _NOTICE_SECONDS
         with contextlib.ExitStack() as stack:
             for listener in listeners:
                 stack.enter_context(listener)
@@ -340,11 +340,12 @@ class LauncherLink:
                     sent.append(self._outgoing.get_nowait())
                     for connection in list(self._connections.values()):
                         connection.send(sent[-1])
-                if time.monotonic() > impatient_at and not self.is_connected:
-                    self._complain_of_absence()
-                    impatient_at += _IMPATIENT_SECONDS
+                if time.monotonic() > notice_at and not self.is_connected:
+                    self._report_missing()
+                    notice_at += _NOTICE_SECONDS
 
-    def _complain_of_absence(self) -> None:
+    def _report_missing(self) -> None:
+        """Reports the launchers that have not connected yet."""
         missing = sorted(set(range(1, len(self.me.sizes))) - self._connections.keys() - self._gone)
         listed = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
         self._post(event="notice", text=f"still waiting for the launcher(s) of node(s) {listed}: not connected yet")
@@ -496,7 +497,7 @@ class LauncherLink:
 
     def _find_hub(self) -> JsonConnection | None:
         """Connects to the hub of this run; None if stopped meanwhile, or refused."""
-        impatient_at = time.monotonic() + _IMPATIENT_SECONDS
+        notice_at = time.monotonic() + _NOTICE_SECONDS
         while not self._is_closing.is_set():
             for port in self._ports:
                 connection, answer = self._try(port)
@@ -509,14 +510,14 @@ class LauncherLink:
                 if answer is not None and answer["event"] == "wrong":
                     self._post(event="wrong", reason=answer.get("reason", "node 0 refused this launcher"))
                     return None
-            if time.monotonic() > impatient_at:
+            if time.monotonic() > notice_at:
                 ports = f"{self._ports[0]} to {self._ports[-1]}" if len(self._ports) > 1 else f"{self._ports[0]}"
                 self._post(
                     event="notice",
                     text=f"still no launcher of node 0 at {self._address}, ports {ports}: has it been started, and "
                     f"does a firewall let these through? (DS_LINK_PORT chooses one){self._why_unreached()}",
                 )
-                impatient_at += _IMPATIENT_SECONDS
+                notice_at += _NOTICE_SECONDS
             self._is_closing.wait(_RETRY_SECONDS)
         return None
 

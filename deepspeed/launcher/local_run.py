@@ -362,7 +362,7 @@ class LocalRun:
 
     @property
     def _do_continue(self) -> bool:
-        """Whether the other ranks continue when one is lost; ranks of several machines report to one launcher."""
+        """Returns whether the other ranks continue when one is lost; on several machines they do not."""
         return self._link is None and self._notes.do_continue
 
     def _was_survived(self, state: RankState) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from deepspeed.launcher.resources import LauncherError
 
-# Per program: names of the variables for rank, number of ranks and local rank, the first that is set is used.
+# Per program: names of the variables for rank, number of ranks and local rank; the first that is set is used.
 _VARIABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "openmpi": (("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",)),
     "mpich": (("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID")),
@@ -46,7 +46,10 @@ def find_placed(program: str, environment: Mapping[str, str]) -> LaunchedProcess
     rank, size, local = (_first(program, names, environment) for names in _VARIABLES[program])
     if rank is None or size is None:
         names = ", ".join(_VARIABLES[program][0] + _VARIABLES[program][1])
-        raise LauncherError(f"{program}: this process was not started by it: expected the variables {names}")
+        raise LauncherError(
+            f"{program}: expected the variables {names}, found none: this process was not started by {program}; start "
+            "it so, or choose another launcher"
+        )
     return LaunchedProcess(rank, size, local)
 
 
@@ -54,6 +57,6 @@ def _first(program: str, names: tuple[str, ...], environment: Mapping[str, str])
     for name in names:
         if text := environment.get(name, "").strip():
             if not text.isdecimal():
-                raise LauncherError(f"{program}: {name} must be a whole number, but is {text!r}")
+                raise LauncherError(f"{program}: {name}: expected a whole number, found {text!r}; correct the variable")
             return int(text)
     return None

@@ -18,8 +18,8 @@ class PortClaim:
     """A port that other launchers on this machine do not choose while this object is open.
 
     Rank 0 opens the port seconds after the launcher has chosen it, and two runs started together would both find it
-    free. Meanwhile a name in Linux's abstract socket namespace marks it: the name disappears with the last process
-    that holds it, and needs no file.
+    free. Meanwhile a name in Linux's abstract socket namespace marks it: the name needs no file, and disappears with
+    the last process that has it open.
 
     Attributes:
         port: The port.
@@ -77,18 +77,18 @@ def claim_port(address: str, requested: RequestedPort | None, *, is_shared: bool
     Raises:
         LauncherError: The port is taken and must not be replaced.
     """
-    wanted = DEFAULT_PORT if requested is None else requested.port
+    port = DEFAULT_PORT if requested is None else requested.port
     if not is_here(address):
-        return PortClaim(wanted)
-    mark = _mark(wanted) if is_free(wanted) else None
+        return PortClaim(port)
+    mark = _mark(port) if is_free(port) else None
     if mark is not None:
-        return PortClaim(wanted, mark.socket)
-    if requested is not None and wanted != DEFAULT_PORT:
+        return PortClaim(port, mark.socket)
+    if requested is not None and port != DEFAULT_PORT:
         if is_shared:
-            raise _port_in_use(requested.source, wanted)
+            raise _port_in_use(requested.source, port)
         chosen = _claim_any()
         logger.warning(
-            f"{requested.source}: the port is taken by {_occupant(wanted)}; this run uses port {chosen.port} instead"
+            f"{requested.source}: the port is taken by {_occupant(port)}; this run uses port {chosen.port} instead"
         )
         return chosen
     return _claim_any()
@@ -127,7 +127,7 @@ def _occupant(port: int) -> str:
 
 @dataclass(frozen=True)
 class _PortLock:
-    """The mark of a claimed port. On systems without abstract sockets it holds nothing."""
+    """The mark of a claimed port; without a socket on systems that have no abstract ones."""
 
     socket: socket.socket | None
 

@@ -46,11 +46,11 @@ def find_processes(sessions: Iterable[int], spare: Iterable[int] = ()) -> set[in
     orphans cannot be adopted.
     """
     me = os.getpid()
-    wanted = set(sessions)
+    ids = set(sessions)
     found = {child.pid for child in psutil.Process(me).children(recursive=True)}
-    for pid in psutil.pids() if wanted else ():
+    for pid in psutil.pids() if ids else ():
         try:
-            if os.getsid(pid) in wanted:
+            if os.getsid(pid) in ids:
                 found.add(pid)
         except (ProcessLookupError, PermissionError):  # ended meanwhile, or belongs to another user
             continue

@@ -1,16 +1,15 @@
 """The commands that start a run on several machines, one builder per program.
 
-The functions are pure: they turn a :class:`RemoteRun` into commands, which ``--dry_run`` shows and tests compare. There
-are two ways:
+The functions are pure: they turn a :class:`RemoteRun` into commands, which ``--dry_run`` shows and tests compare.
 
-- pdsh and ssh start one launcher per machine (``--node_rank``), which starts the ranks there;
+- pdsh and ssh start one launcher per machine (``--node_rank``), which starts the ranks there.
 - MPI and Slurm start one launcher per rank (``--placed_by``), so that a rank may use MPI itself.
 
-In both, the launchers are connected (:mod:`.link`) and report a failure once, as on one machine.
+In both cases the launchers are connected (:mod:`.link`) and report a failure once, as on one machine.
 
 Every user of a machine can read the command lines of its processes. The values of variables and the run's secret must
-not appear there: ssh gets its script by standard input, and MPI and Slurm pass on their own environment. pdsh can do
-neither.
+not appear there: ssh gets its script by standard input, and MPI and Slurm pass on their own environment. Only pdsh has
+them in its command line.
 """
 
 from __future__ import annotations
@@ -76,12 +75,12 @@ class RemoteRun:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment of the launchers on the machines."""
+        """Returns the environment of the launchers on the machines."""
         return {**self.exports, **({SECRET: self.secret} if self.secret else {})}
 
     @property
     def world_size(self) -> int:
-        """Total number of ranks."""
+        """Returns the total number of ranks."""
         return sum(len(slots) for slots in self.hosts.values())
 
     def node_launcher(self, *place: str) -> list[str]:
@@ -155,8 +154,8 @@ def ssh(run: RemoteRun) -> list[Command]:
 
 
 def openmpi(run: RemoteRun) -> list[Command]:
-    """Returns the command of Open MPI's mpirun, without its binding of each rank to one core: torch wants threads."""
-    defaults = _unless_given(run, ("--map-by", "slot"), ("--bind-to", "none"))
+    """Returns the command of Open MPI's mpirun, which must not bind each rank to one core, as torch starts threads."""
+    defaults = _unless_chosen(run, ("--map-by", "slot"), ("--bind-to", "none"))
     exports = [word for name in run.variables for word in ("-x", name)]  # with the values that mpirun itself has
     head = ("mpirun", "-n", str(run.world_size), "--host", _host_slots(run))
     words = (*head, *defaults, *exports, *run.launcher_args, *run.node_launcher("--placed_by=openmpi"))
@@ -192,8 +191,8 @@ def slurm(run: RemoteRun) -> list[Command]:
 
 def _hydra(run: RemoteRun, name: str, *where: str, needed: dict[str, str] | None = None) -> Command:
     words = [word for key, value in (needed or {}).items() for word in ("-genv", key, value)]
-    everything = () if set(_HYDRA_ENVIRONMENT) & set(run.launcher_args) else ("-genvall",)
-    head = ("mpirun", "-n", str(run.world_size), *where, *everything, *words)
+    environment = () if set(_HYDRA_ENVIRONMENT) & set(run.launcher_args) else ("-genvall",)
+    head = ("mpirun", "-n", str(run.world_size), *where, *environment, *words)
     return Command((*head, *run.launcher_args, *run.node_launcher(f"--placed_by={name}")), run.variables)
 
 
@@ -211,10 +210,10 @@ def _even_slots(run: RemoteRun, name: str) -> int:
     return next(iter(counts.values()))
 
 
-def _unless_given(run: RemoteRun, *options: tuple[str, str]) -> list[str]:
+def _unless_chosen(run: RemoteRun, *options: tuple[str, str]) -> list[str]:
     """Returns the default options, without those that the user's arguments set."""
-    given = {word.partition("=")[0].replace("--", "-") for word in run.launcher_args}
-    return [word for option in options if option[0].replace("--", "-") not in given for word in option]
+    chosen = {word.partition("=")[0].replace("--", "-") for word in run.launcher_args}
+    return [word for option in options if option[0].replace("--", "-") not in chosen for word in option]
 
 
 # The programs that each launcher needs on this machine.

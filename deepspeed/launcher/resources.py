@@ -24,7 +24,7 @@ _HOST_LINE = re.compile(r"(?P<host>[^\s=]+)(\s+slots=(?P<slots>\d+))?")
 
 
 class LauncherError(DeepSpeedConfigError):
-    """Raised when what the command line requests cannot be started."""
+    """Raised when a command line cannot be carried out."""
 
 
 def check_host_name(host: str, source: str) -> None:
@@ -114,9 +114,8 @@ def parse_resource_filter(
     selected = {}
     for host, slots in host_info.items():
         chosen = named.get(host, set())
-        kept = [slot for slot in slots if (slot in chosen) == bool(include_str)]
-        if kept:
-            selected[host] = kept
+        if remaining := [slot for slot in slots if (slot in chosen) == bool(include_str)]:
+            selected[host] = remaining
     return selected
 
 
@@ -131,13 +130,15 @@ def _parse_filter(option: str, text: str, host_info: Mapping[str, list[int]]) ->
         if colon:
             items = [item.strip() for item in numbers.split(",")]
             if not all(item.isdecimal() for item in items):
-                raise LauncherError(f"{option} {text}: expected slot numbers like {host}:0,2 but found {part!r}")
-            wanted = {int(item) for item in items}
-            if missing := sorted(wanted - slots):
+                raise LauncherError(
+                    f"{option} {text}: expected slot numbers like {host}:0,2, found {part!r}; correct it"
+                )
+            numbered = {int(item) for item in items}
+            if missing := sorted(numbered - slots):
                 raise LauncherError(
                     f"{option} {text}: host {host!r} has no slots {missing}; choose from {sorted(slots)}"
                 )
-            slots = wanted
+            slots = numbered
         named[host] = named.get(host, set()) | slots
     return named
 

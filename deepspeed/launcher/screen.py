@@ -78,17 +78,17 @@ class Output:
 
     @property
     def is_full(self) -> bool:
-        """Whether ranks should not be read for now."""
+        """Returns whether the output of ranks must not be read for now."""
         return self._queued > _BACKLOG
 
     @property
     def is_broken(self) -> bool:
-        """Whether a reader of the output has closed it."""
+        """Returns whether a reader of the output has closed it."""
         return bool(self._broken)
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether stdout or stderr is a pipe or connection whose other end is closed, written to or not."""
+        """Returns whether the other end of stdout or stderr, a pipe or connection, is closed; needs no write."""
         poll = select.poll()
         for descriptor in (1, 2):
             poll.register(descriptor, 0)  # errors and hang-ups are always reported
@@ -187,10 +187,10 @@ class RankStream:
             self.emit(_last_rewrite(line))
         self._partial_due = None
         if b"\r" in self._pending:
-            # Only the newest state of a rewritten line is kept, which also bounds memory.
-            kept = _last_rewrite(self._pending)
-            self._pending = kept + (b"\r" if self._pending.endswith(b"\r") else b"")
-            self.emit_partial(kept)
+            # Only the newest state of a rewritten line is stored, which also bounds memory.
+            newest = _last_rewrite(self._pending)
+            self._pending = newest + (b"\r" if self._pending.endswith(b"\r") else b"")
+            self.emit_partial(newest)
         elif len(self._pending) > _LONGEST_LINE:
             self.finish()
         elif self._pending:

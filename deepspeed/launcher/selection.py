@@ -50,7 +50,7 @@ def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]
         LauncherError: The requested slots do not exist, or the options contradict each other.
     """
     _check_counts(args)
-    pool: Slots | None = fetch_hostfile(args.hostfile, lambda: _slots_of_a_name(args, environment))
+    pool: Slots | None = fetch_hostfile(args.hostfile, lambda: _slots_per_host(args, environment))
     if pool is None and args.launcher == "slurm" and "SLURM_JOB_ID" in environment and not args.no_ssh:
         pool = slots_of_allocation(environment, args.num_gpus)
         source = "the Slurm allocation"
@@ -70,7 +70,7 @@ def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]
     return RankSelection({_THIS_MACHINE: _local_slots(args, environment)})
 
 
-def _slots_of_a_name(args: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
+def _slots_per_host(args: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
     """Returns the number of slots of a machine without slots in the host file: that of this machine."""
     if args.num_gpus > 0:
         return int(args.num_gpus)
@@ -95,9 +95,11 @@ def _choose(args: argparse.Namespace, pool: Slots, source: str) -> dict[str, lis
     chosen = parse_inclusion_exclusion(pool, args.include, args.exclude)
     if not chosen:
         raise LauncherError(f"--exclude {args.exclude}: no slot of {source} is left; leave one of them in")
-    needed = args.num_nodes if args.min_elastic_nodes == -1 else args.min_elastic_nodes
+    is_elastic = args.min_elastic_nodes != -1
+    needed = args.min_elastic_nodes if is_elastic else args.num_nodes
     if needed > len(chosen):
-        raise LauncherError(f"--num_nodes {needed}: {source} has {len(chosen)} host(s); give at most as many")
+        option = "minimum number of elastic nodes" if is_elastic else "--num_nodes"
+        raise LauncherError(f"{option} {needed}: {source} has {len(chosen)} host(s); give at most as many")
     if args.num_nodes != -1:
         chosen = dict(list(chosen.items())[: args.num_nodes])
     for host, slots in chosen.items():
@@ -132,7 +134,7 @@ def _local_devices(source: str, slots: Sequence[int], devices: LocalDevices) -> 
 
 
 def _alike_nodes(args: argparse.Namespace, environment: MutableMapping[str, str]) -> RankSelection:
-    """Returns the machines of a run without host file, each started by hand: they must be alike, and are unnamed."""
+    """Returns the machines of a run without host file, each started by hand; all have the devices of this one."""
     if not args.no_ssh:
         raise LauncherError(
             f"--num_nodes {args.num_nodes}: only this machine is known; {args.hostfile} does not exist. Name the "

@@ -145,7 +145,7 @@ def test_the_pid_file_is_new_and_follows_no_link(tmp_path, monkeypatch, planted)
     path, target = tmp_path / f"{os.getpid()}.deepspeed", tmp_path / "target"
     if planted == "directory":
         path.mkdir()
-        with pytest.raises(LauncherError, match="--save_pid: cannot write .*remove what lies there"):
+        with pytest.raises(LauncherError, match="--save_pid: cannot write .*remove that file"):
             launch._pid_file(True).__enter__()
         return
     if "link" in planted:
@@ -184,7 +184,7 @@ def test_visible_devices(value, count, expected):
 
 def test_the_cpu_is_found_without_torch(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(devices, "_has_signs", lambda: False)
+    monkeypatch.setattr(devices, "_has_device_files", lambda: False)
     assert find_devices({}).is_cpu
     assert find_devices({"DS_ACCELERATOR": "CPU"}).ids == ()
 

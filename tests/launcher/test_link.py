@@ -230,7 +230,7 @@ def test_a_launcher_that_cannot_resolve_the_first_machine_logs_it_and_continues(
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    monkeypatch.setattr(link, "_IMPATIENT_SECONDS", 0.0)
+    monkeypatch.setattr(link, "_NOTICE_SECONDS", 0.0)
     other = LauncherLink(replace(ME, index=1, host="other"), "machine0")
     other.start()
     try:

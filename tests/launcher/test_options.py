@@ -81,7 +81,12 @@ def test_wrong_selections_are_value_errors(gpus, options, message):
     [
         ("localhost slots=4\n", [], "counts on device 3, but this machine shows 3 cuda"),
         ("localhost slots=2\n", ["--num_gpus=3"], r"gives host 'localhost' 2 slot"),
-        ("localhost slots=2\n", ["--num_nodes=2"], "has 1 host"),
+        ("localhost slots=2\n", ["--num_nodes=2"], "--num_nodes 2: .* has 1 host"),
+        (
+            "localhost slots=2\n",
+            ["--elastic_training", "--num_nodes=2:3"],
+            "elastic nodes 2: .* has 1 host",
+        ),
     ],
 )
 def test_wrong_hostfiles(gpus, tmp_path, text, options, message):
@@ -159,7 +164,7 @@ def test_wrong_scripts(arguments, message):
         (["--world_info=eyJhIjogWzBdfQ==", "--bind_core_list=99999", SCRIPT], r"cores \[99999\] are not among"),
         (
             ["--world_info=eyJhIjogWzBdfQ==", "--placed_by=openmpi", SCRIPT],
-            "openmpi: this process was not started by it",
+            "this process was not started by openmpi",
         ),
         (
             ["--world_info=eyJhIjogWzBdfQ==", "--enable_elastic_training", "--bind_cores_to_rank", SCRIPT],
@@ -201,7 +206,7 @@ def test_nothing_of_the_launcher_the_tuner_and_reports_needs_torch():
 def test_a_machine_with_a_device_file_uses_torch(monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setattr(devices.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia[" in pattern else [])
-    assert devices._has_signs()
+    assert devices._has_device_files()
 
 
 def test_without_arguments_the_help_is_shown(capsys):
