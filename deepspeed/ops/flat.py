@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator
 
@@ -183,7 +184,7 @@ class UpdateRule(Protocol):
 _UNCORRECTED = math.inf
 
 
-class AdamRule:
+class AdamRule(UpdateRule):
     """Adam and AdamW: `Kingma and Ba <https://arxiv.org/abs/1412.6980>`_, `Loshchilov and Hutter
     <https://arxiv.org/abs/1711.05101>`_.
 
@@ -196,22 +197,16 @@ class AdamRule:
     def __init__(self, decoupled: bool | None = None) -> None:
         self._decoupled = decoupled
 
+    @override
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """Returns first and second moment, which start from zero."""
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
+    @override
     def runs_lists_at_once(self, device: torch.device) -> bool:
-        """Returns True: the kernel is fused."""
-        return True
+        return True  # the kernel is fused
 
+    @override
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """Returns the arithmetic of update number ``step`` with the hyperparameters of ``group``.
-
-        Args:
-            group: Hyperparameters.
-            step: 1 for the first update; a scalar tensor only where it lives on an accelerator.
-            device: Where the update runs.
-        """
         decoupled = group.get("decoupled_weight_decay", False) if self._decoupled is None else self._decoupled
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
         if not group.get("bias_correction", True):
@@ -242,27 +237,21 @@ class AdamRule:
         return update
 
 
-class SGDRule:
+class SGDRule(UpdateRule):
     """Stochastic gradient descent with momentum, as torch's (dampening 0, where a buffer may start from zero)."""
 
     counts_steps = False
 
+    @override
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """Returns a momentum buffer, if there is momentum."""
         return {"momentum_buffer": 0.0} if group.get("momentum", 0) else {}
 
+    @override
     def runs_lists_at_once(self, device: torch.device) -> bool:
-        """Returns True: the kernel is fused."""
-        return True
+        return True  # the kernel is fused
 
+    @override
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """Returns the arithmetic of update number ``step`` with the hyperparameters of ``group``.
-
-        Args:
-            group: Hyperparameters.
-            step: 1 for the first update; a scalar tensor only where it lives on an accelerator.
-            device: Where the update runs.
-        """
         lr = _learning_rate(group, device)
 
         def update(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]]) -> None:
@@ -282,27 +271,21 @@ class SGDRule:
         return update
 
 
-class AdagradRule:
+class AdagradRule(UpdateRule):
     """Adagrad: `Duchi et al. <https://jmlr.org/papers/v12/duchi11a.html>`_, as torch's."""
 
     counts_steps = True
 
+    @override
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """Returns the sum of squared gradients."""
         return {"sum": float(group.get("initial_accumulator_value", 0.0))}
 
+    @override
     def runs_lists_at_once(self, device: torch.device) -> bool:
-        """Returns whether the kernel is fused: on the CPU."""
-        return device.type == "cpu"
+        return device.type == "cpu"  # where torch has a fused kernel
 
+    @override
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """Returns the arithmetic of update number ``step`` with the hyperparameters of ``group``.
-
-        Args:
-            group: Hyperparameters.
-            step: 1 for the first update; a scalar tensor only where it lives on an accelerator.
-            device: Where the update runs.
-        """
         lr, lr_decay = _number(group["lr"]), float(group.get("lr_decay", 0.0))
         weight_decay, eps = float(group["weight_decay"]), float(group["eps"])
         maximize = bool(group.get("maximize", False))
@@ -336,27 +319,21 @@ class AdagradRule:
         return update_fused
 
 
-class LionRule:
+class LionRule(UpdateRule):
     """Lion, the evolved sign momentum: `Chen et al. <https://arxiv.org/abs/2302.06675>`_, algorithm 2."""
 
     counts_steps = False
 
+    @override
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """Returns one momentum, which starts from zero."""
         return {"exp_avg": 0.0}
 
+    @override
     def runs_lists_at_once(self, device: torch.device) -> bool:
-        """Returns False: the interpolated direction would need a temporary copy of every tensor."""
-        return False
+        return False  # the interpolated direction would need a temporary copy of every tensor
 
+    @override
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """Returns the arithmetic of update number ``step`` with the hyperparameters of ``group``.
-
-        Args:
-            group: Hyperparameters.
-            step: 1 for the first update; a scalar tensor only where it lives on an accelerator.
-            device: Where the update runs.
-        """
         lr = _number(group["lr"])
         beta1, beta2 = (_number(beta) for beta in group["betas"])
         shrink = 1.0 - lr * float(group["weight_decay"])

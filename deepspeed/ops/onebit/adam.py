@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from deepspeed.ops.base import ElementwiseOptimizer
 from deepspeed.ops.flat import AdamRule, Kernel, UpdateRule, scratch
 from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, refuse_step
 
 
-class FrozenAdamRule:
+class FrozenAdamRule(UpdateRule):
     """The step of 1-bit Adam after its warm-up. The variance is frozen; the gradient argument holds the new momentum.
 
     Args:
@@ -26,22 +27,16 @@ class FrozenAdamRule:
     def __init__(self, frozen_at: int) -> None:
         self._frozen_at = frozen_at
 
+    @override
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """Returns Adam's initial state."""
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
+    @override
     def runs_lists_at_once(self, device: torch.device) -> bool:
-        """Returns False: the denominator would need a temporary copy of every tensor."""
-        return False
+        return False  # the denominator would need a temporary copy of every tensor
 
+    @override
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """Returns the arithmetic of update number ``step`` with the hyperparameters of ``group``.
-
-        Args:
-            group: Hyperparameters.
-            step: 1 for the first update; a scalar tensor only where it lives on an accelerator.
-            device: Where the update runs.
-        """
         lr = float(group["lr"])
         eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
         first, second = 1.0, 1.0

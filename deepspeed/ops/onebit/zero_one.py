@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from deepspeed.ops.base import ElementwiseOptimizer
 from deepspeed.ops.flat import AdamRule, Kernel, UpdateRule, scratch
@@ -20,7 +21,7 @@ LR_EXCHANGED, LR_SUM, LR_OWED = "lr_travelled", "lr_since_exchange", "lr_owed"
 since the latest exchange, and the sum at the latest message, to which the error-feedback residuals belong."""
 
 
-class ZeroOneRule:
+class ZeroOneRule(UpdateRule):
     """The steps of 0/1 Adam. The meaning of the gradient argument depends on the step.
 
     - Steps that update the variance: the mean gradient. The step is AdamW's, bit for bit as long as there was no other
@@ -59,22 +60,16 @@ class ZeroOneRule:
         self._comes_together = comes_together
         self._updates, self._of_variance = updates, of_variance
 
+    @override
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """Returns the initial values: Adam's moments, ``moved`` and ``anchor``, all 0."""
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0, "moved": 0.0, "anchor": 0.0}
 
+    @override
     def runs_lists_at_once(self, device: torch.device) -> bool:
-        """Returns False: the denominator would need a temporary copy of every tensor."""
-        return False
+        return False  # the denominator would need a temporary copy of every tensor
 
+    @override
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """Returns the arithmetic of update number ``step`` with the hyperparameters of ``group``.
-
-        Args:
-            group: Hyperparameters.
-            step: 1 for the first update; a scalar tensor only where it lives on an accelerator.
-            device: Where the update runs.
-        """
         if self._takes_mean:
             return self._mean_kernel(group, device)
         lr = float(group["lr"])
