@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
+from typing_extensions import override
 
 
 class Columns(NamedTuple):
@@ -84,7 +85,7 @@ class PackedFormat(ABC):
         """
 
     def rows(self, codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns some output features, ``[len(index), in_features]``: what an embedding looks up."""
+        """Returns the output features ``index`` (1-D), as an embedding does: ``[len(index), in]`` in ``dtype``."""
         raise NotImplementedError(
             f"{type(self).__name__}: single rows of these codes cannot be read; use another format for embeddings"
         )
@@ -120,16 +121,17 @@ class GroupCodes(PackedFormat):
         self.bits, self.in_features, self.groups = bits, in_features, groups
         self.least, self.has_offset = least, has_offset
 
+    @override
     def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the shapes of codes and scales."""
         return (out_features, -(-in_features * self.bits // 8)), (out_features, self.groups, 1 + self.has_offset)
 
+    @override
     def refusal(self, in_features: int) -> str | None:
-        """Returns why groups of equal size are impossible; None if they are not."""
         if in_features % self.groups == 0:
             return None
         return f"its {in_features} input features are not a multiple of {self.groups} groups"
 
+    @override
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rounds ``weight`` (``[out, in]``) to codes evenly spaced from the least to the largest value of a group."""
         groups = weight.detach().float().view(len(weight), self.groups, -1)
@@ -155,21 +157,21 @@ class GroupCodes(PackedFormat):
         scales = torch.stack((scale, offset), 2) if self.has_offset else scale[..., None]
         return parts.sum(2, dtype=torch.uint8), scales.float().contiguous()
 
+    @override
     def columns(
         self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype
     ) -> Iterator[Columns]:
-        """Yields blocks ``[in, features]`` in ``dtype``."""
         for start in range(0, out_features, _BLOCK):
             stop = min(start + _BLOCK, out_features)
             yield Columns(start, stop, self._values(codes[start:stop], scales[start:stop], dtype).t(), None)
 
+    @override
     def rows(self, codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the output features ``index`` (1-D): ``[len(index), in]`` in ``dtype``."""
         return self._values(codes[index], scales[index], dtype)
 
+    @override
     def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
-        """Returns None: torch has no kernel for this format, regardless of the shape."""
-        return None
+        return None  # torch has no kernel for this format
 
     def _shifts(self, device: torch.device) -> torch.Tensor:
         return torch.arange(0, 8, self.bits, dtype=torch.uint8, device=device)
@@ -204,17 +206,18 @@ class Int4Groups(PackedFormat):
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
 
+    @override
     def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the shapes of codes and scales."""
         blocks = -(-out_features // _BLOCK_int4)
         return (blocks, in_features, _HALF), (in_features // self.group_size, blocks * _BLOCK_int4, 2)
 
+    @override
     def refusal(self, in_features: int) -> str | None:
-        """Returns why whole groups are impossible; None if they are not."""
         if in_features % self.group_size == 0:
             return None
         return f"its {in_features} input features are not a multiple of the group size {self.group_size}"
 
+    @override
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rounds ``weight`` (``[out, in]``) to the nearest codes (uint8), with bf16 scales and offsets.
 
@@ -255,6 +258,7 @@ class Int4Groups(PackedFormat):
         codes = torch.stack([_nearest(*block) for block in zip(groups, *blocks, strict=True)])
         return codes, torch.stack((scale.t(), offset.t()), dim=2).contiguous()
 
+    @override
     def columns(
         self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype
     ) -> Iterator[Columns]:
@@ -273,6 +277,7 @@ class Int4Groups(PackedFormat):
             stop = min(start + _BLOCK_int4, out_features)
             yield Columns(start, stop, weight[:, : stop - start], None)
 
+    @override
     def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
         """Returns ``[rows, out or more]`` by torch's int4 kernel, which is fast for bfloat16 only; None otherwise."""
         if x.device.type != "cpu" or x.dtype != torch.bfloat16 or not _kernel_reads_it():
@@ -333,14 +338,15 @@ class Int8Rows(PackedFormat):
     bits = 8
     few_rows = 12
 
+    @override
     def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the shapes of codes and scales."""
         return (out_features, in_features), (out_features,)
 
+    @override
     def refusal(self, in_features: int) -> str | None:
-        """Returns None: any number of input features can be packed."""
         return None
 
+    @override
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rounds ``weight`` (``[out, in]``) to the nearest int8 codes, with bf16 scales."""
         scales = (weight.detach().abs().amax(1).float() / _LARGEST).to(torch.bfloat16)
@@ -352,6 +358,7 @@ class Int8Rows(PackedFormat):
             codes[rows] = (weight.detach()[rows].float() / divisor[:, None]).round_().clamp_(-_LARGEST, _LARGEST)
         return codes, scales
 
+    @override
     def columns(
         self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype
     ) -> Iterator[Columns]:
@@ -366,6 +373,7 @@ class Int8Rows(PackedFormat):
             block = buffer[: stop - start].copy_(codes[start:stop])
             yield Columns(start, stop, block.t(), scales[start:stop])
 
+    @override
     def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
         """Returns ``[rows, out]`` by torch's int8 kernel; None where it would be slow.
 
@@ -376,8 +384,8 @@ class Int8Rows(PackedFormat):
         product: torch.Tensor = torch._weight_int8pack_mm(x, codes, scales.to(x.dtype))
         return product
 
+    @override
     def rows(self, codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the output features ``index`` (1-D): ``[len(index), in]`` in ``dtype``."""
         return (codes[index].float() * scales[index].float()[:, None]).to(dtype)
 
 
