@@ -100,8 +100,8 @@ class ErrorStream(RankStream):
 
     def release(self) -> None:
         """Shows all held lines, and from now on every line at once."""
-        held, self._held_lines, self._hold_for_good = self._held_lines or [], None, False
-        for text in held:
+        lines, self._held_lines, self._hold_for_good = self._held_lines or [], None, False
+        for text in lines:
             super().emit(text)
 
     def hold(self) -> None:
@@ -116,11 +116,11 @@ class ErrorStream(RankStream):
             reason: Why it is shortened.
             shown: An exception already shown in full, which is not repeated.
         """
-        held, self._held_lines, self._hold_for_good = self._held_lines or [], None, False
-        start = next((number for number, text in enumerate(held) if _REPORT_START.search(text)), len(held))
-        for text in held[:start]:
+        lines, self._held_lines, self._hold_for_good = self._held_lines or [], None, False
+        start = next((number for number, text in enumerate(lines) if _REPORT_START.search(text)), len(lines))
+        for text in lines[:start]:
             super().emit(text)
-        if report := held[start:]:
+        if report := lines[start:]:
             what = describe(report) or Report(report[-1], None)
             place = f"at {what.place}; " if what.place else ""
             if what.exception.startswith(b"KeyboardInterrupt"):
@@ -138,9 +138,9 @@ class ErrorStream(RankStream):
         return next((text for text in reversed(self._tail) if text.strip()), b"")
 
 
-def _is_chained(held: list[bytes]) -> bool:
+def _is_chained(lines: list[bytes]) -> bool:
     """Returns whether a traceback that starts now continues the one held ("During handling of ...")."""
-    above = b" ".join(held[-4:])
+    above = b" ".join(lines[-4:])
     return b"During handling of" in above or b"The above exception was" in above
 
 

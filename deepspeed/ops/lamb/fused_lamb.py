@@ -344,26 +344,26 @@ class BlockMap:
 
 def block_squares(flat: Tensor, out: Tensor) -> None:
     """Writes the squared norm of every block of ``flat`` (1-D; the last may be short) to ``out`` (fp64)."""
-    whole = flat.numel() // BLOCK_NUMEL
-    body = flat[: whole * BLOCK_NUMEL].view(whole, BLOCK_NUMEL)
-    out[:whole] = torch.linalg.vector_norm(body, dim=1)
+    complete = flat.numel() // BLOCK_NUMEL
+    body = flat[: complete * BLOCK_NUMEL].view(complete, BLOCK_NUMEL)
+    out[:complete] = torch.linalg.vector_norm(body, dim=1)
     if flat.numel() % BLOCK_NUMEL:
-        out[whole] = torch.linalg.vector_norm(flat[whole * BLOCK_NUMEL :])
+        out[complete] = torch.linalg.vector_norm(flat[complete * BLOCK_NUMEL :])
     out.square_()
 
 
 def block_most(flat: Tensor) -> Tensor:
     """Returns the largest element of every block of ``flat`` (1-D; the last may be short), fp64."""
-    whole = flat.numel() // BLOCK_NUMEL
-    most = [flat[: whole * BLOCK_NUMEL].view(whole, BLOCK_NUMEL).amax(dim=1)] if whole else []
+    complete = flat.numel() // BLOCK_NUMEL
+    most = [flat[: complete * BLOCK_NUMEL].view(complete, BLOCK_NUMEL).amax(dim=1)] if complete else []
     if flat.numel() % BLOCK_NUMEL:
-        most.append(flat[whole * BLOCK_NUMEL :].amax(dim=0, keepdim=True))
+        most.append(flat[complete * BLOCK_NUMEL :].amax(dim=0, keepdim=True))
     return torch.cat(most).double() if most else flat.new_zeros(0, dtype=torch.float64)
 
 
 def multiply_blocks(flat: Tensor, factors: Tensor) -> None:
     """Multiplies every block of ``flat`` (the last may be short) by its factor, in place."""
-    whole = flat.numel() // BLOCK_NUMEL
-    flat[: whole * BLOCK_NUMEL].view(whole, BLOCK_NUMEL).mul_(factors[:whole, None])
+    complete = flat.numel() // BLOCK_NUMEL
+    flat[: complete * BLOCK_NUMEL].view(complete, BLOCK_NUMEL).mul_(factors[:complete, None])
     if flat.numel() % BLOCK_NUMEL:
-        flat[whole * BLOCK_NUMEL :].mul_(factors[whole])
+        flat[complete * BLOCK_NUMEL :].mul_(factors[complete])
