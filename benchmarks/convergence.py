@@ -169,7 +169,7 @@ def show(options: argparse.Namespace) -> None:
     by = {(found["method"], found["seed"]): found for found in results}
     size = {name: results[0][name] for name in ("steps", "batch", "width", "depth", "ranks")} if results else {}
     print(", ".join(f"{name} {value}" for name, value in size.items()))
-    print("method                     seeds   loss     worse than its reference, by seed      goal    verdict")
+    print("method                  seeds   loss     worse than its reference, by seed      goal    verdict")
     for method in METHODS:
         runs = {seed: found for (name, seed), found in by.items() if name == method}
         if not runs:

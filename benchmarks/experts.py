@@ -32,7 +32,7 @@ RIVALS = {"ours": ("upstream", "loop", "grouped", "masked"), "ours-drop": ("upst
 
 
 def work(name: str, shape: dict[str, int], rank: int, rendezvous: str) -> None:
-    """At each request, answers with the seconds of one forward and backward: wall and processor time."""
+    """Answers each request with the seconds of one forward and backward: wall and processor time."""
     import torch
 
     torch.set_num_threads(1)

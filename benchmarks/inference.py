@@ -79,7 +79,7 @@ GOALS = (
 
 
 def work(name: str, shape: dict[str, int], rank: int, rendezvous: str) -> None:
-    """At each request, answers with seconds, processor seconds, the digest of the tokens, and bytes.
+    """Answers each request with seconds, processor seconds, the digest of the tokens, and bytes.
 
     The bytes are those of the weights in memory, and the growth of the process since the imports.
     """

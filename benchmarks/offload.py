@@ -156,7 +156,7 @@ def time_step(engine: Any, step: int) -> tuple[float, float]:
 
 
 def time_steps(sections: dict[str, dict[str, Any]], steps: int, layers: int) -> dict[str, Any]:
-    """Body of a rank: returns by ``zero_optimization`` section the shortest step, and the memory report."""
+    """Returns, as a rank, the shortest step and the memory report of each ``zero_optimization`` section."""
     report = {}
     for name, zero in sections.items():
         engine = make_engine(layers, zero)
@@ -202,7 +202,7 @@ def steps(path: Path, count: int, ranks: int, layers: int) -> dict[str, Any]:
 
 
 def time_speculation(count: int, layers: int) -> dict[str, Any]:
-    """Body of a rank: returns the seconds of a step and of its update, with and without ``super_offload``.
+    """Returns, as a rank, the seconds of a step and of its update, with and without ``super_offload``.
 
     The engines take turns. In "clipped" every gradient is clipped, so every update that started early is repeated.
     """
@@ -284,7 +284,7 @@ MEASUREMENTS = ("adam", "files", "steps", "speculation")
 
 
 def main() -> None:
-    """Command line."""
+    """Measures, prints the JSON, and writes the report if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=(*MEASUREMENTS, "all"))
     parser.add_argument("--path", type=Path, default=None, help="folder on the disk to measure")

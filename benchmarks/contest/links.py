@@ -109,7 +109,7 @@ def run_ranks(command: Sequence[str], ranks: int, spaces: Sequence[str] = ()) ->
 
 
 def print_result(result: Any) -> None:
-    """In a rank: prints the result that :func:`run_ranks` returns for it."""
+    """Prints the result of this rank, which :func:`run_ranks` returns."""
     print(_RESULT + json.dumps(result), flush=True)
 
 

@@ -78,11 +78,11 @@ class Contestant:
 
 
 def requests() -> Iterator[None]:
-    """In a process of a contestant: yields at each request, until standard input ends."""
+    """Yields at each request, until standard input ends; for a process of a contestant."""
     for _ in sys.stdin:
         yield
 
 
 def answer(*figures: Any) -> None:
-    """In a process of a contestant: prints the figures of one request, of which the first is a number."""
+    """Prints the figures of one request, of which the first is a number; for a process of a contestant."""
     print(json.dumps(figures), flush=True)
