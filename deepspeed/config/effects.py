@@ -66,6 +66,8 @@ def _changed_paths(section: Section, path: Path) -> list[Path]:
 
 
 def _walk(section: Section, path: Path, findings: ConfigMessages) -> None:
+    if not section.model_fields_set:
+        return
     fields = type(section).model_fields
     switch = _off_switch(section)
     for name, _ in _changed(section):
@@ -78,9 +80,9 @@ def _walk(section: Section, path: Path, findings: ConfigMessages) -> None:
         _line(idle, f"{'.'.join(map(str, path))}.{switch[0]} is {shown(switch[1])}", findings)
         return
     for name in fields:
-        value = getattr(section, name)
-        for where, inner in _inner_sections(value, (*path, name)):
-            _walk(inner, where, findings)
+        if name in section.model_fields_set:
+            for where, inner in _inner_sections(getattr(section, name), (*path, name)):
+                _walk(inner, where, findings)
 
 
 def _off_switch(section: Section) -> tuple[str, Any] | None:

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -163,7 +163,7 @@ def agree_on_config(
     if isinstance(config, Exception):
         mine["error"] = str(config)
     else:
-        mine["values"] = {key: json.dumps(value, sort_keys=True, default=_type_name) for key, value in config.items()}
+        mine["values"] = json.dumps(config, sort_keys=True, default=_type_name)
     _, decision = _exchange(store, f"config/{topic}", rank, world_size, json.dumps(mine), _compare_configs, timeout)
     if decision is not None and decision.startswith(_MIXED_RUNS):
         raise CommunicationError(decision)
@@ -185,25 +185,28 @@ def _compare_configs(posts: list[str]) -> str | None:
     failed = [f"{each['place']}: {each['error']}" for each in ranks if "error" in each]
     if failed:
         return f"the configuration cannot be used on every rank: {_listed(failed)}"
-    texts = [json.dumps(each["values"], sort_keys=True) for each in ranks]
-    common = ranks[texts.index(max(texts, key=lambda text: (texts.count(text), text == texts[0])))]
-    others = [
-        f"{each['place']} has {_differences(each['values'], common['values'])}"
-        for each in ranks
-        if each["values"] != common["values"]
-    ]
-    if not others:
+    counts = Counter(each["values"] for each in ranks)
+    if len(counts) == 1:
         return None
+    common = max(counts, key=lambda text: (counts[text], text == ranks[0]["values"]))
+    others = [
+        f"{each['place']} has {_differences(json.loads(each['values']), json.loads(common))}"
+        for each in ranks
+        if each["values"] != common
+    ]
     return (
         f"the configuration differs between the ranks: {_listed(others)}. All ranks must be given the same one: check "
         "that every machine reads the same file, and that no key depends on the rank"
     )
 
 
-def _differences(values: Mapping[str, str], common: Mapping[str, str]) -> str:
-    keys = [key for key in sorted({*values, *common}) if values.get(key) != common.get(key)]
-    parts = [f"{key} {values.get(key, '(not set)')} instead of {common.get(key, '(not set)')}" for key in keys]
-    return _listed(parts)
+def _differences(values: Mapping[str, Any], common: Mapping[str, Any]) -> str:
+    pairs = {key: (_shown(values, key), _shown(common, key)) for key in sorted({*values, *common})}
+    return _listed([f"{key} {mine} instead of {theirs}" for key, (mine, theirs) in pairs.items() if mine != theirs])
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key], sort_keys=True) if key in values else "(not set)"
 
 
 def agree_on_model(
