@@ -142,9 +142,12 @@ class LocalRun:
         try:
             self._watch()
             status = os.waitstatus_to_exitcode(os.waitpid(supervisor, 0)[1])
+            self._selector.unregister(self._channel)  # its end has been read: select() would return at once from now on
             if self._done is None:
                 self._replace_supervisor(status, others)
             self._wait_for_other_machines()
+            if self._link is not None:
+                self._selector.unregister(self._link)
             return self._conclude()
         finally:
             for number, handler in handlers.items():
@@ -465,7 +468,7 @@ class LocalRun:
     def _conclude(self) -> int:
         """Shows the remaining output, then the failure; returns the exit code."""
         deadline = time.monotonic() + _DRAIN_SECONDS
-        while len(self._selector.get_map()) > 1 and time.monotonic() < deadline:
+        while self._selector.get_map() and time.monotonic() < deadline:
             self._selector.select(_TICK_SECONDS)
             self._drain()
         for stream in (*self._out, *self._errors):

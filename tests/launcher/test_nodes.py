@@ -137,7 +137,20 @@ def test_a_stopped_launcher_stops_the_others(tmp_path):
 
 
 def test_the_first_waits_for_the_last_and_learns_of_a_late_failure(tmp_path):
-    nodes = start(tmp_path, "time.sleep((0, 0, 1.5, 300)[rank]); sys.exit((0, 0, 2, 0)[rank])")
+    script = """
+        import pathlib
+        pathlib.Path(f"up{rank}").touch()
+        while rank > 1 and not pathlib.Path("end").exists(): time.sleep(0.05)
+        time.sleep((0, 0, 0, 300)[rank]); sys.exit((0, 0, 2, 0)[rank])
+    """
+    nodes = start(tmp_path, script)
+    nodes[1].wait_for_files("up2", "up3")
+    wait_until(lambda: len(nodes[0].processes()) == 1, 60, "end of the first machine's ranks")
+    hub = psutil.Process(nodes[0].process.pid)
+    sleeps = hub.num_ctx_switches().voluntary
+    time.sleep(2)
+    assert hub.num_ctx_switches().voluntary > sleeps + 10, "the launcher spins while it waits for the other machine"
+    (tmp_path / "end").touch()
     assert [node.finish()[0] for node in nodes] == [2, 2]
 
 
