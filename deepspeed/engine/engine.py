@@ -142,6 +142,8 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             self.module, gathers_between_graphs(parts.placement, parts.coordinates.zero_size)
         )
         self._offloading = EngineOffload(parts)
+        if self._updater is not None:
+            self._updater.attach_offloading(self._offloading.offload_states, self._offloading.reload_states)
         watch_other_optimizers()
         log_dist(summary(self._runtime, parts.placement, parts.coordinates, self._batches))
         if self._root.dump_state:

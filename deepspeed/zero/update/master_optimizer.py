@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,8 @@ class MasterOptimizer(ZeROOptimizer):
         self._before_update = before_update
         self._backward = backward
         self._update_by_losses: Callable[[], Any] | None = None
+        self._offload: Callable[..., None] | None = None
+        self._reload: Callable[..., None] | None = None
         self._steps = 0
         self._skipped_in_a_row = 0
         self._needs_segments = callable(getattr(optimizer, "attach_segments", None))
@@ -123,6 +125,28 @@ class MasterOptimizer(ZeROOptimizer):
         """Discards every gradient, reduced or not."""
         self._leave_backward("optimizer.zero_grad")
         self._reducer.zero_grad()
+
+    # -- moves of states (deepspeed.engine.offloading), which programs also request here -------------------------------
+
+    def attach_offloading(self, offload: Callable[..., None], reload: Callable[..., None]) -> None:
+        """Connects the engine's methods ``offload_states`` and ``reload_states``."""
+        self._offload, self._reload = offload, reload
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Moves states from the device to the host, as the method of the engine with the same name and arguments."""
+        assert self._offload is not None, "the engine has connected it"
+        self._offload(include=include, device=device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back what :meth:`offload_states` moved, as the method of the engine with the same name."""
+        assert self._reload is not None, "the engine has connected it"
+        self._reload(non_blocking=non_blocking)
 
     # -- losses that are sums (deepspeed.engine.train_step) ------------------------------------------------------------
 
