@@ -101,6 +101,20 @@ class _TrainedParam:
             return {}
         return self.runtime.optimizer.optimizer.state.get(run.param, {})
 
+    def empty_state(self, key: str) -> torch.Tensor | None:
+        """Returns this rank's part of a state where it has none of the parameter: empty, or the number itself.
+
+        None if this rank has a part of the parameter, or no parameter here has such a state yet.
+        """
+        if self.master.fragment(self.address.tile) is not None or self.runtime.optimizer is None:
+            return None
+        states = self.runtime.optimizer.optimizer.state.values()
+        value = next((state[key] for state in states if key in state), None)
+        if value is None:
+            return None
+        other = torch.as_tensor(value)
+        return other.new_empty(0) if other.dim() else other.clone()
+
     def state_view(self, value: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a per-element state, as a view."""
         run, fragment = self.run(), self.master.fragment(self.address.tile)
@@ -507,15 +521,17 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
 
 @torch.no_grad()
 def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Returns this rank's part of one optimizer state.
+    """Returns this rank's part of one optimizer state, 1-D: empty where it has nothing of the parameter.
 
-    None before the first update and where this rank owns nothing of it.
+    None before the first update.
     """
     with untouched():
         found = _trained(param)
-        value = None if found is None else found.states().get(optim_state_key)
-        if found is None or value is None:
+        if found is None:
             return None
+        value = found.states().get(optim_state_key)
+        if value is None:
+            return found.empty_state(optim_state_key)
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             return found.state_view(value).clone()
         return torch.as_tensor(value).clone()

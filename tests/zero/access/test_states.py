@@ -127,7 +127,7 @@ def _set_values(stage, bf16):
         access.safe_set_local_optimizer_state(other, state * 2, "exp_avg_sq")
         assert torch.equal(access.safe_get_local_optimizer_state(other, "exp_avg_sq"), state * 2)
     else:
-        assert state is None
+        assert state is not None and state.shape == (0,)
     engine.backward(engine(batch(rank, 1, seen.dtype)))
     for parameter in engine.module.parameters():
         if parameter.requires_grad and access.safe_get_full_grad(parameter) is not None:
