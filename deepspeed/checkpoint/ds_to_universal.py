@@ -82,12 +82,8 @@ def _link(source: Path, root: Path, tag: str) -> None:
         raise
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line.
-
-    Returns:
-        The exit code.
-    """
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Returns the parsed command line; None stands for that of the process."""
     parser = argparse.ArgumentParser(prog="python -m deepspeed.checkpoint.ds_to_universal", description=__doc__)
     parser.add_argument("--input_folder", required=True, help="the folder of one tag")
     parser.add_argument("--output_folder", required=True, help="folder for the converted checkpoint")
@@ -96,11 +92,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num_merge_workers", type=int, default=2, help=without)
     for name in ("--keep_temp_folder", "--no_strict", "--inject_missing_state"):
         parser.add_argument(name, action="store_true", help=without)
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | Any = None) -> int:
+    """Runs the command line, or converts with settings that a program has made.
+
+    Args:
+        arguments: The words of the command line; None stands for those of the process. Or an object with the attributes
+            ``input_folder`` and ``output_folder``, such as :func:`parse_arguments` returns; others have no effect.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        CheckpointError: There is no whole checkpoint, and settings were given. The command line writes the message.
+        OSError: The output cannot be written, likewise.
+    """
+    is_command = arguments is None or isinstance(arguments, list)
+    given: Any = parse_arguments(arguments) if is_command else arguments
     sys.stdout.write(_NOT_NEEDED.format(input=given.input_folder))
     try:
         convert_folder(Path(given.input_folder), Path(given.output_folder))
     except (CheckpointError, OSError) as error:
+        if not is_command:
+            raise
         sys.stderr.write(f"{error}\n")
         return 1
     sys.stdout.write(f"Written: {given.output_folder}\n")

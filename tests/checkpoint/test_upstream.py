@@ -6,6 +6,7 @@ import json
 import os
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,6 +173,10 @@ def test_conversion_of_our_own_format_is_another_name(tmp_path):
     assert ds_to_universal.main(["--input_folder", f"{tmp_path}/a", "--output_folder", f"{tmp_path}/b"]) == 0
     assert sorted(os.listdir(tmp_path / "a")) == sorted(os.listdir(tmp_path / "b"))
     run_ranks(load_universal, 2, str(tmp_path))
+    settings = SimpleNamespace(input_folder=f"{tmp_path}/a", output_folder=f"{tmp_path}/e", strict=True)
+    assert ds_to_universal.main(settings) == 0 and (tmp_path / "e").is_dir()  # as programs call it
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        ds_to_universal.main(SimpleNamespace(input_folder=f"{tmp_path}/c", output_folder=f"{tmp_path}/d"))
     assert ds_to_universal.main(["--input_folder", f"{tmp_path}/c", "--output_folder", f"{tmp_path}/d"]) == 1
     assert not (tmp_path / "d").exists()
 
