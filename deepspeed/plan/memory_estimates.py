@@ -31,7 +31,7 @@ _FP32 = 4
 
 
 def estimate_zero2_model_states_mem_needs(
-    total_params: int,
+    total_params: float,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     cpu_offload: bool = True,
@@ -54,15 +54,15 @@ def estimate_zero2_model_states_mem_needs(
 
 
 def _zero2(
-    source: ModelSource, total: int, devices: int, nodes: int, cpu_offload: bool, factor: float
+    source: ModelSource, total: float, devices: int, nodes: int, cpu_offload: bool, factor: float
 ) -> tuple[int, int]:
     host, device, _ = _states(source, _config(2, "cpu" if cpu_offload else "none", "none"), devices, nodes)
     return int(max(host, _FP32 * total * devices) * factor), device
 
 
 def estimate_zero3_model_states_mem_needs(
-    total_params: int,
-    largest_layer_params: int,
+    total_params: float,
+    largest_layer_params: float,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     cpu_offload: bool = True,
@@ -98,7 +98,7 @@ def estimate_zero3_model_states_mem_needs(
 
 def _zero3(
     source: ModelSource,
-    sizes: tuple[int, int],
+    sizes: tuple[float, float],
     devices: int,
     nodes: int,
     choices: tuple[bool, bool, bool],
@@ -162,14 +162,14 @@ def estimate_zero2_model_states_mem_needs_all_live(
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Prints the estimates of ZeRO stage 2 for a model of ``total_params`` parameters."""
     source = states_of_layers(total_params, total_params)
     _show_zero2(source, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
-def _show_zero2(source: ModelSource, total: int, devices: int, nodes: int, factor: float) -> None:
+def _show_zero2(source: ModelSource, total: float, devices: int, nodes: int, factor: float) -> None:
     table = Table("host per node", "per device", "offload_optimizer", title=_title(2, total, nodes, devices))
     for offload in (True, False):
         host, device = _zero2(source, total, devices, nodes, offload, factor)
@@ -188,8 +188,8 @@ def estimate_zero3_model_states_mem_needs_all_live(
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
-    total_params: int,
-    largest_layer_params: int,
+    total_params: float,
+    largest_layer_params: float,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
@@ -199,7 +199,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     _show_zero3(source, (total_params, largest_layer_params), num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
-def _show_zero3(source: ModelSource, sizes: tuple[int, int], devices: int, nodes: int, factor: float) -> None:
+def _show_zero3(source: ModelSource, sizes: tuple[float, float], devices: int, nodes: int, factor: float) -> None:
     table = Table(
         "host per node",
         "per device",
@@ -227,7 +227,7 @@ def _numel(parameter: torch.nn.Parameter) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def _title(stage: int, total_params: int, num_nodes: int, devices: int) -> str:
+def _title(stage: int, total_params: float, num_nodes: int, devices: int) -> str:
     return (
         f"ZeRO stage {stage} model states, {total_params / 1e6:.0f}M parameters, {num_nodes} node(s) of {devices} "
         "device(s)"
@@ -244,8 +244,10 @@ def _layers(total: int, largest: int) -> nn.Module:
     return nn.ModuleList(nn.Linear(size, 1, bias=False, device=META) for size in sizes)
 
 
-def states_of_layers(total: int, largest: int) -> ModelSource:
+def states_of_layers(total: float, largest: float) -> ModelSource:
     """Returns the sizes of a model of ``total`` parameters whose largest layer has ``largest``.
+
+    Programs write both as ``2851e6``, so fractions are dropped.
 
     Raises:
         DeepSpeedConfigError: A size is not above 0.
@@ -254,7 +256,8 @@ def states_of_layers(total: int, largest: int) -> ModelSource:
         raise DeepSpeedConfigError(
             f"total_params and largest_layer_params: expected 1 or more of each, found {total} and {largest}"
         )
-    return ModelSource(f"{total:,} parameters", lambda: _workload(_layers(total, min(largest, total))))
+    count, most = int(total), int(min(largest, total))
+    return ModelSource(f"{count:,} parameters", lambda: _workload(_layers(count, most)))
 
 
 def states_of_model(model: nn.Module) -> ModelSource:

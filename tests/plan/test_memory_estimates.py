@@ -138,4 +138,7 @@ def test_cold_tables(capsys):
     stage_1_and_2.estimate_zero2_model_states_mem_needs_all_cold(2**26)
     assert capsys.readouterr().out.count("GiB") == 4
     stage3.estimate_zero3_model_states_mem_needs_all_cold(2**26, 2**24)
-    assert capsys.readouterr().out.count("GiB") == 12
+    tables = capsys.readouterr().out
+    assert tables.count("GiB") == 12
+    stage3.estimate_zero3_model_states_mem_needs_all_cold(total_params=2.0**26, largest_layer_params=2.0**24)
+    assert capsys.readouterr().out == tables
