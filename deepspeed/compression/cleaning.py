@@ -13,7 +13,7 @@ from torch import nn
 from deepspeed.compression.basic_layer import INPUT, BNLayer_Compress
 from deepspeed.compression.packing import WIDEST, Packed, QuantizationLevels
 from deepspeed.compression.report import compressed_layers
-from deepspeed.compression.settings import kind_of_class, section_of
+from deepspeed.compression.settings import is_on, kind_of_class, section_of
 from deepspeed.compression.sizes import is_beside
 from deepspeed.compression.snip import SCORES as SNIP_SCORES
 from deepspeed.compression.techniques import Kind, Techniques
@@ -60,7 +60,8 @@ def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, pack
 
     The result computes what the compressed model computes once all its techniques are active with their final bits.
     Pruned parts are removed if ``related_modules`` names the layers before or after them; weights of at most 8 bits
-    become codes, which cannot be trained. Logs the size before and after. At ZeRO stage 3 every rank must call it.
+    become codes, which cannot be trained. Where only ``layer_reduction`` is on, nothing changes. Logs the size before
+    and after. At ZeRO stage 3 every rank must call it.
 
     Args:
         model: The model after ``init_compression`` and training, changed in place; or its engine, which cannot train
@@ -122,7 +123,8 @@ def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, pack
 
 
 def _refuse(model: nn.Module, section: Any, *, has_engine: bool) -> None:
-    if next(compressed_layers(model), None) is None:
+    # Where only layer_reduction is on, there are no such layers, and nothing to clean.
+    if is_on(section) and next(compressed_layers(model), None) is None:
         raise CallOrderError(
             "redundancy_clean: expected a model with compressed layers, found none; before this, call init_compression "
             "and train, or load trained weights"

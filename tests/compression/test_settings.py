@@ -7,14 +7,20 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.compression import compression_scheduler, compression_state, init_compression, student_initialization
+from deepspeed.compression import (
+    compression_scheduler,
+    compression_state,
+    init_compression,
+    redundancy_clean,
+    student_initialization,
+)
 from deepspeed.compression.basic_layer import LinearLayer_Compress
 from deepspeed.compression.installing import convert_conv1d_to_linear
 from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError
 from tests.compression.test_stages import technique
 from tests.engine.support import engine_of, inputs
-from tests.harness import run_ranks
+from tests.harness import assert_states_equal, run_ranks
 from tests.harness.toy_models import tower
 
 WEIGHTS = technique({"quantize_weight_in_forward": True}, {"start_bits": 8, "target_bits": 8}, ["*"])
@@ -136,6 +142,9 @@ def test_students_take_layers_over():
     assert torch.equal(student.layers[0].fall.bias, teacher.layers[1].fall.bias)
     assert torch.equal(student.first.weight, teacher.first.weight) and torch.equal(student.last.weight, own)
     assert torch.equal(student.last.bias, teacher.last.bias)
+    trained = {name: value.clone() for name, value in student.state_dict().items()}
+    assert redundancy_clean(student, {"compression_training": section}) is student  # there is nothing to clean
+    assert_states_equal(student.state_dict(), trained)
     section["layer_reduction"]["teacher_layer"] = [1, 4]
     with pytest.raises(DeepSpeedConfigError, match="there is no layer 4; choose among the 4"):
         student_initialization(student, teacher, {"compression_training": section})
