@@ -111,6 +111,7 @@ def _profile_a_step(stage, folder):
             losses.append(float(loss))
     profiler = engine.flops_profiler
     totals = (profiler.get_total_macs(), profiler.get_total_params()) if profiler is not None else None
+    assert profiler is None or (profiler.macs, profiler.params) == totals
     engine.destroy()
     return totals, losses
 

@@ -23,12 +23,18 @@ class FlopsProfiler:
         model: The model.
         ds_engine: The engine around it, for the lines of the report about batch sizes and phases; may be None.
         recompute_fwd_factor: Forward passes repeated in backward; 1 with full activation checkpointing.
+
+    Attributes:
+        flops: Floating-point operations in the newest report of :meth:`print_model_profile`; 0 before one.
+        macs: Multiply-accumulates in it.
+        params: Parameters in it.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
         self.model = model
         self.ds_engine = ds_engine
         self.recompute_fwd_factor = recompute_fwd_factor
+        self.flops = self.macs = self.params = 0
         self._profile: ForwardProfile | None = None
 
     @property
@@ -103,8 +109,10 @@ class FlopsProfiler:
             detailed: Add a line per module.
             output_file: Path of the file; its folder is made.
         """
+        root = self._root()
+        self.flops, self.macs, self.params = root.flops, root.macs, root.params
         text = report(
-            self._root(),
+            root,
             self._facts(),
             step=profile_step,
             depth=module_depth,
