@@ -23,6 +23,8 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Makes the ``__getattr__``, ``__dir__`` and ``__all__`` of a module.
 
+    ``__all__`` leaves out submodules that are named as a module of Python or as torch.
+
     Args:
         package: The module's ``__name__``.
         sources: Public name -> module that defines it, or ``module:name`` if it has another name there; a bare
@@ -32,6 +34,8 @@ def lazy_names(
     sources = dict(sources or {})
     submodules = frozenset(submodules)
     names = sorted({*sources, *submodules, *missing_names(package)})
+    # Not "torch" and "logging" of deepspeed.utils: `from deepspeed.utils import *` would hide the program's own.
+    exported = [name for name in names if name not in submodules or name not in {"torch", *sys.stdlib_module_names}]
 
     def find(name: str) -> Any:
         if name in submodules:
@@ -52,4 +56,4 @@ def lazy_names(
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[package]), *names})
 
-    return __getattr__, __dir__, names
+    return __getattr__, __dir__, exported

@@ -102,6 +102,13 @@ def test_tensors_in_one():
         assert torch.equal(found, expected)
 
 
+def test_everything_imported_hides_no_module_of_the_program():
+    from deepspeed.utils import __all__ as names
+
+    assert "groups" in names and "logger" in names and "torch" not in names and "logging" not in names
+    assert deepspeed.utils.logging.logger is deepspeed.logger
+
+
 def test_batch_keys_of_a_configuration_object():
     from deepspeed.errors import DeepSpeedConfigError
     from deepspeed.runtime.config import DeepSpeedConfig
