@@ -75,11 +75,13 @@ class OptimizerFiller:
                 f"{self._source.label} has states of the optimizer {saved_name}, which do not fit {name}. {remedy}"
             )
         fresh, surplus = [], set()
+        keeps_states = flat is None  # plain SGD has none
         for number, members in enumerate(self._group_names):
             needed: set[str] | None = None
             if flat is not None:
                 probe = first_state(flat, self._optimizer.param_groups[number])
                 needed = {key for key, value in probe.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
+                keeps_states = keeps_states or bool(probe)
             for member in members:
                 entry = self._matches.get(member)
                 have = self._states_of(member)
@@ -106,7 +108,8 @@ class OptimizerFiller:
         if fresh and self._state.scalars:
             shown = ", ".join(repr(member) for member in fresh[:5]) + (" ..." if len(fresh) > 5 else "")
             self.notes.append(f"{len(fresh)} parameters have no saved optimizer state and start afresh: {shown}")
-        if self._group_names and not self._state.scalars and not surplus and self._state.counters.get("global_steps"):
+        has_updated = bool(self._state.counters.get("global_steps"))
+        if self._group_names and keeps_states and not self._state.scalars and not surplus and has_updated:
             self.notes.append("the checkpoint has no optimizer state for this model; the optimizer starts afresh")
         self._check_regrouping()
 

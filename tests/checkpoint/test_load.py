@@ -167,3 +167,21 @@ def test_a_mismatch_is_one_table_and_nothing_is_loaded(tmp_path):
             assert any(line.split()[:2] == [kind, name] for line in message.splitlines()), (kind, name, message)
         (shapes,) = (line for line in message.splitlines() if "blocks.1.fall.weight" in line)
         assert "(9, 24)" in shapes and "(9, 23)" in shapes
+
+
+def without_states(folder: Path) -> None:
+    def make(momentum: float = 0.0) -> DeepSpeedEngine:
+        return engine_of(tower(), 2, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=momentum))
+
+    engine = make()
+    train(engine, 0)
+    engine.save_checkpoint(folder)
+    for momentum, count in ((0.0, 0), (0.9, 1)):
+        other = make(momentum)
+        with mock.patch.object(load, "log_dist") as logged:
+            other.load_checkpoint(folder)
+        assert sum("no optimizer state" in call.args[0] for call in logged.call_args_list) == count
+
+
+def test_an_optimizer_without_states_misses_none(tmp_path: Path) -> None:
+    run_ranks(without_states, 1, tmp_path)
