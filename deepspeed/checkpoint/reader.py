@@ -6,6 +6,7 @@ import bisect
 import os
 import re
 import stat
+import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,6 +52,7 @@ class FileReader:
 
     def __init__(self, folder: Path, record: SavedFile) -> None:
         self._descriptor: int | None = None
+        self._closer: weakref.finalize[..., FileReader] | None = None
         self.path = folder / record.name
         self.record = record
         self._verified: set[int] = set()
@@ -76,6 +78,9 @@ class FileReader:
                 raise CheckpointError(
                     f"{self.path}: cannot be opened ({error.strerror}); check its permissions, or load another tag"
                 ) from error
+            # Lazily read tensors have no other place to close the file. Not __del__: where the interpreter ends, the
+            # module os may be gone before the object.
+            self._closer = weakref.finalize(self, os.close, self._descriptor)
             status = os.fstat(self._descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(
@@ -92,12 +97,9 @@ class FileReader:
 
     def close(self) -> None:
         """Closes the file."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def __del__(self) -> None:  # lazily read tensors have no other place to close the file
-        self.close()
+        if self._closer is not None:
+            self._closer()
+        self._descriptor = self._closer = None
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fills ``out`` from byte ``offset`` on.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from deepspeed import comm
+from deepspeed.checkpoint import reader
 from deepspeed.checkpoint.save import CARRIED
 from deepspeed.errors import CheckpointError
 from deepspeed.utils import zero_to_fp32
@@ -349,3 +352,15 @@ def test_files_are_closed_when_the_tensors_are_read(tmp_path):
     zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
     zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), tmp_path / "out")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_files_are_closed_where_the_interpreter_has_taken_modules_away(tmp_path):
+    saved(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    lazy = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), lazy_mode=True)
+    assert [lazy[name].contiguous().shape for name in lazy] == [lazy[name].shape for name in lazy]
+    assert len(os.listdir("/proc/self/fd")) > before
+    with mock.patch.object(reader, "os", None), mock.patch.object(sys, "unraisablehook") as hook:
+        del lazy
+        gc.collect()
+    assert not hook.called and len(os.listdir("/proc/self/fd")) == before
