@@ -43,6 +43,8 @@ _CLIPPED_BYTES = 240
 _CLIPPED_CAUSE_BYTES = 4000
 # A traceback older than this when its rank ends is not the reason: the rank survived it.
 _FRESH_SECONDS = 30.0
+# The line above the traceback of an exception that Python could not raise.
+_IGNORED = b"Exception ignored "
 # A native error within this many lines after an exception happened while the interpreter was shutting down.
 _SHUTDOWN_LINES = 4
 FAILURE_FILE_VARIABLE = "DS_FAILURE_FILE"
@@ -167,17 +169,20 @@ def describe(lines: list[bytes]) -> Report | None:
     """Returns the last exception in ``lines`` and where it was raised.
 
     The exception is the first line after the frames that is not indented; more lines of the same message may follow.
+    Exceptions that Python ignored (in ``__del__``, in a callback) are passed over: they end no process.
     An error of native code right after a Python exception is a consequence (of threads still running when the
     interpreter ends), so the exception is returned.
     """
     found: Report | None = None
     found_at = 0
-    inside = False
+    inside = ignored = False
     frame: str | None = None
     own_frame: str | None = None  # the innermost line of the user's code
     for number, raw in enumerate(lines):
         text = _TORCH_LABEL.sub(b"", raw)
-        if b"Traceback (most recent call last):" in text:
+        if text.startswith(_IGNORED):
+            ignored = True
+        elif b"Traceback (most recent call last):" in text:
             inside, frame, own_frame = True, None, None
         elif match := _FRAME.match(text):
             where = f"{os.path.basename(match['file'].decode(errors='replace'))}:{int(match['line'])}"
@@ -189,7 +194,10 @@ def describe(lines: list[bytes]) -> Report | None:
             if found is None or number - found_at > _SHUTDOWN_LINES:
                 found = Report(text.strip(), None, is_native=True)
         elif inside and text[:1].strip() and _EXCEPTION.match(text):
-            found, found_at, inside = Report(text.strip(), own_frame or frame), number, False
+            inside = False
+            if not ignored:
+                found, found_at = Report(text.strip(), own_frame or frame), number
+            ignored = False
         elif found is not None and not inside and not found.is_native and _MORE.match(text):
             count = found.exception.count(b"\n") + 1
             if number == found_at + count and count <= _MOST_MORE:  # the lines right below it

@@ -114,6 +114,18 @@ def test_a_native_error_at_shutdown_does_not_hide_the_exception():
     assert zero.exit_code == 134
 
 
+def test_an_exception_that_python_ignored_is_no_cause():
+    ignored = [
+        b"Exception ignored in: <function Reader.__del__ at 0x7f8b>",
+        *TRACEBACK[:1],
+        b'  File "/job/reader.py", line 96, in close',
+        b"AttributeError: 'NoneType' object has no attribute 'close'",
+    ]
+    assert describe(ignored) is None
+    for lines in ([*TRACEBACK, *ignored], [*ignored, *TRACEBACK]):
+        assert describe(lines).exception == b"ValueError: bad shape:\n  expected 3"
+
+
 def test_torchs_label_is_left_out_beside_ours():
     screen, (zero, _) = make()
     zero.errors.label = b"[rank 0] "
