@@ -123,6 +123,13 @@ def test_percentiles(tmp_path):
         assert max(VALUES[number] for number in drawn) == limit
 
 
+def test_fewer_samples_than_percentiles(tmp_path):
+    metric = {**index(tmp_path), "difficulty_type": "percentile", "max_difficulty": 2 * COUNT, "min_difficulty": 1}
+    (sampler,) = samplers(section({"length": metric}), ranks=1, micro=1, accumulation=1)
+    with pytest.raises(ValueError, match=f"easiest sample: percentile {2 * COUNT}, since {COUNT} samples are too few"):
+        next(iter(sampler))
+
+
 def test_several_metrics_intersect(tmp_path):
     other = [number % 10 for number in range(COUNT)]
     metrics = {

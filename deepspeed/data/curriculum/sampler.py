@@ -308,6 +308,8 @@ class MetricOrder:
 
     def least(self) -> str:
         """Returns the easiest difficulty that allows anything, in words."""
+        if self._max is not None and len(self.samples) < self._max:
+            return f"percentile {self._max}, since {len(self.samples)} samples are too few for {self._max} percentiles"
         if self._values is None:
             return "percentile 1"
         return str(self._values[0]) if len(self._values) else "none, as the index is empty"
