@@ -175,15 +175,17 @@ def describe(lines: list[bytes]) -> Report | None:
     """
     found: Report | None = None
     found_at = 0
-    inside = ignored = False
+    inside = is_ignored = False
+    ignored_at = -1  # number of the last line that announces an ignored exception
     frame: str | None = None
     own_frame: str | None = None  # the innermost line of the user's code
     for number, raw in enumerate(lines):
         text = _TORCH_LABEL.sub(b"", raw)
         if text.startswith(_IGNORED):
-            ignored = True
+            ignored_at = number
         elif b"Traceback (most recent call last):" in text:
             inside, frame, own_frame = True, None, None
+            is_ignored = number == ignored_at + 1  # some are announced without a traceback
         elif match := _FRAME.match(text):
             where = f"{os.path.basename(match['file'].decode(errors='replace'))}:{int(match['line'])}"
             function = match["function"]
@@ -195,9 +197,8 @@ def describe(lines: list[bytes]) -> Report | None:
                 found = Report(text.strip(), None, is_native=True)
         elif inside and text[:1].strip() and _EXCEPTION.match(text):
             inside = False
-            if not ignored:
+            if not is_ignored:
                 found, found_at = Report(text.strip(), own_frame or frame), number
-            ignored = False
         elif found is not None and not inside and not found.is_native and _MORE.match(text):
             count = found.exception.count(b"\n") + 1
             if number == found_at + count and count <= _MOST_MORE:  # the lines right below it

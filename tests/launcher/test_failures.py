@@ -121,8 +121,9 @@ def test_an_exception_that_python_ignored_is_no_cause():
         b'  File "/job/reader.py", line 96, in close',
         b"AttributeError: 'NoneType' object has no attribute 'close'",
     ]
-    assert describe(ignored) is None
-    for lines in ([*TRACEBACK, *ignored], [*ignored, *TRACEBACK]):
+    broken = [b"Exception ignored in: <_io.TextIOWrapper name='<stdout>'>", b"BrokenPipeError: [Errno 32] Broken pipe"]
+    assert describe(ignored) is None and describe(broken) is None
+    for lines in ([*TRACEBACK, *ignored], [*ignored, *TRACEBACK], [*broken, *TRACEBACK]):
         assert describe(lines).exception == b"ValueError: bad shape:\n  expected 3"
 
 
