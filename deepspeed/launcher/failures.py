@@ -176,7 +176,7 @@ def describe(lines: list[bytes]) -> Report | None:
     found: Report | None = None
     found_at = 0
     inside = is_ignored = False
-    ignored_at = -1  # number of the last line that announces an ignored exception
+    ignored_at: int | None = None  # number of the last line that announces an ignored exception
     frame: str | None = None
     own_frame: str | None = None  # the innermost line of the user's code
     for number, raw in enumerate(lines):
@@ -185,7 +185,7 @@ def describe(lines: list[bytes]) -> Report | None:
             ignored_at = number
         elif b"Traceback (most recent call last):" in text:
             inside, frame, own_frame = True, None, None
-            is_ignored = number == ignored_at + 1  # some are announced without a traceback
+            is_ignored = ignored_at == number - 1  # some are announced without a traceback
         elif match := _FRAME.match(text):
             where = f"{os.path.basename(match['file'].decode(errors='replace'))}:{int(match['line'])}"
             function = match["function"]
