@@ -52,6 +52,20 @@ def test_text_and_standard_output(capsys):
     assert (readable_time(2.0), readable_time(0.0015), readable_time(2e-6)) == ("2.00 s", "1.50 ms", "2.00 us")
 
 
+def test_numbers_as_programs_write_them():
+    from deepspeed.profiling import flops_profiler as made
+
+    assert (
+        made.number_to_string(1_234_567) == "1.23 M"
+        and made.number_to_string(1_500, units="M", precision=4) == "0.0015 M"
+    )
+    assert made.flops_to_string(2e9) == "2 GFLOPS" and made.macs_to_string(0) == "0 MACs"
+    assert made.params_to_string(7e9) == "7 B" and made.params_to_string(7e9, units="M") == "7000 M"
+    assert made.params_to_string(12) == "12" and made.duration_to_string(0.0042) == "4.2 ms"
+    with pytest.raises(ValueError, match="units='X'"):
+        made.number_to_string(1, units="X")
+
+
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_kinds_of_operations(context):
     class Kinds(nn.Module):

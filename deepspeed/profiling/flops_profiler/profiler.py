@@ -243,6 +243,49 @@ def readable_time(seconds: float) -> str:
     return f"{seconds * 1e6:.2f} us"
 
 
+_MAGNITUDES = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+
+
+def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
+    """Returns a number and a prefix: ``1234567`` as ``"1.23 M"``.
+
+    Args:
+        num: The number.
+        units: The prefix: T, G, M, K, m, u, or empty; None chooses it by the size of the number.
+        precision: Digits behind the point; zeros at the end are left out.
+
+    Raises:
+        ValueError: There is no such prefix.
+    """
+    if units is None:
+        fitting = [prefix for prefix, size in _MAGNITUDES.items() if abs(num) >= size]
+        units = "" if num == 0 else [*fitting, "u"][0]
+    if units not in _MAGNITUDES:
+        raise ValueError(f"units={units!r}: expected one of {', '.join(map(repr, _MAGNITUDES))}")
+    return f"{round(num / _MAGNITUDES[units], precision):g} {units}"
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    """Returns floating-point operations as :func:`number_to_string` does: ``"1.2 GFLOPS"``."""
+    return f"{number_to_string(flops, units, precision)}FLOPS"
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
+    """Returns multiply-accumulates as :func:`number_to_string` does: ``"1.2 GMACs"``."""
+    return f"{number_to_string(macs, units, precision)}MACs"
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
+    """Returns a number of parameters as :func:`number_to_string` does, billions as ``"1.2 B"``."""
+    units = units.replace("B", "G") if units else units
+    return number_to_string(params_num, units, precision).replace("G", "B").strip()
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
+    """Returns seconds as :func:`number_to_string` does: ``"1.2 ms"``."""
+    return f"{number_to_string(duration, units, precision)}s"
+
+
 def report(
     root: ModuleProfile,
     facts: Sequence[tuple[str, str]],
