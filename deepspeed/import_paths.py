@@ -343,7 +343,7 @@ PATHS: dict[str, dict[str, str]] = {
             "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold "
             "estimate_zero3_model_states_mem_needs_all_live"
         ),
-        "deepspeed.zero.update.optimizer": "DeepSpeedZeroOptimizer_Stage3",
+        "deepspeed.zero.access.stage3_optimizer": "DeepSpeedZeroOptimizer_Stage3",
     },
     "runtime.zero.stage_1_and_2": {
         "deepspeed.plan.memory_estimates": (

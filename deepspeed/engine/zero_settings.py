@@ -31,6 +31,7 @@ from deepspeed.precision.policy import (
     dtype_of_name,
     has_narrow_masters,
 )
+from deepspeed.zero.access.stage3_optimizer import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.gather.leaf_modules import mark_configured_leaves
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
@@ -47,7 +48,6 @@ from deepspeed.zero.update.masters import move_to_runs
 from deepspeed.zero.update.optimizer import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
-    DeepSpeedZeroOptimizer_Stage3,
     FP16_Optimizer,
     FP16_UnfusedOptimizer,
 )

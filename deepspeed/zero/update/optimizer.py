@@ -538,10 +538,6 @@ def _unpack_flags(rows: torch.Tensor, count: int) -> list[bool]:
     return flags[:count]
 
 
-class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
-    """The optimizer at stage 3; a class of its own because users and integrations import it."""
-
-
 class BF16_Optimizer(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
     """The optimizer at stage 0 in bf16; a class of its own because programs test for it with ``isinstance``."""
 
