@@ -91,8 +91,8 @@ def init_distributed(
         world_size: Number of processes; -1: from the environment.
 
     Raises:
-        CommunicationError: Rank and world size cannot be found, there is no device with that number, or other ranks did
-            not arrive within ``timeout``.
+        CommunicationError: Rank and world size cannot be found, there is no device with that number, torch was built
+            without the backend, or other ranks did not arrive within ``timeout``.
         CallOrderError: ``dist_init_required=False`` and there is no group.
     """
     if config is not None:
@@ -122,6 +122,7 @@ def init_distributed(
     )
     place.export(os.environ)
     backend = dist_backend or default_backend()
+    _check_backend(backend)
     device = None if serves_host_only(backend) else local_device()
     with probed_connections():
         facts = _start(backend, place, init_method, timeout or default_timeout(), device)
@@ -131,6 +132,16 @@ def init_distributed(
         log_dist(f"process group started: {place.world_size} rank(s), backend {backend}, found by {place.source}")
         for line in rank_map(facts) if facts else ():
             log_dist(line)
+
+
+def _check_backend(backend: str) -> None:
+    """Raises if torch was built without a backend (``"gloo"``, or ``"cpu:gloo,cuda:nccl"``)."""
+    missing = [name for part in backend.split(",") if not torch_dist.is_backend_available(name := part.split(":")[-1])]
+    if missing:
+        raise CommunicationError(
+            f"init_distributed(dist_backend={backend!r}): expected backends that this torch has, found {missing[0]!r}, "
+            f"which it was built without; leave dist_backend out, which stands for {default_backend()!r} here"
+        )
 
 
 def _ends_failed_run() -> bool:
