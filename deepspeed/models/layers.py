@@ -37,7 +37,8 @@ def mark_initialized(tensor: torch.Tensor) -> None:
 
 def modules_in_fp32(model: Any) -> list[str]:
     """Returns parts of the names of modules that a model wants to keep in fp32."""
-    return list(getattr(model, "_keep_in_fp32_modules", None) or [])
+    lists = (getattr(model, name, None) or () for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
+    return sorted({part for parts in lists for part in parts})
 
 
 def queries_per_key(attention: Any) -> int:

@@ -94,7 +94,7 @@ class PrecisionPolicy:
         """Returns the compute dtype of the parameter ``name``, a tensor of any shape."""
         if self.compute_dtype is None or not tensor.is_floating_point():
             return tensor.dtype
-        if any(part in name.split(".") for part in self.fp32_modules):
+        if any(f".{part}." in f".{name}." for part in self.fp32_modules):
             return torch.float32
         return self.compute_dtype
 

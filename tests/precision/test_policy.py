@@ -18,11 +18,22 @@ def policy_of(**sections):
 
 
 def test_modules_kept_in_fp32_are_found_by_whole_parts_of_names():
-    policy = policy_of(bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["norm"]})
+    policy = policy_of(bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["norm", "mlp.gate"]})
     tensor = torch.zeros(1)
     assert policy.dtype_for("blocks.0.norm.weight", tensor) == torch.float32
+    assert policy.dtype_for("blocks.0.mlp.gate.weight", tensor) == torch.float32
+    assert policy.dtype_for("blocks.0.mlp.gate_proj.weight", tensor) == torch.bfloat16
     assert policy.dtype_for("blocks.0.normal.weight", tensor) == torch.bfloat16
     assert policy.dtype_for("norm.index", tensor.long()) == torch.int64
+
+
+def test_both_lists_of_a_model_are_kept_in_fp32():
+    model = nn.Linear(1, 1)
+    model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict = {"wo"}, {"mlp.gate"}
+    data_types = {"keep_in_fp32_modules": "auto"}
+    parsed = parse({"train_micro_batch_size_per_gpu": 1, "data_types": data_types}, dp_world_size=1)
+    policy = PrecisionPolicy.from_config(parsed.root, get_accelerator(), model)
+    assert policy.fp32_modules == ("mlp.gate", "wo")
 
 
 def test_only_floating_buffers_are_cast():

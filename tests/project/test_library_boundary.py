@@ -15,8 +15,8 @@ PACKAGE = "deepspeed.models"
 
 PRIVATE = frozenset({
     "_apply_gate", "_attn_implementation", "_can_record_outputs", "_from_config", "_gradient_checkpointing_func",
-    "_init_weights", "_is_hf_initialized", "_keep_in_fp32_modules", "_name_or_path", "_tp_plan", "architectures",
-    "base_model", "base_model_prefix", "get_base_model",
+    "_init_weights", "_is_hf_initialized", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
+    "_name_or_path", "_tp_plan", "architectures", "base_model", "base_model_prefix", "get_base_model",
     "get_decoder", "get_input_embeddings", "get_output_embeddings", "get_text_config",
     "gradient_checkpointing_enable", "has_post_expert_norm", "image_size", "is_gradient_checkpointing",
     "layer_types", "loss_function", "loss_type", "main_input_name", "num_key_value_groups", "num_key_value_heads",

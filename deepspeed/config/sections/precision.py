@@ -160,7 +160,8 @@ class DataTypes(Section):
     buffer_dtype: DType | None = key(None, "Dtype of floating-point buffers.", null_means="as the model has them")
     keep_in_fp32_modules: TextsOrAuto | None = key(
         None,
-        "Modules kept in fp32: parts of their names; auto takes the model's own list (_keep_in_fp32_modules).",
+        "Modules kept in fp32: parts of their names, such as norm or mlp.gate; auto takes the model's own lists "
+        "(_keep_in_fp32_modules and _keep_in_fp32_modules_strict).",
         since="0.19.8",
         own_auto=True,
         null_means="none",
