@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -182,11 +183,11 @@ def save(model: nn.Module, folder: str, cut: CutModel | None, dtype: torch.dtype
     """
     place, size = (cut.channel.rank, cut.channel.size) if cut is not None else (0, 1)
     rank = rank_in() if is_initialized() else 0
-    failure: OSError | None = None
+    failure: OSError | SafetensorError | None = None
     try:
         if rank < size:  # the first group of ranks; others have the same
             _write(model, Path(folder), place, size)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the second is raised by save_file, for a full disk too
         failure = error
     if cut is not None:
         failed = torch.tensor([int(failure is not None)])

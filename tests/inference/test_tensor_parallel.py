@@ -176,6 +176,19 @@ def test_files_of_more_families(tmp_path):
     run_ranks(through_files, 4, tuple(SHAPES), str(tmp_path), timeout=600)
 
 
+def cannot_write(folder):
+    """Rank 1 cannot write its file, as a folder has its name."""
+    if dist.get_rank() == 1:
+        os.makedirs(f"{folder}/tp_01_00.safetensors")
+    words = ("another rank could not write", "tp_01_00|Is a directory")[dist.get_rank()]
+    with pytest.raises(CheckpointError, match=f"save_mp_checkpoint_path {folder}: .*({words})"):
+        deepspeed.init_inference(make("llama"), dtype="fp32", mp_size=2, save_mp_checkpoint_path=folder)
+
+
+def test_a_file_that_cannot_be_written_raises_on_all_ranks(tmp_path):
+    run_ranks(cannot_write, 2, str(tmp_path))
+
+
 def refused():
     plain = make("llama").state_dict()
 
