@@ -39,6 +39,13 @@ def mask_kind(mask_function: Callable[..., Any]) -> MaskKind:
     Raises:
         UnknownMaskError: It is neither causal, full, a causal window, nor made of these.
     """
+    kind = _kind(mask_function)
+    if kind.window is not None and not kind.is_causal:
+        raise UnknownMaskError("sliding_window_overlay")
+    return kind
+
+
+def _kind(mask_function: Callable[..., Any]) -> MaskKind:
     if is_plain_mask(mask_function):
         from transformers.masking_utils import causal_mask_function
 
@@ -46,13 +53,13 @@ def mask_kind(mask_function: Callable[..., Any]) -> MaskKind:
     maker, _, inner = getattr(mask_function, "__qualname__", "").partition(".<locals>.")
     known = inspect.getclosurevars(mask_function).nonlocals if inner else {}
     if maker == "and_masks":
-        found = [mask_kind(part) for part in known["mask_functions"] if _maker_of(part) not in _COVERED_ELSEWHERE]
+        found = [_kind(part) for part in known["mask_functions"] if _maker_of(part) not in _COVERED_ELSEWHERE]
         windows = [part.window for part in found if part.window is not None]
-        return MaskKind(all(part.is_causal for part in found), min(windows, default=None))
+        return MaskKind(any(part.is_causal for part in found), min(windows, default=None))
     if maker == "remap_positions_for_packed_sequence":
-        return mask_kind(known["mask_function"])
-    if maker == "sliding_window_overlay":
-        return MaskKind(window=int(known["sliding_window"]))
+        return _kind(known["mask_function"])
+    if maker == "sliding_window_overlay":  # hides tokens long before, but none that come later
+        return MaskKind(is_causal=False, window=int(known["sliding_window"]))
     raise UnknownMaskError(maker or str(mask_function))
 
 

@@ -92,9 +92,13 @@ def test_masks_are_recognised():
         window: masks.MaskKind(window=5),
         both: masks.MaskKind(window=5),
         library.and_masks(causal, library.packed_sequence_mask_function(torch.zeros(1, 4))): masks.MaskKind(),
+        library.and_masks(causal, library.bidirectional_mask_function): masks.MaskKind(),
+        library.and_masks(library.padding_mask_function(torch.ones(1, 4))): masks.MaskKind(is_causal=False),
     }
     for function, expected in cases.items():
         assert masks.mask_kind(function) == expected
     assert masks.is_plain_mask(causal) and not masks.is_plain_mask(window)
     with pytest.raises(masks.UnknownMaskError, match="chunked_overlay"):
         masks.mask_kind(library.chunked_causal_mask_function(4, torch.zeros(2)))
+    with pytest.raises(masks.UnknownMaskError, match="sliding_window_overlay"):
+        masks.mask_kind(library.and_masks(library.sliding_window_overlay(5), library.bidirectional_mask_function))
