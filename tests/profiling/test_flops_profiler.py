@@ -66,6 +66,16 @@ def test_numbers_as_programs_write_them():
         made.number_to_string(1, units="X")
 
 
+@pytest.mark.parametrize("ignored", [(), (nn.Linear,)])
+def test_a_shared_parameter_counts_once(ignored):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    profiler = FlopsProfiler(model)
+    profiler.start_profile(ignored)
+    profiler.stop_profile()
+    assert profiler.get_total_params() == 16
+
+
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_kinds_of_operations(context):
     class Kinds(nn.Module):

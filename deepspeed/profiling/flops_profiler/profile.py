@@ -99,15 +99,12 @@ class ForwardProfile:
         node = ModuleProfile(name, type(module).__name__, module.extra_repr(), depth)
         self._of[module] = node
         for parameter in module.parameters(recurse=False):
-            if parameter not in seen:
-                seen.add(parameter)
-                # While ZeRO-3 shards it, a parameter is empty and has its full size in ds_numel.
-                node.own_params += int(getattr(parameter, "ds_numel", parameter.numel()))
+            node.own_params += _count_once(parameter, seen)
         for child_name, child in module.named_children():
             if child in self._of:
                 continue
             if isinstance(child, self._ignored):
-                node.own_params += sum(int(getattr(p, "ds_numel", p.numel())) for p in child.parameters())
+                node.own_params += sum(_count_once(parameter, seen) for parameter in child.parameters())
                 continue
             node.children.append(self._tree(child, child_name, depth + 1, seen))
         return node
@@ -160,6 +157,14 @@ class ForwardProfile:
         node = self._open[-1][0] if self._open else self.root
         node.own_flops += flops
         node.own_macs += macs
+
+
+def _count_once(parameter: nn.Parameter, seen: set[nn.Parameter]) -> int:
+    if parameter in seen:
+        return 0
+    seen.add(parameter)
+    # A parameter that ZeRO-3 shards is empty and has its full size in ds_numel.
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 _aten = torch.ops.aten
