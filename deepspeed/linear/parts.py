@@ -11,6 +11,7 @@ from deepspeed.config.sections.quantization import WeightQuantization
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.linear.quantize import QuantizationReport, quantize_model
 from deepspeed.logging import log_dist
+from deepspeed.models.layers import is_conv1d
 from deepspeed.ops.packed_linear import packed_format
 
 _KEYS = {"num_bits", "group_size", "group_dim", "symmetric"}
@@ -69,7 +70,7 @@ def check_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> Non
     """
     for name, module in model.named_modules():
         meant = [part for part in parts if part in name]
-        if len(meant) > 1 and isinstance(module, nn.Linear):
+        if len(meant) > 1 and (isinstance(module, nn.Linear) or is_conv1d(type(module))):
             raise DeepSpeedConfigError(
                 f"post_init_quant: {' and '.join(map(repr, meant))} both match the layer {name!r}; let only one match"
             )

@@ -7,6 +7,7 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.linear import QuantizationConfig, QuantizedLinear, quantize_model
+from deepspeed.linear.parts import quantize_parts
 from tests.harness.toy_models import causal_model
 
 pytest.importorskip("transformers")
@@ -105,3 +106,11 @@ def test_bad_input_raises_and_changes_nothing():
     with pytest.raises(ValueError, match="not finite"):
         layer.pack(torch.full((2, 4), float("nan")))
     assert not layer.codes.any()
+
+
+def test_two_parts_that_match_a_conv1d_layer_are_refused_before_a_change():
+    model = gpt2()
+    words = "'attn' and 'c_attn' both match the layer 'transformer.h.0.attn.c_attn'"
+    with pytest.raises(DeepSpeedConfigError, match=words):
+        quantize_parts(model, {"attn": {"num_bits": 8}, "c_attn": {"num_bits": 4}})
+    assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
