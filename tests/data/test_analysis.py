@@ -131,6 +131,27 @@ def _together(folder):
         DistributedDataAnalyzer(Texts(), batch_size=4, save_path=folder / "bad", **bad).run_map_reduce()
 
 
+def _one_rank_fails(folder):
+    import torch.distributed as dist
+
+    def failing(batch):
+        if dist.get_rank() == 1:
+            raise OSError("no such disk")
+        return length(batch)
+
+    expected = (
+        (RuntimeError, "rank 1 could not continue: .*no such disk") if dist.get_rank() == 0 else (OSError, "disk")
+    )
+    metrics = {**METRICS, "metric_functions": [failing, counts]}
+    analyzer = DataAnalyzer(Texts(), 2, dist.get_rank(), batch_size=4, save_path=folder, **metrics)
+    with pytest.raises(expected[0], match=expected[1]):
+        analyzer.run_map_reduce()
+
+
+def test_a_failure_of_one_rank_is_raised_on_all(tmp_path):
+    run_ranks(_one_rank_fails, 2, tmp_path)
+
+
 def test_the_ranks_of_a_job(tmp_path):
     run_ranks(_together, 2, tmp_path)
     check(tmp_path / "memory")

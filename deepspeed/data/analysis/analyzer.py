@@ -141,25 +141,30 @@ class DataAnalyzer:
             comm_group: Process group of the workers; None: all ranks.
 
         Raises:
-            RuntimeError: Rank 0 could not reduce; on the other ranks.
+            RuntimeError: Another rank could not map, or rank 0 could not reduce.
         """
-        self.run_map()
         if not comm.is_initialized():
+            self.run_map()
             self.run_reduce()
             return
-        comm.barrier(group=comm_group)
-        failure: list[Exception] = []
-        if comm.get_rank(group=comm_group) == 0:
-            try:
-                self.run_reduce()
-            except Exception as error:  # the other ranks wait for the outcome
-                failure.append(error)
-        failures: list[Any] = [None] * comm.get_world_size(group=comm_group)
-        comm.all_gather_object(failures, repr(failure[0]) if failure else None, group=comm_group)
-        if failure:
-            raise failure[0]
-        if failures[0] is not None:
-            raise RuntimeError(f"run_map_reduce: rank 0 could not reduce: {failures[0]}")
+        _run_together(self.run_map, comm_group)
+        _run_together(self.run_reduce if comm.get_rank(group=comm_group) == 0 else lambda: None, comm_group)
+
+
+def _run_together(step: Callable[[], None], group: Any) -> None:
+    """Calls ``step`` on every rank of ``group``; raises on all of them if it fails on one."""
+    failure: Exception | None = None
+    try:
+        step()
+    except Exception as error:  # the other ranks wait for the outcome
+        failure = error
+    failures: list[Any] = [None] * comm.get_world_size(group=group)
+    comm.all_gather_object(failures, None if failure is None else repr(failure), group=group)
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise RuntimeError(f"run_map_reduce: rank {rank} could not continue: {text}")
 
 
 @dataclass(frozen=True)
