@@ -1,6 +1,6 @@
 """Finds the parts of a Transformers model: its decoder, blocks, last norm, embedding and head.
 
-Nothing here imports the library. A model of another library has an anatomy too, with as much as is found.
+Nothing here imports the library. Models of other libraries are read too; what is not found is None or empty.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention implementations of the Transformers library: registers them, gives them to models, calls them.
 
 A model names its implementation in its configuration. The library looks the name up in two registries at each call: one
-of attention functions, one of functions that make the masks for them. Without a function for masks no mask is passed at
-all, and padding would be seen; so both are registered together here, and nowhere else.
+of attention functions, one of functions that make the masks for them. Without a mask function the library passes no
+mask, and padding becomes visible; so both are registered together here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from deepspeed.errors import DeepSpeedConfigError
 
 NEEDS_WHOLE_MASKS = ("eager", "paged|eager", "flex_attention")
-"""Implementations that need masks of tokens by tokens, whose size grows with the square of the length."""
+"""Implementations that need full masks, whose size grows with the square of the length."""
 
 
 def takes_attention_by_name(model: Any) -> bool:
@@ -32,7 +32,7 @@ def attention_name(config: Any) -> str | None:
 
 
 def names_attention(config: Any) -> bool:
-    """Returns whether a configuration has a place for the name of an implementation, as those of the library do."""
+    """Returns whether a configuration has the field that names an implementation, as those of the library do."""
     return hasattr(config, "_attn_implementation")
 
 
@@ -53,7 +53,7 @@ def use_attention(model: Any, name: str, attention: Callable[..., Any], mask: Ca
     model.set_attn_implementation(name)
     if attention_name(model.config) != name:
         raise DeepSpeedConfigError(
-            f"{what}: the class does not take its attention from transformers' AttentionInterface, so it "
+            f"{what}: {type(model).__name__} does not take its attention from transformers' AttentionInterface, so it "
             "cannot be replaced; use a model class that does"
         )
 
@@ -135,13 +135,13 @@ def wrap_attention(model: nn.Module, suffix: str, functions: AttentionFunctions)
 
 
 def name_attention(layers: nn.Module, name: str) -> None:
-    """Gives a registered implementation to layers that were taken out of a model, in place."""
+    """Sets the registered implementation ``name`` for layers that were taken out of a model, in place."""
     for module in configured_modules(layers):
         set_attention_name(module.config, name)
 
 
 def set_attention_name(config: Any, name: str) -> None:
-    """Gives a configuration the name of an implementation that is registered."""
+    """Sets the name of a registered implementation in a configuration."""
     config._attn_implementation = name
 
 
@@ -153,14 +153,14 @@ def configured_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def own_configurations(model: nn.Module) -> None:
-    """Copies the configuration that the model's modules share: another model may have been made from the same one."""
+    """Copies the configuration that the model's modules share, as another model may share it too."""
     copies: dict[int, Any] = {}
     for module in configured_modules(model):
         module.config = copies.setdefault(id(module.config), copy.deepcopy(module.config))
 
 
 def has_attention(name: str) -> bool:
-    """Returns whether the library has an implementation of that name; one of the hub is loaded first."""
+    """Returns whether the library has an implementation of that name; loads one that the hub has."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if "/" in name and name not in ALL_ATTENTION_FUNCTIONS:
@@ -182,7 +182,7 @@ def call_attention(name: str, layer: Any, *args: Any, **kwargs: Any) -> Any:
 
     Args:
         name: The name of the implementation.
-        layer: The attention module; the number of groups of key/value heads is that of the tensors given here.
+        layer: The attention module; the number of query heads per key head is read from the tensors instead.
         *args: Query, key, value ``[batch, heads, tokens, width]``, mask.
         **kwargs: Further arguments.
     """

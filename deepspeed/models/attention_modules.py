@@ -1,4 +1,4 @@
-"""Reads the numbers of heads off an attention module, whatever its family calls them."""
+"""Reads the numbers of heads of an attention module, by the names of all families."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WIDTH_OF_ALL_HEADS = (
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """The heads of an attention module, as a whole.
+    """The heads of an attention module before any cut.
 
     Attributes:
         query: Query heads.
         key_value: Key/value heads.
-        width: Width of one head, or 0 where the module does not have it.
+        width: Width of one head; 0 if the module does not state it.
     """
 
     query: int
@@ -44,7 +44,8 @@ def attention_of(module: nn.Module, config: Any) -> AttentionHeads | None:
     """Returns the heads of a module that computes attention; None for any other.
 
     Args:
-        module: It counts as one if it has a number of heads, or is called so and has a configuration that does.
+        module: It computes attention if it has a number of heads, or "attention" in the name of its class and a
+            configuration with a number of heads.
         config: The model's configuration, or None.
     """
     own = _first(module, QUERY_HEADS)
@@ -69,7 +70,7 @@ def change_heads(module: nn.Module, whole: AttentionHeads, query: int, key_value
 
     Args:
         module: The module.
-        whole: What it had.
+        whole: Its heads before the cut.
         query: Query heads of the part.
         key_value: Key/value heads of the part.
 

@@ -1,4 +1,4 @@
-"""Builds Transformers models and their configurations: by name, by description, and without values."""
+"""Builds Transformers models and their configurations: from a name, from fields, and without values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def has_library() -> bool:
-    """Returns whether the Transformers library can be imported; it is imported then."""
+    """Returns whether the Transformers library is installed, and imports it."""
     try:
         import transformers  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""Switches a Transformers model's own activation checkpointing on and off, by the library's new names and old."""
+"""Switches a Transformers model's own activation checkpointing on and off, by the library's new or old names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def replace_checkpoint_functions(model: nn.Module, make: Callable[[Any], Any]) -
 
     Args:
         model: The model, or what wraps it.
-        make: From the present function to the new one, or the same.
+        make: Takes the present function and returns the new one, or the same.
     """
     for module in model.modules():
         function = module.__dict__.get(_FUNCTION)

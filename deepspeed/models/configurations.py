@@ -1,4 +1,4 @@
-"""Reads the configuration of a Transformers model, whose fields have other names and places from family to family."""
+"""Reads the configuration of a Transformers model; families differ in the names and places of its fields."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
 
 def text_config(config: Any) -> Any:
-    """Returns the part of a configuration that describes the text model; the configuration itself where it is all text.
+    """Returns the part of a configuration that describes the text model; the configuration itself if it is all text.
 
     Args:
-        config: Configuration of a Transformers model. Any other object, None too, is returned as it is, as is one that
-            has several such parts (MusicGen: a text encoder and a decoder of sound).
+        config: Configuration of a Transformers model. Any other object, None too, is returned unchanged, and so is a
+            configuration with several text parts (MusicGen: a text encoder and a decoder of sound).
     """
     if not is_library_config(config):
         return config
@@ -51,7 +51,7 @@ def kv_heads_of(config: Any) -> int | None:
 
 
 def _differs(config: Any, name: str) -> bool:
-    """Returns whether a field has one value for each layer; the library then raises where one requests the field."""
+    """Returns whether a field has one value for each layer; the library raises when such a field is read."""
     return name in (getattr(config, "per_layer_attributes", None) or ())
 
 
@@ -62,7 +62,7 @@ def vocabulary_of(config: Any) -> int | None:
 
 
 def longest_sequence_of(config: Any) -> int | None:
-    """Returns the number of positions that the model has; None where any number will do."""
+    """Returns the number of positions that the model has; None if it has no limit."""
     return getattr(text_config(config), "max_position_embeddings", None) or None
 
 
@@ -77,12 +77,12 @@ def counts_routers(config: Any) -> bool:
 
 
 def layer_types_of(config: Any) -> tuple[str, ...]:
-    """Returns the kinds of layers, such as "sliding_attention", one for each; empty where the family has one kind."""
+    """Returns the kind of each layer, such as "sliding_attention"; empty where the family has one kind."""
     return tuple(getattr(text_config(config), "layer_types", None) or ())
 
 
 def rotary_width_of(*sources: Any) -> int | None:
-    """Returns how many of a latent attention's outputs are rotary, by the first module or configuration that has it."""
+    """Returns how many of a latent attention's outputs are rotary, from the first source that states it."""
     found = (getattr(source, "qk_rope_head_dim", None) for source in sources)
     return next((width for width in found if isinstance(width, int)), None)
 

@@ -1,7 +1,7 @@
-"""What the Transformers library does while it builds a model for ZeRO stage 3; nothing here imports it.
+"""Detects and wraps what the Transformers library does while it builds a model for ZeRO stage 3; does not import it.
 
-After ``from_config`` and ``from_pretrained`` have built a model, the library passes over all of it to give weights
-their first values, and to tie them. These passes can be wrapped here.
+After ``from_config`` and ``from_pretrained`` have built a model, the library initialises and ties all of its weights.
+:func:`wrap_passes` wraps these passes.
 """
 
 from __future__ import annotations
@@ -14,48 +14,48 @@ from typing import Any
 _INITIALISERS = "transformers.initialization"
 _MODELS = "transformers.modeling_utils"
 _ZERO = "transformers.integrations.deepspeed"
-_SERVED = "_ds_served"
+_WRAPPED = "_ds_served"
 _STAGE_3 = "_hf_deepspeed_config_weak_ref"
 
 
 def is_building() -> bool:
     """Returns whether the library itself builds a model under ``zero.Init`` at the moment.
 
-    Tables of positions are meant to keep the precision that they are computed in then. Newer versions of the library
-    see to it by replacing the wrapper of ``torch.arange``; with the others, this detects it.
+    Tables of positions must then keep the precision that they are computed in. Newer versions of the library ensure
+    that by replacing the wrapper of ``torch.arange``; older ones do not.
     """
     return bool(getattr(sys.modules.get(_MODELS), "_is_ds_init_called", False))
 
 
 def is_building_from_config() -> bool:
-    """Returns whether it builds one that no values are loaded into; otherwise it switches the tying of weights off."""
+    """Returns whether it builds a model without loading values; while it loads, it replaces ``tie_weights``."""
     if not is_building():
         return False
     return bool(sys.modules[_MODELS].PreTrainedModel.tie_weights.__module__ != _INITIALISERS)
 
 
 def recorded_initialiser(name: str) -> Callable[..., Any] | None:
-    """Returns the function of ``torch.nn.init`` that the library recorded before it replaced it; None without it."""
+    """Returns the function of ``torch.nn.init`` as it was before the library replaced it; None if it did not."""
     recorded: dict[str, Callable[..., Any]] = getattr(sys.modules.get(_INITIALISERS), "TORCH_INIT_FUNCTIONS", {})
     return recorded.get(name)
 
 
 def wrap_passes(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wraps the passes that give weights their first values, if the library has been imported; once only.
+    """Wraps the library's initialisation of weights, if the library has been imported; once only.
 
-    The variant for ZeRO stage 3, in which rank 0 alone runs the model's code, becomes the ordinary one.
+    Its variant for ZeRO stage 3, in which only rank 0 runs the model's code, is replaced by the ordinary one.
 
     Args:
-        wrap: From a pass to what is called in its place.
+        wrap: Takes a pass and returns the function that replaces it.
     """
     kind: Any = getattr(sys.modules.get(_MODELS), "PreTrainedModel", None)
     integration: Any = sys.modules.get(_ZERO)
-    if not hasattr(kind, "initialize_weights") or hasattr(kind, _SERVED):
+    if not hasattr(kind, "initialize_weights") or hasattr(kind, _WRAPPED):
         return
     for name in ("initialize_weights", "_adjust_bias"):
         if hasattr(kind, name):
             setattr(kind, name, wrap(getattr(kind, name)))
-    setattr(kind, _SERVED, True)
+    setattr(kind, _WRAPPED, True)
     if hasattr(integration, "initialize_weights_zero3"):
         integration.initialize_weights_zero3 = _initialize_weights
 
@@ -66,13 +66,13 @@ def _initialize_weights(model: Any) -> None:
 
 
 @contextmanager
-def stage_3_unmentioned() -> Iterator[None]:
-    """Shows models that stage 3 is off inside the context: with it on, some let rank 0 alone compute a table."""
+def hide_stage_3() -> Iterator[None]:
+    """Hides from models that stage 3 is on, inside the context: otherwise some compute a table on rank 0 only."""
     integration: Any = sys.modules[_ZERO]
     before = getattr(integration, _STAGE_3, None)
     setattr(integration, _STAGE_3, None)
     try:
         yield
     finally:
-        if getattr(integration, _STAGE_3) is None:  # what was set by others since then stays
+        if getattr(integration, _STAGE_3) is None:  # otherwise the program has set it in the meantime
             setattr(integration, _STAGE_3, before)

@@ -15,10 +15,10 @@ IGNORED = -100
 """The label of tokens that do not count in the loss."""
 
 _AFTER_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier")
-"""What some models do to their logits behind the head."""
+"""Fields of a configuration by which models change their logits after the head."""
 
 Losses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From the decoder's output and each token's next label to one loss for every label."""
+"""Takes the decoder's output and the shifted labels; returns one loss for each label."""
 
 
 def has_plain_head(model: Any) -> bool:
@@ -27,7 +27,7 @@ def has_plain_head(model: Any) -> bool:
 
 
 def changes_behind_head(config: Any) -> list[str]:
-    """Returns the fields of a configuration that change logits or loss behind the head; empty: there are none."""
+    """Returns the fields of a configuration that change logits or loss after the head; empty if none does."""
     text = text_config(config)
     found = [name for name in _AFTER_HEAD if getattr(text, name, None) not in (None, 1, 1.0)]
     return found or (["output_router_logits"] if counts_routers(config) else [])
@@ -46,11 +46,11 @@ def forward_by_losses(
     """Returns what a causal language model's forward returns for labels, without logits.
 
     Args:
-        model: See :func:`has_plain_head`; one that :func:`changes_behind_head` computes something else.
+        model: One with :func:`has_plain_head` and without :func:`changes_behind_head`, which are not applied here.
         losses_of: Computes the losses from hidden states.
         labels: ``[batch, tokens]``; shifted here. Or ``shift_labels``.
         shift_labels: Label of each token: the next token.
-        num_items_in_batch: What the sum of losses is divided by; None: the labels that count.
+        num_items_in_batch: Divisor of the sum of losses; None: the number of labels that count.
         logits_to_keep: Not used, as there are no logits.
         return_dict: False: a tuple is returned.
         **kwargs: For the decoder.
@@ -60,15 +60,15 @@ def forward_by_losses(
         assert labels is not None
         shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     losses = losses_of(outputs[0], shift_labels)
-    counted: Any = num_items_in_batch
-    if counted is None:
-        counted = (shift_labels != IGNORED).sum().clamp(min=1).to(losses.device)
-    kept = {name: getattr(outputs, name, None) for name in ("past_key_values", "hidden_states", "attentions")}
-    return causal_output(return_dict, loss=losses.sum() / counted, **kept)
+    divisor: Any = num_items_in_batch
+    if divisor is None:
+        divisor = (shift_labels != IGNORED).sum().clamp(min=1).to(losses.device)
+    others = {name: getattr(outputs, name, None) for name in ("past_key_values", "hidden_states", "attentions")}
+    return causal_output(return_dict, loss=losses.sum() / divisor, **others)
 
 
 def causal_output(return_dict: bool | None, **fields: Any) -> Any:
-    """Returns the output object of causal language models, or a tuple of what it holds.
+    """Returns the output object of causal language models, or a tuple of its fields.
 
     Args:
         return_dict: False: a tuple.
@@ -103,7 +103,7 @@ def use_token_losses(head: Any, losses: Callable[..., torch.Tensor]) -> None:
 
 
 def takes_loss_function(model: Any) -> bool:
-    """Returns whether a model computes the loss of causal language models by a function that can be exchanged."""
+    """Returns whether a model computes the loss of causal language models by a function that can be replaced."""
     return getattr(model, "loss_type", None) == "ForCausalLM"
 
 

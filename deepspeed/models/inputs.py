@@ -1,4 +1,4 @@
-"""Makes inputs that a Transformers model takes, of the sizes in its configuration."""
+"""Makes inputs for a Transformers model from the sizes in its configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def small_inputs(model: nn.Module, rows: int, length: int) -> dict[str, Any] | N
     """Returns a small batch with the same values on all ranks; None where it is not known what the model takes.
 
     Args:
-        model: Any module; of others than the library's nothing is known.
+        model: Any module; the result is None for one that is not of the library.
         rows: Samples.
         length: Tokens of a sequence.
     """
@@ -36,15 +36,16 @@ def small_inputs(model: nn.Module, rows: int, length: int) -> dict[str, Any] | N
         inputs = {"pixel_values": torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape)}
     else:
         return None
-    takes = inspect.signature(model.forward).parameters.values()
+    parameters = inspect.signature(model.forward).parameters.values()
     if getattr(text_config(config), "use_cache", False) and any(
-        one.name == "use_cache" or one.kind is one.VAR_KEYWORD for one in takes
+        one.name == "use_cache" or one.kind is one.VAR_KEYWORD for one in parameters
     ):
         inputs["use_cache"] = False  # some families have no cache that fits a model of linear attention only
-    at = next(model.parameters()).device
-    dtype = next(model.parameters()).dtype
+    weight = next(model.parameters())
     return {
-        key: value.to(at, dtype if value.is_floating_point() else None) if isinstance(value, torch.Tensor) else value
+        key: value.to(weight.device, weight.dtype if value.is_floating_point() else None)
+        if isinstance(value, torch.Tensor)
+        else value
         for key, value in inputs.items()
     }
 

@@ -19,28 +19,28 @@ def is_of_library(kind: type) -> bool:
 
 
 def initialiser_of(model: Any) -> Callable[..., Any] | None:
-    """Returns the method by which a model gives one of its modules first values, buffers too; None without one."""
+    """Returns the model's method that initialises one of its modules, buffers too; None if it has none."""
     method = getattr(model, "_init_weights", None)
     return method if callable(method) else None
 
 
 def rope_types_of(module: Any) -> list[str]:
-    """Returns the kinds of frequencies that a rotary embedding has, such as "dynamic"; empty for other modules."""
+    """Returns the RoPE types of a rotary embedding, such as "dynamic"; empty for other modules."""
     kinds = getattr(module, "rope_type", None)
     return [kind for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]) if isinstance(kind, str)]
 
 
 def mark_initialized(tensor: torch.Tensor) -> None:
-    """Marks a parameter or buffer, of any shape, as one that has its values: the library does not initialise it."""
+    """Marks a parameter or buffer, of any shape, as initialised, so that the library keeps its values."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def modules_in_fp32(model: Any) -> list[str]:
-    """Returns parts of the names of modules that a model wants to keep in fp32."""
+    """Returns parts of the names of modules that a model keeps in fp32, such as "norm" or "mlp.gate"."""
     lists = (getattr(model, name, None) or () for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
     return sorted({part for parts in lists for part in parts})
 
 
 def queries_per_key(attention: Any) -> int:
-    """Returns the number of query heads of an attention module that share a key head; 1 where it does not say."""
+    """Returns the number of query heads of an attention module that share a key head; 1 if it has no such number."""
     return int(getattr(attention, "num_key_value_groups", 1))

@@ -1,8 +1,8 @@
-"""Where the Transformers library loads files into a model, as far as ZeRO stage 3 changes it; nothing here imports it.
+"""Replaces the loader by which Transformers loads files into a model at ZeRO stage 3; nothing here imports the library.
 
-At stage 3 the library has a loader of its own. It does not apply all rules of conversion, does not list the tensors
-that the model does not take, and reports a wrong shape on rank 0 alone. :func:`wrap_loading` puts another function in
-its place, and :func:`putting_by` lets the library's ordinary loader hand its tensors to that function.
+The library has a loader of its own for stage 3. It does not apply all rules of conversion, does not list the tensors
+that the model does not take, and reports a wrong shape on rank 0 only. :func:`wrap_loading` replaces it by another
+function, and :func:`redirect_tensors` makes the library's ordinary loader pass its tensors to that function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 _MODELS = "transformers.modeling_utils"
 _LOADER = "transformers.core_model_loading"
 _ZERO = "transformers.integrations.deepspeed"
-_SERVED = "_ds_served"
+_WRAPPED = "_ds_served"
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 Put = Callable[[str, Any, Any], None]
@@ -35,23 +35,23 @@ def wrap_loading(load: Callable[[nn.Module, Any, Callable[[], Any]], Any]) -> No
     kind: Any = getattr(sys.modules.get(_MODELS), "PreTrainedModel", None)
     original = getattr(kind, "_load_pretrained_model", None)
     loader = sys.modules.get(_LOADER)
-    if original is None or hasattr(original, _SERVED) or not hasattr(loader, "set_param_for_module"):
+    if original is None or hasattr(original, _WRAPPED) or not hasattr(loader, "set_param_for_module"):
         return
 
     @functools.wraps(original)
-    def serve(model: nn.Module, state_dict: Any, files: Any, load_config: Any, *rest: Any, **more: Any) -> Any:
+    def load_files(model: nn.Module, state_dict: Any, files: Any, load_config: Any, *rest: Any, **more: Any) -> Any:
         call = functools.partial(original, model, state_dict, files, load_config, *rest, **more)
         if load_config.is_quantized or not sys.modules[_ZERO].is_deepspeed_zero3_enabled():
             return call()
         return load(model, load_config, call)
 
-    setattr(serve, _SERVED, True)
-    kind._load_pretrained_model = staticmethod(serve)
+    setattr(load_files, _WRAPPED, True)
+    kind._load_pretrained_model = staticmethod(load_files)
 
 
 @contextmanager
-def putting_by(put: Put) -> Iterator[None]:
-    """Lets the library's loader hand each tensor to ``put`` inside the context instead of setting it in the model."""
+def redirect_tensors(put: Put) -> Iterator[None]:
+    """Makes the library's loader pass each tensor to ``put`` inside the context instead of setting it in the model."""
     loader: Any = sys.modules[_LOADER]
     before = loader.set_param_for_module
 

@@ -1,6 +1,6 @@
 """Recognises and makes the attention masks of Transformers models.
 
-The library builds masks from functions of two positions, which it composes from parts.
+The library composes masks from functions of a query position and a key position.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 _COVERED_ELSEWHERE = ("packed_sequence_mask_function", "padding_mask_function")
-"""Functions of Transformers whose masks position ids and the padding mask express too."""
+"""Mask functions of Transformers that repeat what the position ids and the padding mask state."""
 
 
 @dataclass(frozen=True)
 class MaskKind:
-    """Describes which tokens a mask function lets tokens see.
+    """Describes which tokens a mask function makes visible.
 
     Attributes:
         is_causal: Tokens see none that come later.
@@ -30,14 +30,14 @@ class MaskKind:
 
 
 class UnknownMaskError(ValueError):
-    """A mask function is none of those that can be recognised; its text is what made it."""
+    """A mask function is not recognised; the message is the name of the function that made it."""
 
 
 def mask_kind(mask_function: Callable[..., Any]) -> MaskKind:
-    """Returns what one of the library's mask functions lets tokens see.
+    """Returns which tokens one of the library's mask functions makes visible.
 
     Raises:
-        UnknownMaskError: It is neither causal, full, a causal window, nor made of these.
+        UnknownMaskError: It is not causal, full or a causal window, and not composed of these.
     """
     kind = _kind(mask_function)
     if kind.window is not None and not kind.is_causal:
@@ -75,7 +75,7 @@ def is_plain_mask(mask_function: Any) -> bool:
 
 
 def whole_mask(*, attention_mask: torch.Tensor | None, mask_function: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Returns the mask of tokens by tokens, ``[batch, 1 or heads, queries, keys]`` of bool, True for what is seen."""
+    """Returns the full mask, ``[batch, 1 or heads, queries, keys]`` of bool, True where the key is visible."""
     from transformers.masking_utils import sdpa_mask
 
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -84,7 +84,7 @@ def whole_mask(*, attention_mask: torch.Tensor | None, mask_function: Any, **kwa
 
 
 def mask_of_implementation(name: str, **kwargs: Any) -> Any:
-    """Returns the mask that the attention implementation ``name`` wants."""
+    """Returns the mask in the form that the attention implementation ``name`` takes."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     return ALL_MASK_ATTENTION_FUNCTIONS[name](**kwargs)

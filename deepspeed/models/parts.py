@@ -1,4 +1,4 @@
-"""Takes single modules out of a Transformers model, or builds them alone from its configuration."""
+"""Takes single modules out of a Transformers model, or builds them one by one from a model without values."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ModelPart:
         path: Qualified name of the module.
 
     Attributes:
-        skeleton: As given.
-        path: As given.
-        name: The path as names of parameters begin with it.
+        skeleton: The model, with values or without.
+        path: Qualified name of the module.
+        name: Prefix of the names of its parameters: the path and a dot; empty for the whole model.
     """
 
     def __init__(self, skeleton: Any, model: Any, path: str) -> None:
@@ -38,17 +38,17 @@ class ModelPart:
         return (self._model if self._model is not None else self.skeleton).get_submodule(self.path)
 
     def get(self) -> Any:
-        """Returns the module: the model's own, or a new one with first values; without on torch's ``meta`` device."""
+        """Returns the model's own module, or a new one on the CPU with initial values; on ``meta`` without values."""
         if self._model is not None:
             return self._model.get_submodule(self.path)
         module: Any = copy.deepcopy(self.skeleton.get_submodule(self.path))
         if torch.get_default_device().type == "meta":
             return module
         module = module.to_empty(device="cpu")
-        for owner in module.modules():  # what is computed and not learned is made by the constructors
+        for owner in module.modules():  # the constructors compute the buffers
             if getattr(owner, "config", None) is not None and any(True for _ in owner.buffers(recurse=False)):
-                made = type(owner)(owner.config)
-                for name, value in made.named_buffers(recurse=False):
+                fresh = type(owner)(owner.config)
+                for name, value in fresh.named_buffers(recurse=False):
                     getattr(owner, name).copy_(value)
         for inner in module.modules():
             self.skeleton._init_weights(inner)
@@ -57,6 +57,6 @@ class ModelPart:
     def tensor_plan(self, prefix: str) -> dict[str, str]:
         """Returns the entries of the model's tensor-parallel plan for this part, by names that begin with ``prefix``.
 
-        Empty if the plan cuts no block, as that of a model whose head alone has an entry.
+        Empty if the plan cuts no block, for example because only the head has an entry.
         """
         return part_of_plan(self.skeleton, self.path, prefix) if cuts_blocks(self.skeleton) else {}

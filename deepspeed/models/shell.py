@@ -1,12 +1,11 @@
 """Runs a causal language model's own forward from its decoder's output on, without the decoder's modules.
 
-What a family does to its logits, and the balance loss of a mixture of experts, is computed by the model's own code. The
-decoder is replaced by a module that returns hidden states that are there already, the head by a call of it.
+The model's own code computes what a family does to its logits, and the balance loss of a mixture of experts. The
+decoder is replaced by a module that returns hidden states computed before, the head by a call of it.
 
-Likewise a decoder's own forward runs without its blocks, and what it would call them with is recorded.
-
-Whatever a family computes for its blocks (masks, positions, rotary tables) is in the recorded calls. A recorder stands
-in the place of each block: it has the block's plain attributes, notes its arguments and returns its input.
+A decoder's own forward also runs without its blocks, to record the arguments of each block: all that a family computes
+for its blocks (masks, positions, rotary tables). A recorder replaces each block: it has the block's public attributes,
+records its arguments and returns its input.
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ class Shell:
     def finish(
         self, hidden: torch.Tensor, router_outputs: RouterOutputs, head: Callable[[torch.Tensor], torch.Tensor]
     ) -> Any:
-        """Returns logits; where routers count, a pair of logits and the weighted balance loss.
+        """Returns logits; with a balance loss of routers, a pair of logits and the weighted balance loss.
 
         Args:
             hidden: The decoder's output, ``[batch, tokens, width]``.
-            router_outputs: Outputs of the routers.
+            router_outputs: See :data:`RouterOutputs`.
             head: Makes logits ``[batch, tokens, vocabulary]`` of ``hidden``.
         """
         running = copy.copy(self._model)
         running._modules = {
             **self._model._modules,
-            self._decoder: _GivenOutput(hidden, router_outputs),
+            self._decoder: _PrecomputedOutput(hidden, router_outputs),
             self.head_path: _HeadCall(head),
         }
         if router_outputs is None:
@@ -69,24 +68,24 @@ class Shell:
         return found.logits, float(running.router_aux_loss_coef) * balance
 
 
-class _GivenOutput(nn.Module):
+class _PrecomputedOutput(nn.Module):
     """Replaces the decoder: returns hidden states that were computed before."""
 
     def __init__(self, hidden: torch.Tensor, router_outputs: RouterOutputs) -> None:
         super().__init__()
-        self._hidden, self._heard = hidden, router_outputs
+        self._hidden, self._router_outputs = hidden, router_outputs
 
     @property
-    def decoder(self) -> _GivenOutput:
-        """Itself: some models call the decoder of what is in its place."""
+    def decoder(self) -> _PrecomputedOutput:
+        """This module: some models call ``model.decoder``, where this one replaces ``model``."""
         return self
 
     def forward(self, *_arguments: Any, **_named: Any) -> Any:
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
         found = MoeModelOutputWithPast(last_hidden_state=self._hidden)
-        if self._heard is not None:
-            found.router_logits = tuple(self._heard["router_logits"])
+        if self._router_outputs is not None:
+            found.router_logits = tuple(self._router_outputs["router_logits"])
         found.cross_attentions = None  # some models pass it on
         return found
 
@@ -113,13 +112,13 @@ class BlockCall(NamedTuple):
 
 
 class _Result(torch.Tensor):
-    """Stands for a block's result: models take it as it is, or as the first of a tuple."""
+    """Result of a recorder: models use it as a tensor, or as a tuple whose first item is the tensor."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __getitem__(self, index: Any) -> Any:
-        plain = self.as_subclass(torch.Tensor)
-        return plain.as_subclass(_Result) if isinstance(index, int) and index == 0 else plain[index]
+        tensor = self.as_subclass(torch.Tensor)
+        return tensor.as_subclass(_Result) if isinstance(index, int) and index == 0 else tensor[index]
 
 
 class _Recorder(nn.Module):
@@ -129,8 +128,8 @@ class _Recorder(nn.Module):
 
     def __init__(self, block: nn.Module, calls: list[BlockCall]) -> None:
         super().__init__()
-        plain = {name: value for name, value in vars(block).items() if not name.startswith("_")}
-        self.__dict__.update({name: value for name, value in plain.items() if name not in self.__dict__})
+        public = {name: value for name, value in vars(block).items() if not name.startswith("_")}
+        self.__dict__.update({name: value for name, value in public.items() if name not in self.__dict__})
         self.__dict__["calls"] = calls
 
     def forward(self, hidden: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
@@ -144,7 +143,7 @@ class Recording:
     Args:
         decoder: Not changed.
         blocks: Name of its list of blocks.
-        child: From the name of another child to what stands in its place.
+        child: Takes the name of another child and returns the module that replaces it.
 
     Attributes:
         decoder: The copy, for a module that holds its parameters.
@@ -152,9 +151,9 @@ class Recording:
 
     def __init__(self, decoder: nn.Module, blocks: str, child: Callable[[str], nn.Module]) -> None:
         self.decoder: Any = copy.copy(decoder)
-        for name, held in vars(self.decoder).items():  # hooks on the copy are none of the model's
-            if isinstance(held, OrderedDict):
-                vars(self.decoder)[name] = held.copy()
+        for name, value in vars(self.decoder).items():  # hooks on the copy must not become the model's
+            if isinstance(value, OrderedDict):
+                vars(self.decoder)[name] = value.copy()
         self._calls: list[BlockCall] = []
         modules: dict[str, Any] = {}
         for name, present in self.decoder._modules.items():
@@ -169,7 +168,7 @@ class Recording:
         """Runs the decoder and returns what it calls each block with, in order.
 
         Raises:
-            NotYetSupportedError: It does not call every block once.
+            NotYetSupportedError: The number of calls is not the number of blocks.
         """
         self._calls.clear()
         self.decoder(**inputs, use_cache=False)
@@ -184,7 +183,7 @@ class Recording:
 
 
 Routers = list[tuple[type[nn.Module], int]]
-"""Classes of routers, and which of their outputs the logits are."""
+"""Classes of routers, each with the index of the logits among its outputs."""
 
 
 def recorded_routers(decoder: Any) -> Routers:
@@ -203,8 +202,8 @@ def record_routers(block: nn.Module, routers: Routers, logits: list[torch.Tensor
     for module in block.modules():
         for target, index in routers:
             if isinstance(module, target):
-                module.register_forward_hook(functools.partial(_note, logits, index))
+                module.register_forward_hook(functools.partial(_append_logits, logits, index))
 
 
-def _note(logits: list[torch.Tensor], index: int, _module: Any, _arguments: Any, made: Any) -> None:
-    logits.append(made[index] if isinstance(made, tuple) else made)
+def _append_logits(logits: list[torch.Tensor], index: int, _module: Any, _arguments: Any, output: Any) -> None:
+    logits.append(output[index] if isinstance(output, tuple) else output)

@@ -1,7 +1,7 @@
 """Reads modules with stacked experts, the one form that mixtures of experts of the Transformers library have.
 
-Such a module has the weights of all experts in one tensor for each product. It gets tokens, the experts that a router
-chose for them, and weights.
+Such a module has the weights of all experts in one tensor for each product. Its inputs are tokens, the experts that a
+router chose for them, and the weights of these.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 _TAKE_ALL = frozenset({"Llama4TextExperts"})
-"""Classes that get tokens alone, every one for every expert."""
+"""Classes that pass every token through every expert, without the choice of a router."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ExpertParts:
         down_bias: Its bias, or None.
         is_transposed: Weights are ``[E, in, out]``, not ``[E, out, in]``.
         between: What is computed between the two products.
-        after: What is computed behind the second, or None.
+        after: What is computed after the second, or None.
     """
 
     up: torch.Tensor
@@ -67,7 +67,7 @@ def stacked_weights(module: nn.Module) -> list[nn.Parameter]:
 
 
 def lacks(module: nn.Module) -> str | None:
-    """Returns what a module with stacked experts would need to be known, in words; None: nothing."""
+    """Returns what a module with stacked experts lacks to be supported, in words; None: nothing."""
     own = module._parameters
     if own.get("down_proj") is None or (own.get("gate_up_proj") is None and own.get("up_proj") is None):
         return "the stacked weights gate_up_proj (or up_proj) and down_proj"
@@ -82,12 +82,12 @@ def lacks(module: nn.Module) -> str | None:
 
 
 def takes_all(module: nn.Module) -> bool:
-    """Returns whether a module of stacked experts gets tokens alone, every one for every expert (Llama 4)."""
+    """Returns whether every expert of a module gets every token, without the choice of a router (Llama 4)."""
     return type(module).__name__ in _TAKE_ALL
 
 
 def routes_in(index: Any, weights: Any, more: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns chosen experts and weights, ``[S, k]``, from the arguments of a module's forward by any of their names.
+    """Returns chosen experts and weights, ``[S, k]``, from the arguments of a module's forward.
 
     Args:
         index: The first argument after the tokens, or None.
@@ -101,7 +101,7 @@ def routes_in(index: Any, weights: Any, more: Mapping[str, Any]) -> tuple[torch.
 
 
 def parts_of(module: Any) -> ExpertParts:
-    """Returns what the experts of a module compute with; it must lack nothing."""
+    """Returns the weights and functions of a module's experts; :func:`lacks` must return None for it."""
     has_gate = module._parameters.get("gate_up_proj") is not None
     first = "gate_up_proj" if has_gate else "up_proj"
     return ExpertParts(
@@ -118,13 +118,13 @@ def parts_of(module: Any) -> ExpertParts:
 def _between(module: Any, has_gate: bool) -> Any:
     if not has_gate:
         return module.act_fn
-    gate = getattr(module, "_apply_gate", None)
-    if callable(gate):
-        return gate
+    own = getattr(module, "_apply_gate", None)
+    if callable(own):
+        return own
 
-    def halves(both: torch.Tensor) -> torch.Tensor:
-        gated, plain = both.chunk(2, dim=-1)
-        found: torch.Tensor = module.act_fn(gated) * plain
-        return found
+    def apply_gate(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        result: torch.Tensor = module.act_fn(gate) * up
+        return result
 
-    return halves
+    return apply_gate

@@ -12,7 +12,7 @@ from deepspeed.models.configurations import model_type_of
 
 
 def stored_tensors_of(model: nn.Module) -> StoredTensors | None:
-    """Returns the library's rules for a model; None for models of others, and before version 5 of the library."""
+    """Returns the library's rules for a model; None for other models, and before version 5 of the library."""
     if model_type_of(model) is None or not hasattr(model, "base_model_prefix"):
         return None
     try:
@@ -22,10 +22,10 @@ def stored_tensors_of(model: nn.Module) -> StoredTensors | None:
 
 
 class StoredTensors:
-    """The library's way from tensors in files to those of one model.
+    """The library's rules that convert tensors in files to those of one model.
 
     Attributes:
-        rules: All of them, those of models inside the model too.
+        rules: All rules, those of models inside the model too.
 
     Args:
         model: A model of the library, with values or without.
@@ -44,20 +44,20 @@ class StoredTensors:
         self._known = model.state_dict()
 
     def order(self, key: str) -> Any:
-        """Returns what tensors in files are sorted by, so that parts are put together in their order."""
+        """Returns the key by which tensors in files are sorted, so that parts are merged in their order."""
         from transformers.core_model_loading import dot_natural_key
 
         return dot_natural_key(key)
 
     def renamed(self, key: str) -> str:
-        """Returns the name of a tensor in a file after the rules that only rename, and before any that merge."""
+        """Returns the name of a tensor in a file after the rules that rename, before those that merge."""
         from transformers.core_model_loading import apply_renamings
 
         name: str = apply_renamings(key, self._renamings)
         return name
 
     def target(self, key: str) -> tuple[str, str | None] | None:
-        """Returns the tensor of the model that one in a file is for, and by which pattern; None: the model has none."""
+        """Returns the name of the model's tensor for one in a file, and the matched pattern; None if there is none."""
         from transformers.core_model_loading import rename_source_key
 
         name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, self._known)
@@ -68,7 +68,7 @@ class StoredTensors:
     def conversion(self, key: str, name: str, pattern: str | None) -> Any:
         """Returns a new conversion of tensors in files, the first of which is ``key``, to the tensor ``name``.
 
-        It takes them by ``add_tensor`` and gives what they become by ``convert``.
+        Its ``add_tensor`` takes the tensors of the files; its ``convert`` returns the result.
         """
         from transformers.core_model_loading import WeightRenaming
 

@@ -1,4 +1,4 @@
-"""Reads the tensor-parallel plans that Transformers models bring: patterns of names, each with a style."""
+"""Reads the tensor-parallel plans of Transformers models: patterns of names, each with a style."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def plans_in(model: nn.Module) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Yields ``(name, plan)`` of every outermost module that brings one; ``*`` in a plan stands for any one step."""
+    """Yields ``(name, plan)`` of every outermost module with a plan, where ``*`` matches one component of a name."""
     taken: list[str] = []
     for name, module in model.named_modules():
         if any(name == other or name.startswith(f"{other}.") for other in taken):
@@ -21,7 +21,7 @@ def plans_in(model: nn.Module) -> Iterator[tuple[str, Mapping[str, str]]]:
 
 
 def part_of_plan(model: Any, path: str, prefix: str) -> dict[str, str]:
-    """Returns the entries of a model's plan for the module at ``path``, by names that begin with ``prefix`` instead."""
+    """Returns the entries of a model's plan for the module at ``path``, with ``prefix`` in the place of the path."""
     found = {}
     steps = path.split(".")
     for key, style in _plan_of(model).items():
@@ -35,7 +35,7 @@ _OF_BLOCKS = ("colwise", "rowwise", "rowwise_split_input")
 
 
 def cuts_blocks(model: Any) -> bool:
-    """Returns whether a model's plan cuts more than its embedding and its head, or is the part of one that does."""
+    """Returns whether a model's plan cuts more than embedding and head, or the model is a part of such a one."""
     return getattr(model, "_tp_plan_is_part", False) or any(style in _OF_BLOCKS for style in _plan_of(model).values())
 
 

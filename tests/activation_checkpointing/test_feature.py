@@ -152,7 +152,7 @@ def _refused() -> None:
         (_gpt2("eager", reorder_and_upcast_attn=True), "reorder_and_upcast_attn computes attention in the layer"),
         (
             causal_model("CodeGen", vocab_size=67, n_embd=24, n_layer=1, n_head=4, rotary_dim=4),
-            "the class does not take its attention from transformers' AttentionInterface",
+            "does not take its attention from transformers' AttentionInterface",
         ),
     ):
         with pytest.raises(DeepSpeedConfigError, match=message):

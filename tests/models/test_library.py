@@ -136,7 +136,7 @@ def test_the_library_still_has_what_zero_init_wraps():
     assert initialization.TORCH_INIT_FUNCTIONS["normal_"] is construction.recorded_initialiser("normal_")
     assert not construction.is_building() and not construction.is_building_from_config()
     before = getattr(integration, construction._STAGE_3)
-    with construction.stage_3_unmentioned():
+    with construction.hide_stage_3():
         assert getattr(integration, construction._STAGE_3) is None
     assert getattr(integration, construction._STAGE_3) is before
 

@@ -30,14 +30,14 @@ BY_TEXT = {
         "transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref": "setattr(integration, _STAGE_3, None)",
     },
     "deepspeed.models.loading": {
-        "PreTrainedModel._load_pretrained_model": "kind._load_pretrained_model = staticmethod(serve)"
+        "PreTrainedModel._load_pretrained_model": "kind._load_pretrained_model = staticmethod(load_files)"
     },
     "deepspeed.models.checkpointing": {"_gradient_checkpointing_func": "setattr(module, _FUNCTION, make(function))"},
     "deepspeed.parallel.sequence.batches": {
         "accelerate.data_loader.skip_first_batches": "setattr(module, _NAME, skip_first_batches)"
     },
     "deepspeed.data.accelerate_loaders": {
-        "accelerate.data_loader.DataLoaderShard": "shard.load_state_dict = _loads(shard.load_state_dict)"
+        "accelerate.data_loader.DataLoaderShard": "shard.load_state_dict = _wrap_load_state_dict(shard.load_state_dict)"
     },
     "deepspeed.accelerator.cpu": {"mallopt": "library.mallopt"},
 }

@@ -36,9 +36,9 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.start.device import local_device
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import CheckpointError
-from deepspeed.models.construction import stage_3_unmentioned, wrap_passes
+from deepspeed.models.construction import hide_stage_3, wrap_passes
 from deepspeed.models.layers import mark_initialized
-from deepspeed.models.loading import empty_record, find_unlikely, putting_by, wrap_loading
+from deepspeed.models.loading import empty_record, find_unlikely, redirect_tensors, wrap_loading
 from deepspeed.zero.access.gathered import GatheredParameters, with_addresses
 from deepspeed.zero.address import showing_wholes
 from deepspeed.zero.construction.modules import serving_all_ranks
@@ -87,7 +87,7 @@ class _Loading:
     def lead(self, original: Callable[[], Any], load_config: Any) -> Any:
         """Loads on rank 0 and sends every tensor. Returns the library's record."""
         try:
-            with stage_3_unmentioned(), showing_wholes(), putting_by(self._collect):
+            with hide_stage_3(), showing_wholes(), redirect_tensors(self._collect):
                 info, _ = original()
             self._send()
         except Exception as error:
@@ -208,7 +208,7 @@ def serve_passes() -> None:
 def _served(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def serve(*args: Any, **kwargs: Any) -> Any:
-        with serving_all_ranks(), stage_3_unmentioned():
+        with serving_all_ranks(), hide_stage_3():
             return original(*args, **kwargs)
 
     return serve
