@@ -1,9 +1,8 @@
 """Fills a model, allocated or on the meta device, from files of weights, tensor by tensor.
 
-Some tensors Transformers stores under other names and cut along a dimension: experts, which files have one by one.
-
-How tensors are stored is read from Transformers, which defines it for each kind of model. Each is then a part of the
-tensor that the model has, like the parts that tensor-parallel ranks write, so a rank still reads its share alone.
+Transformers stores some tensors under other names, or in several pieces: files have experts one by one, which the model
+has in one tensor. Its conversion rules for the kind of model are applied. Such a piece is read as a part of the model's
+tensor, like the parts that tensor-parallel ranks write, so a rank still reads only its share.
 """
 
 from __future__ import annotations
@@ -42,45 +41,44 @@ def fill(
 ) -> None:
     """Loads every parameter and saved buffer of ``model`` from files.
 
-    Of a model that is cut over ranks each rank reads its parts, and no more.
+    If the model is cut over tensor-parallel ranks, each rank reads only its parts.
 
     Args:
         model: Its tensors may be on the meta device; those are replaced.
-        checkpoint: A folder (of weights, or of ``save_checkpoint``), a file of weights, a JSON file, or what such a
-            file holds: an object whose ``checkpoints`` lists files of whole tensors, or has the lists ``non_tp`` and
-            ``tp``.
+        checkpoint: A folder (of weights, or of ``save_checkpoint``), a file of weights, a JSON file, or the object of
+            such a file: its ``checkpoints`` lists files of whole tensors, or has the lists ``non_tp`` and ``tp``.
         dtype: The dtype of floating tensors.
         base_dir: Folder that relative names start from.
-        slices: Parameters on the meta device become slices, of which each rank reads its own; None: they become whole.
+        slices: Makes parameters on the meta device slices, of which each rank reads its own; None: they become whole.
 
     Raises:
         CheckpointError: Files are missing, hold something else, or leave tensors of the model without a value.
     """
     files = find_files(checkpoint, Path(base_dir))
     _make_buffers(model)
-    # Parts of tensor-parallel ranks may cut rows, so that no slice is a contiguous part of them.
-    places = _Places(model, None if files.parts else slices)
+    # Parts of tensor-parallel ranks may be cut within rows; then they are not contiguous in the whole tensor.
+    targets = _ModelTensors(model, None if files.parts else slices)
     unknown: list[str] = []
     filled: set[str] = set()
     parts: Counter[str] = Counter()
-    names = StoredNames(model, places.shape_of)
+    names = StoredNames(model, targets.shape_of)
     pipeline: dict[str, str] | None = None
     for raw in files.tensors():
-        if files.training is not None and places.of(raw.tile.name) is None:
+        if files.training is not None and targets.name_of(raw.tile.name) is None:
             pipeline = pipeline_names(model) if pipeline is None else pipeline
-            raw = _renamed(raw, pipeline)
-        stored = raw if places.of(raw.tile.name) is not None else names.resolve(raw)
+            raw = _rename_by_prefix(raw, pipeline)
+        stored = raw if targets.name_of(raw.tile.name) is not None else names.resolve(raw)
         if stored is None:
             continue
-        place = places.of(stored.tile.name)
-        if place is None:
+        name = targets.name_of(stored.tile.name)
+        if name is None:
             unknown.append(stored.tile.name)
             continue
-        places.put(place, stored, dtype)
-        filled.add(place)
+        targets.put(name, stored, dtype)
+        filled.add(name)
         parts[stored.tile.name] += stored.is_part
     for stored in names.converted():
-        places.put(stored.tile.name, stored, dtype)
+        targets.put(stored.tile.name, stored, dtype)
         filled.add(stored.tile.name)
     tie = getattr(model, "tie_weights", None)
     if tie is not None:
@@ -89,13 +87,13 @@ def fill(
     _refuse_gaps(model, files, filled, written, unknown)
 
 
-def _renamed(stored: Stored, beginnings: dict[str, str]) -> Stored:
-    """Returns a tensor of a pipeline's checkpoint under the name that it has in the model."""
+def _rename_by_prefix(stored: Stored, prefixes: dict[str, str]) -> Stored:
+    """Returns a tensor of a pipeline's checkpoint under its name in the model."""
     name = stored.tile.name
-    begin = next((begin for begin in beginnings if name.startswith(begin)), None)
-    if begin is None:
+    prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+    if prefix is None:
         return stored
-    return replace(stored, tile=replace(stored.tile, name=beginnings[begin] + name.removeprefix(begin)))
+    return replace(stored, tile=replace(stored.tile, name=prefixes[prefix] + name.removeprefix(prefix)))
 
 
 def _refuse_gaps(
@@ -107,12 +105,12 @@ def _refuse_gaps(
                 f"init_inference: {name!r}: expected {len(files.parts)} parts in the files ({files}), found {count}; "
                 "copy the files of all parts"
             )
-    # What is left: tensors without a value, by identity, so that a tied head counts as filled.
+    # By identity, so that a tied head counts as filled.
     state = dict(model.state_dict(keep_vars=True))
     have = {id(state[name]) for name in filled if name in state}
     missing = [name for name, tensor in state.items() if id(tensor) not in have]
     if missing:
-        also = f"; {len(unknown)} tensors of the files have no place, such as {unknown[0]!r}" if unknown else ""
+        also = f"; {len(unknown)} tensors of the files are not in the model, such as {unknown[0]!r}" if unknown else ""
         if unknown and hasattr(model, "from_pretrained"):
             also += ". Transformers may store them in another form: from_pretrained reads it, without checkpoint="
         raise CheckpointError(
@@ -121,8 +119,8 @@ def _refuse_gaps(
         )
 
 
-class _Places:
-    """The tensors of a model by the names that files have for them."""
+class _ModelTensors:
+    """Finds the tensors of a model by their names in files, and sets their values."""
 
     def __init__(self, model: nn.Module, slices: SlicesFromFiles | None = None) -> None:
         self._slices = slices
@@ -134,25 +132,26 @@ class _Places:
             for leaf, parameter in module._parameters.items():
                 self._users.setdefault(id(parameter), []).append((module, leaf))
 
-    def of(self, name: str) -> str | None:
-        """Returns the model's name of a tensor in files, which may have one prefix more or less.
-
-        None if there is none.
-        """
+    def name_of(self, name: str) -> str | None:
+        """Returns the model's name for a tensor in files, whose prefix may differ; None if the model has none."""
         candidates = (name, self._prefix + name, name.removeprefix(self._prefix), name.removeprefix("module."))
         return next((candidate for candidate in candidates if candidate in self._names), None)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Returns the whole shape of the tensor with this name in files; None if there is none."""
-        place = self.of(name)
-        if place is None:
+        own_name = self.name_of(name)
+        if own_name is None:
             return None
-        parent, _, leaf = place.rpartition(".")
+        parent, _, leaf = own_name.rpartition(".")
         tensor: torch.Tensor = getattr(self._model.get_submodule(parent), leaf)
-        return tile_of(place, full_shape(tensor), -1, tensor).global_shape
+        return tile_of(own_name, full_shape(tensor), -1, tensor).global_shape
 
     def put(self, name: str, stored: Stored, dtype: torch.dtype) -> None:
-        """Gives a tensor of the model the values that a file has for it."""
+        """Sets a tensor of the model to the values in a file; its dtype becomes ``dtype`` if it is floating.
+
+        Raises:
+            CheckpointError: The shapes differ.
+        """
         parent_name, _, leaf = name.rpartition(".")
         parent = self._model.get_submodule(parent_name)
         old: torch.Tensor = getattr(parent, leaf)
@@ -172,11 +171,11 @@ class _Places:
             values = stored.read(())
             values = values.to(dtype) if values.is_floating_point() else values
         else:
-            kind = dtype if old.is_floating_point() else old.dtype
-            ready = not old.is_meta and old.dtype == kind
-            values = (
-                old.data if ready else torch.zeros(tile.shape, dtype=kind, device=None if old.is_meta else old.device)
-            )
+            new_dtype = dtype if old.is_floating_point() else old.dtype
+            if not old.is_meta and old.dtype == new_dtype:
+                values = old.data
+            else:
+                values = torch.zeros(tile.shape, dtype=new_dtype, device=None if old.is_meta else old.device)
             stored.copy_into(values, tile.regions)
         if not old.is_meta:
             old.data = values.to(old.device)
@@ -186,7 +185,7 @@ class _Places:
             parent._buffers[leaf] = values
 
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Replaces a tensor in every module that has it, so that tied weights stay tied; marks are kept."""
+        """Replaces a tensor in every module that has it, so that tied weights stay tied; copies its attributes."""
         new.__dict__.update({key: value for key, value in old.__dict__.items() if key not in new.__dict__})
         users = self._users.pop(id(old))
         for module, leaf in users:
@@ -195,7 +194,11 @@ class _Places:
 
 
 def _make_buffers(model: nn.Module) -> None:
-    """Computes buffers on meta that no file has (angles of rotary positions), by the model's own code."""
+    """Computes buffers on meta that no file has, such as rotary frequencies, by the model's own code.
+
+    Raises:
+        CheckpointError: The model has no code that computes one of them.
+    """
     for name, module in model.named_modules():
         unsaved = [leaf for leaf in module._non_persistent_buffers_set if _is_meta(module._buffers.get(leaf))]
         if not unsaved:
@@ -213,8 +216,8 @@ def _make_buffers(model: nn.Module) -> None:
             assert buffer is not None
             if bool(buffer.isnan().any()):
                 raise CheckpointError(
-                    f"init_inference: {name}.{leaf} is computed when the model is built, and it was built on the meta "
-                    "device; build it on the CPU"
+                    f"init_inference: the buffer {name}.{leaf} is computed when the model is built, but the model was "
+                    "built on the meta device; build it on the CPU"
                 )
 
 
@@ -226,61 +229,61 @@ Shape = tuple[int, ...]
 
 
 class StoredNames:
-    """Maps the names of a Transformers model's tensors to those in its files.
+    """Maps tensors in files to those of a Transformers model, by the library's conversion rules.
 
     Args:
-        model: Any module; of others than Transformers' nothing is known.
-        shape_of: The whole shape of the tensor that a name in files stands for; None where the model has none.
+        model: Any module; tensors of models of other libraries keep their names.
+        shape_of: Returns the whole shape of the model's tensor for a name in files; None if the model has none.
     """
 
     def __init__(self, model: nn.Module, shape_of: Callable[[str], Shape | None]) -> None:
         self._shape_of = shape_of
         self._model = model
-        self._members: list[tuple[re.Pattern[str], str, int, int]] = []  # pattern, target, place, places
-        self._found: Counter[str] = Counter()  # elements of members, by the name of the whole
-        self._kept: list[tuple[str, str, str, torch.Tensor]] = []  # target, name in files, pattern, values
+        self._members: list[tuple[re.Pattern[str], str, int, int]] = []  # pattern, target, index, count
+        self._found: Counter[str] = Counter()  # elements read, by the model's tensor
+        self._held_back: list[tuple[str, str, str, torch.Tensor]] = []  # target, name in files, pattern, values
         self._tensors = stored_tensors_of(model)
         for rule in self._tensors.rules if self._tensors is not None else ():
-            self._take(rule)
+            self._add_rule(rule)
 
-    def _take(self, rule: Any) -> None:
+    def _add_rule(self, rule: Any) -> None:
         operations = [type(each).__name__ for each in getattr(rule, "operations", None) or ()]
         dims = [getattr(each, "dim", None) for each in getattr(rule, "operations", None) or ()]
         sources, targets = list(rule.source_patterns), list(rule.target_patterns)
         if len(targets) != 1:
             return
         if (operations, dims) in ((["MergeModulelist"], [0]), (["MergeModulelist", "Concatenate"], [0, 1])):
-            for place, source in enumerate(sources):
+            for index, source in enumerate(sources):
                 pattern = re.compile(re.escape(source).replace(r"\*", r"(\d+)"))
-                self._members.append((pattern, targets[0], place, len(sources)))
+                self._members.append((pattern, targets[0], index, len(sources)))
 
     def resolve(self, stored: Stored) -> Stored | None:
-        """Returns the tensor under the name that the model may have for it: renamed, or as a part of a larger one.
+        """Returns the tensor under its name in the model: renamed, or as a part of a larger tensor.
 
         Returns:
-            None: the tensor becomes another one only together with others. It was read, and :meth:`converted` gives
-            what they become.
+            None if the tensor can only be converted together with others. It is read now; :meth:`converted` yields the
+            results.
 
         Raises:
-            CheckpointError: It is a member of a stack, but not of the shape that fits the model's tensor.
+            CheckpointError: It is a part of the model's tensor, but has another shape than this part.
         """
         if self._tensors is None or stored.is_part:
             return stored
         name = self._tensors.renamed(stored.tile.name)
-        for pattern, target, place, places in self._members:
+        for pattern, target, index, count in self._members:
             if (found := pattern.search(name)) is not None:
-                whole = name[: found.start()] + target + name[found.end() :]
-                if (shape := self._shape_of(whole)) is not None:
-                    return self._member(stored, whole, shape, int(found.group(1)), place, places)
+                stack = name[: found.start()] + target + name[found.end() :]
+                if (shape := self._shape_of(stack)) is not None:
+                    return self._member(stored, stack, shape, int(found.group(1)), index, count)
         reached = self._tensors.target(stored.tile.name)
         if reached is None or reached[1] is None:
             name = name if reached is None else reached[0]
             return stored if name == stored.tile.name else replace(stored, tile=replace(stored.tile, name=name))
-        self._kept.append((reached[0], stored.tile.name, reached[1], stored.read(()).clone()))
+        self._held_back.append((reached[0], stored.tile.name, reached[1], stored.read(()).clone()))
         return None
 
     def converted(self) -> Iterator[Stored]:
-        """Yields the tensors converted from those that were held back. Call it after all files are read.
+        """Yields the results of converting the tensors that were held back. Call it after all files are read.
 
         Raises:
             CheckpointError: They cannot be converted.
@@ -288,28 +291,28 @@ class StoredNames:
         tensors = self._tensors
         if tensors is None:
             return
-        kept, self._kept = sorted(self._kept, key=lambda each: tensors.order(each[1])), []
+        held_back, self._held_back = sorted(self._held_back, key=lambda each: tensors.order(each[1])), []
         conversions: dict[str, Any] = {}
-        for target, key, pattern, values in kept:
+        for target, key, pattern, values in held_back:
             conversion = conversions.setdefault(target, tensors.conversion(key, target, pattern))
             conversion.add_tensor(target, key, pattern, lambda values=values: values)
-        del kept
+        del held_back
         model: Any = self._model
         for target in list(conversions):
             try:
                 with torch.no_grad():
-                    made = conversions.pop(target).convert(target, model=model, config=model.config)
+                    results = conversions.pop(target).convert(target, model=model, config=model.config)
             except (RuntimeError, ValueError, IndexError) as error:
                 raise CheckpointError(
-                    f"init_inference: the tensors in the files for {target!r} cannot be converted: {error}. Take the "
+                    f"init_inference: the tensors in the files for {target!r} cannot be converted: {error}. Use the "
                     "configuration that the files were saved with"
                 ) from error
-            for name, value in made.items():
-                whole = value[0] if isinstance(value, list) else value
-                yield Stored(Tile(name, tuple(whole.shape)), False, functools.partial(_sliced, whole))
+            for name, value in results.items():
+                tensor = value[0] if isinstance(value, list) else value
+                yield Stored(Tile(name, tuple(tensor.shape)), False, functools.partial(_read_slices, tensor))
 
-    def _member(self, stored: Stored, whole: str, shape: Shape, number: int, place: int, places: int) -> Stored:
-        rows = shape[1] // places
+    def _member(self, stored: Stored, whole: str, shape: Shape, number: int, index: int, count: int) -> Stored:
+        rows = shape[1] // count
         if number >= shape[0] or stored.tile.shape != (rows, *shape[2:]):
             raise CheckpointError(
                 f"init_inference: {stored.tile.name!r} has shape {stored.tile.shape} in the files; as a part of "
@@ -317,24 +320,22 @@ class StoredNames:
                 f"below {shape[0]}"
             )
         extents = (1, *stored.tile.shape)
-        region = TileRegion((number, place * rows, *[0] * (len(shape) - 2)), (0,) * len(shape), extents)
+        region = TileRegion((number, index * rows, *[0] * (len(shape) - 2)), (0,) * len(shape), extents)
         self._found[whole] += region.numel
         tile = Tile(whole, extents, part=TilePart(whole, shape, (region,)))
         return Stored(tile, True, lambda where: stored.read(where[1:]).unsqueeze(0))
 
     def is_made_of_members(self, name: str) -> bool:
-        """Returns whether the files have a tensor as members of a stack.
+        """Returns whether the files have a tensor of the model in pieces that :meth:`resolve` has found.
 
         Raises:
-            CheckpointError: Some were, and others not.
+            CheckpointError: Some of the pieces are missing.
         """
         numel = self._found.get(name, 0)
         shape = self._shape_of(name) if numel else None
         if shape is None:
             return False
-        total = 1
-        for extent in shape:
-            total *= extent
+        total = prod(shape)
         if numel != total:
             raise CheckpointError(
                 f"init_inference: the files hold {numel:,} of the {total:,} elements of {name!r}; "
@@ -343,5 +344,5 @@ class StoredNames:
         return True
 
 
-def _sliced(values: torch.Tensor, where: tuple[slice, ...]) -> torch.Tensor:
+def _read_slices(values: torch.Tensor, where: tuple[slice, ...]) -> torch.Tensor:
     return values[where] if where else values

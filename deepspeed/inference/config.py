@@ -1,4 +1,4 @@
-"""Reading the configuration of ``init_inference``: a dict or a file, and keywords beside it."""
+"""Reads the configuration of ``init_inference``: a dict or a file, together with keywords."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 
 @dataclass(frozen=True)
 class InferenceSettings:
-    """Arguments of ``init_inference``, in order.
+    """The configuration of ``init_inference``, validated.
 
     Attributes:
         config: All keys.
-        dtype: In which the model computes.
-        weight_bits: Width of the weights of linear layers: 4 or 8; None: as ``dtype``.
-        parts: Width of the weights of parts of the model, by part of their names, where the others stay as ``dtype``.
+        dtype: Dtype in which the model computes.
+        weight_bits: Width of the weights of linear layers: 4 or 8; None: they have ``dtype``.
+        parts: Settings of quantised weights, by a part of the names of layers; other layers have ``dtype``.
         zero: The section ``zero`` as written, for :func:`deepspeed.initialize`; None without one.
         checkpoint: Where weights are read from; None: the model has them.
-        save_path: Folder for the weights as each rank has them; None: they are not written.
-        longest_prompt: Most tokens of a prompt, where the configuration gives it.
+        save_path: Folder in which each rank writes its weights; None: they are not written.
+        longest_prompt: Largest number of tokens in a prompt; None if the configuration does not set it.
         notices: Lines for the log.
     """
 
@@ -54,7 +54,8 @@ def read_settings(config: Any, keywords: dict[str, Any]) -> InferenceSettings:
         keywords: The same keys.
 
     Raises:
-        DeepSpeedConfigError: With every problem; also a key that both give, with different values.
+        DeepSpeedConfigError: Lists every problem, such as a key to which ``config`` and ``keywords`` give different
+            values.
     """
     if isinstance(config, DeepSpeedInferenceConfig):
         config = config.model_dump(exclude_unset=True)
@@ -110,15 +111,20 @@ def _move_old_names(data: dict[str, Any], findings: ConfigMessages) -> None:
         spelled = "tp" if section == "tensor_parallel" and "tp" in data else section
         inner = data.setdefault(spelled, {})
         if not isinstance(inner, dict):
-            findings.problem((old,), f"is an old name of {section}.{name}; give that instead")
+            findings.problem(
+                (old,),
+                f"is an old name of {section}.{name}, and {section} is not an object; give {section}.{name} alone",
+            )
         elif inner.setdefault(name, value) != value:
-            findings.problem((old,), f"{value!r}, but {section}.{name} is {inner[name]!r}; give one of them")
+            findings.problem((old,), f"found {value!r}, and {inner[name]!r} for {section}.{name}; give one of them")
 
 
 def _check(read: DeepSpeedInferenceConfig, findings: ConfigMessages) -> None:
     weight, activation = read.quant.weight, read.quant.activation
     if read.dtype == "int8" and not read.quant.enabled:
-        findings.problem(("quant", "enabled"), "false, but dtype is int8; give dtype bf16, or leave the key out")
+        findings.problem(
+            ("quant", "enabled"), "expected true with dtype int8, found false; use dtype bf16, or leave the key out"
+        )
     if weight.num_bits not in (4, 8):
         findings.problem(("quant", "weight", "num_bits"), f"expected 4 or 8, found {weight.num_bits}")
     if activation.model_fields_set & {"num_bits", "q_type", "q_groups"}:
@@ -128,25 +134,29 @@ def _check(read: DeepSpeedInferenceConfig, findings: ConfigMessages) -> None:
     if read.injection_policy_tuple is not None and read.injection_policy is not None:
         findings.problem(("injection_policy_tuple",), "injection_policy gives the same by class; give one of them")
     if read.moe.ep_size > 1:
-        findings.problem(("moe", "ep_size"), f"{read.moe.ep_size}: experts are not spread while generating; use 1")
+        findings.problem(
+            ("moe", "ep_size"),
+            f"expected 1, as experts are not spread over ranks in inference; found {read.moe.ep_size}",
+        )
     if read.zero.stage not in (0, 3):
         findings.problem(
-            ("zero", "stage"), f"{read.zero.stage}: without an optimizer stage 3 alone saves memory; use 3, or 0"
+            ("zero", "stage"),
+            f"expected 0 or 3, as only stage 3 saves memory without an optimizer; found {read.zero.stage}",
         )
 
 
 def _effects(read: DeepSpeedInferenceConfig) -> list[str]:
-    given = read.model_fields_set
+    is_set = read.model_fields_set
     lines = []
     for name, field in type(read).model_fields.items():
         why, value = facts_of(field).no_effect, getattr(read, name)
-        if why is not None and name in given and value and value != "auto":
+        if why is not None and name in is_set and value and value != "auto":
             lines.append(f"{name} has no effect: {why}")
     if not (read.tensor_parallel.enabled and read.tensor_parallel.tp_size > 1):
         unused = [name for name in ("injection_policy", "injection_policy_tuple") if getattr(read, name) is not None]
         lines += [f"{name} has no effect: it sets how layers are cut, and tp_size is 1" for name in unused]
     if read.moe.model_fields_set - {"ep_size"}:
-        lines.append("moe has no effect: experts are the model's own")
+        lines.append("moe has no effect: the model's own experts are used")
     if "qkv" in read.quant.model_fields_set:
         lines.append("quant.qkv has no effect: projections of attention are linear layers like others")
     weight = read.quant.weight

@@ -1,4 +1,4 @@
-"""The engine that :func:`deepspeed.init_inference` returns: the model, with generation, times and limits around it."""
+"""The engine that :func:`deepspeed.init_inference` returns: generates with the model, checks prompts, takes times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepspeed.models.inputs import main_input_of
 
 
 class InferenceEngine(nn.Module):
-    """A model without training.
+    """Runs a model for inference.
 
     The model's attributes are available on the engine: ``engine.config``, ``engine.device``.
 
@@ -35,7 +35,7 @@ class InferenceEngine(nn.Module):
         self.is_compiled = False
         self._config = settings.config
         self._longest = settings.longest_prompt
-        # What forward calls where that is not the model: an engine of ZeRO. In a tuple, as it is no part of the model.
+        # What forward calls: the model, or an engine of ZeRO. In a tuple, so that it is not registered as a submodule.
         self._runner: tuple[nn.Module, ...] = (runner,) if runner is not None else (module,)
         self._times: list[float] | None = None
 
@@ -69,9 +69,10 @@ class InferenceEngine(nn.Module):
         Ranks that share layers must bring equal prompts.
 
         Raises:
-            CallOrderError: The model has none.
-            DeepSpeedConfigError: The prompt is none that the model could read.
-            RuntimeError: A prompt is longer than the ``max_out_tokens`` that was given.
+            CallOrderError: The model has no ``generate``.
+            DeepSpeedConfigError: The prompt is not ``[batch, tokens]`` of integers, is empty, or has an id outside the
+                vocabulary.
+            RuntimeError: A prompt is longer than the ``max_out_tokens`` of the configuration.
         """
         if not hasattr(self.module, "generate"):
             raise CallOrderError(
@@ -87,7 +88,7 @@ class InferenceEngine(nn.Module):
                 "init_inference a larger max_out_tokens, or shorten the prompt"
             )
         if self._runner[0] is not self.module:
-            # Ranks gather weights together, so one that is done continues until all are.
+            # Ranks gather weights together, so a rank that is done continues until all are done.
             kwargs.setdefault("synced_gpus", True)
         if self._config.enable_cuda_graph and get_accelerator().device_name() != "cpu":
             kwargs.setdefault("cache_implementation", "static")
@@ -98,38 +99,38 @@ class InferenceEngine(nn.Module):
         """Raises for ids outside the vocabulary, which would make a CUDA context unusable."""
         if prompt is None or main_input_of(self.module, "input_ids") != "input_ids":
             return
-        at = "generate(input_ids=...)"
+        call = "generate(input_ids=...)"
         if not isinstance(prompt, torch.Tensor) or prompt.dim() != 2 or prompt.is_floating_point():
             is_tensor = isinstance(prompt, torch.Tensor)
             found = f"{prompt.dtype} of shape {tuple(prompt.shape)}" if is_tensor else f"{prompt!r:.80}"
             raise DeepSpeedConfigError(
-                f"{at}: expected a tensor [batch, tokens] of whole numbers, found {found}; a tokenizer gives it with "
+                f"{call}: expected a tensor [batch, tokens] of integers, found {found}; a tokenizer gives it with "
                 "return_tensors='pt'"
             )
         if prompt.numel() == 0:
             raise DeepSpeedConfigError(
-                f"{at}: there are no tokens (shape {tuple(prompt.shape)}); give at least one to each "
-                "prompt, such as the model's bos_token_id"
+                f"{call}: expected at least one token in each prompt, found none (shape {tuple(prompt.shape)}); begin "
+                "each with a token, such as the model's bos_token_id"
             )
         known = getattr(getattr(self.module, "config", None), "vocab_size", None)
         least, most = int(prompt.min()), int(prompt.max())
         if isinstance(known, int) and (least < 0 or most >= known):
             raise DeepSpeedConfigError(
-                f"{at}: found the id {least if least < 0 else most}; the vocabulary has 0 to {known - 1}. "
-                "Take the tokenizer that belongs to it"
+                f"{call}: found the id {least if least < 0 else most}; the vocabulary has 0 to {known - 1}. "
+                "Use the tokenizer of this model"
             )
 
     def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None) -> None:
-        """Compiles the model's forward with ``torch.compile``; the first call afterwards takes long."""
+        """Compiles the model's forward with ``torch.compile``; compiles at the next call."""
         self.module.compile(backend=backend, **(compile_kwargs or {}))
         self.is_compiled = True
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """Times every forward from now on, for :meth:`model_times`."""
+        """Times every call of the engine's forward from now on, for :meth:`model_times`, by the host's clock."""
         self._times = []
 
     def model_times(self) -> list[float]:
-        """Returns the milliseconds of every forward since the last call.
+        """Returns the time of every forward since the last call, in milliseconds.
 
         Raises:
             CallOrderError: :meth:`profile_model_time` was not called.

@@ -1,4 +1,4 @@
-""":func:`init_inference`: from a model to an engine that generates with it."""
+"""Makes an inference engine from a model: :func:`init_inference`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from deepspeed.zero.construction.reading import SlicesFromFiles
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
     """Prepares a model for generation: dtype, quantised weights, device, ZeRO-Inference.
 
-    The modules stay the model's own, so its results are its own too; linear layers of few bits (``dtype=int8``) and
-    sharded weights (``zero``) take their places inside.
+    The model keeps its own modules and so its results. Only linear layers of few bits (``dtype=int8``) and layers that
+    tensor-parallel ranks share are replaced. Every rank must call it.
 
     Args:
         model: Any module. One on the meta device is filled from ``checkpoint``.
@@ -39,14 +39,17 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
         The engine. ``engine.module`` is the model, changed in place.
 
     Raises:
-        DeepSpeedConfigError: With every problem of the configuration; nothing is changed then.
-        NotYetSupportedError: A setting whose feature is missing, by name.
+        DeepSpeedConfigError: The configuration cannot be used; lists every problem.
+        NotYetSupportedError: A setting requests a feature that this release does not have.
+        CheckpointError: The files of ``checkpoint`` cannot be read or do not fit, or the weights cannot be written.
     """
     if not isinstance(model, nn.Module):
-        raise DeepSpeedConfigError(f"init_inference(model=...): expected a torch.nn.Module, found {model!r}")
+        raise DeepSpeedConfigError(
+            f"init_inference(model=...): expected a torch.nn.Module, found {model!r}; pass the model"
+        )
     if isinstance(model, (InferenceEngine, DeepSpeedEngine)):
         raise DeepSpeedConfigError(
-            f"init_inference(model=...): this is a {type(model).__name__} already; give the model that is its module"
+            f"init_inference(model=...): expected a model, found a {type(model).__name__}; pass its attribute module"
         )
     settings = read_settings(config, kwargs)
     _refuse(settings)
@@ -62,14 +65,14 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     before = sum(parameter.nbytes for parameter in model.parameters())
     device = torch.device("cpu") if read.keep_module_on_host else local_device()
     mesh = job_mesh(settings)
-    made = None if mesh is None else cut(model, settings, mesh, device)
-    _fill(model, settings)  # after the cut, so that a rank reads its parts alone
+    cut_result = None if mesh is None else cut(model, settings, mesh, device)
+    _fill(model, settings)  # after the cut, so that a rank reads its parts only
     model.eval().requires_grad_(False).to(settings.dtype)
     if settings.save_path is not None:
-        save(model, settings.save_path, made, settings.dtype)
+        save(model, settings.save_path, cut_result, settings.dtype)
     _quantize(model, settings)
     model.to(device)
-    MallocTrimmer().note(before, 0)  # the weights from before the cast would stay in the process otherwise
+    MallocTrimmer().note(before, 0)  # returns the memory of the weights before the cast
     return InferenceEngine(model, settings, mp_group=None if mesh is None else groups.group_along(TENSOR))
 
 
@@ -87,7 +90,7 @@ def _fill(model: nn.Module, settings: InferenceSettings, slices: SlicesFromFiles
 
 
 def _quantize(model: nn.Module, settings: InferenceSettings) -> None:
-    """Quantizes layers, in place."""
+    """Replaces linear layers by quantised ones as configured, in place."""
     if settings.weight_bits is not None:
         log_dist(f"init_inference: {quantize_model(model, bits=settings.weight_bits).line()}", ranks=[0])
     elif settings.parts:
@@ -96,10 +99,10 @@ def _quantize(model: nn.Module, settings: InferenceSettings) -> None:
 
 
 def _with_zero(model: nn.Module, settings: InferenceSettings) -> InferenceEngine:
-    """Prepares ZeRO-Inference: weights are sharded, or lie in host memory or files, and are gathered layer by layer."""
+    """Prepares ZeRO-Inference: weights are sharded or offloaded, and gathered layer by layer. Every rank must call."""
     assert settings.zero is not None
     before = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
-    zero = _where_it_helps(settings.zero)
+    zero = _drop_useless_offload(settings.zero)
     slices = None
     if settings.checkpoint is not None and any(parameter.is_meta for parameter in model.parameters()):
         slices = SlicesFromFiles(settings.dtype, on_host="offload_param" in zero)
@@ -117,8 +120,8 @@ def _with_zero(model: nn.Module, settings: InferenceSettings) -> InferenceEngine
     return InferenceEngine(engine.module, settings, runner=engine)
 
 
-def _where_it_helps(zero: dict[str, Any]) -> dict[str, Any]:
-    """Drops offload where there is no device: weights are in host memory anyway."""
+def _drop_useless_offload(zero: dict[str, Any]) -> dict[str, Any]:
+    """Returns the section without offload to the host if the model computes in host memory anyway."""
     offload = zero.get("offload_param")
     device = offload.get("device") if isinstance(offload, dict) else None
     if device != "cpu" or get_accelerator().device_name() != "cpu":
@@ -155,8 +158,8 @@ def _refuse(settings: InferenceSettings) -> None:
         )
     if read.injection_policy is not None and read.replace_with_kernel_inject:
         raise DeepSpeedConfigError(
-            "init_inference: injection_policy states how layers are cut, replace_with_kernel_inject that they are "
-            "replaced; give one of them"
+            "init_inference: injection_policy cannot be combined with replace_with_kernel_inject, as the first cuts "
+            "the layers and the second replaces them; give one of them"
         )
 
 
@@ -164,6 +167,6 @@ def _refuse_meta(model: nn.Module) -> None:
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty:
         raise DeepSpeedConfigError(
-            f"init_inference: {len(empty)} parameters are on the meta device, {empty[0]!r} among them; give "
-            "checkpoint=..., a folder or a description of the files that fill them"
+            f"init_inference: {len(empty)} parameters are on the meta device, such as {empty[0]!r}; pass "
+            "checkpoint=..., a folder or a description of the files with their values"
         )

@@ -1,10 +1,10 @@
-"""Layers shared by tensor-parallel ranks while generating: the same cuts as in training, from another configuration.
+"""Tensor parallelism in inference: the same cuts as in training, from the configuration of ``init_inference``.
 
-A model that is cut is written as one file per rank, so that none of them ever has to hold it whole.
+Each rank writes its part of a cut model into a file of its own, so that no rank holds the whole model.
 
-``non-tp.safetensors`` has what every rank has, ``tp_RR_00.safetensors`` the parts of rank RR, each with its place in
-the whole tensor in the file's header, and ``ds_inference_config.json`` lists them; it is written last. Any number of
-ranks reads them with ``init_inference(model, checkpoint=folder)``.
+``non-tp.safetensors`` has the tensors that every rank has, ``tp_RR_00.safetensors`` the parts of tensor rank RR, with a
+header that states where each lies in the whole tensor. ``ds_inference_config.json`` lists the files; it is written
+last. Any number of ranks reads them with ``init_inference(model, checkpoint=folder)``.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from deepspeed.zero.tiling.parts import tile_of
 
 
 def tensor_size(settings: InferenceSettings) -> int:
-    """Returns the ranks that share every layer."""
+    """Returns the number of ranks that share every layer."""
     section = settings.config.tensor_parallel
     return section.tp_size if section.enabled else 1
 
 
 def job_mesh(settings: InferenceSettings) -> Mesh | None:
-    """Returns how the ranks are laid out; None where no layer is shared. Every rank must call it.
+    """Sets and returns the mesh of the job; returns None if no layer is shared. Every rank must call it.
 
-    Groups of ``tp_size`` ranks stand side by side, each with prompts of its own.
+    Ranks of one tensor-parallel group are consecutive. Each group has prompts of its own.
 
     Raises:
-        DeepSpeedConfigError: ``tp_size`` does not divide the ranks.
+        DeepSpeedConfigError: ``tp_size`` does not divide the number of ranks.
     """
     size = tensor_size(settings)
     if size == 1:
@@ -56,8 +56,8 @@ def job_mesh(settings: InferenceSettings) -> Mesh | None:
     ranks = size_of()
     if ranks % size:
         raise DeepSpeedConfigError(
-            f"init_inference: tensor_parallel.tp_size {size} does not divide the {ranks} ranks of the job; start a "
-            f"multiple of {size}"
+            f"init_inference: tensor_parallel.tp_size={size}: must divide the number of ranks ({ranks}); start a "
+            f"multiple of {size} ranks"
         )
     mesh = Mesh(((DATA, ranks // size), (TENSOR, size)))
     groups.set_mesh(mesh)
@@ -71,24 +71,22 @@ def job_mesh(settings: InferenceSettings) -> Mesh | None:
 
 
 def check_policy(model: nn.Module, settings: InferenceSettings) -> list[str] | None:
-    """Returns the layers whose outputs are summed, as the configuration names them.
-
-    None where it leaves that to the model.
+    """Returns the names of the layers whose outputs are summed over ranks, by the injection policy; None without one.
 
     Raises:
-        DeepSpeedConfigError: The model has no such layers.
+        DeepSpeedConfigError: The model does not have the layers or blocks that the policy names.
     """
     read = settings.config
     if read.injection_policy is not None:
-        return _rows(model, read.injection_policy)
-    return None if read.injection_policy_tuple is None else _checked(model, list(read.injection_policy_tuple))
+        return _layers_of_policy(model, read.injection_policy)
+    return None if read.injection_policy_tuple is None else _check_layers(model, list(read.injection_policy_tuple))
 
 
 def cut(model: nn.Module, settings: InferenceSettings, mesh: Mesh, device: torch.device) -> CutModel:
-    """Cuts the model in place. Every rank must call it, with the same model, which may be on the meta device.
+    """Cuts the model in tensor_rank. Every rank must call it, with the same model, which may be on the meta device.
 
     Raises:
-        DeepSpeedConfigError: The model cannot be cut so.
+        DeepSpeedConfigError: The model cannot be cut with these settings.
     """
     tp_config = settings.config.tensor_parallel
     section: dict[str, Any] = {"autotp_size": mesh.size(TENSOR)}
@@ -98,13 +96,13 @@ def cut(model: nn.Module, settings: InferenceSettings, mesh: Mesh, device: torch
         section["tensor_parallel"] = {"tp_grain_size": tp_config.tp_grain_size}
     if (group := _group_of(tp_config)) is not None:
         tp_model_init(model, mesh.size(TENSOR), tp_group=group)
-    made = cut_model(model, TensorParallel(**section), mesh, device)
-    assert made is not None, "the mesh has a tensor axis"
-    return made
+    result = cut_model(model, TensorParallel(**section), mesh, device)
+    assert result is not None, "the mesh has a tensor axis"
+    return result
 
 
 def _group_of(tp_config: InferenceTp) -> Any:
-    """Returns the ranks that share layers, as the program passes them; None where it passes none."""
+    """Returns the process group of the ranks that share layers, if the program passes one; otherwise None."""
     if tp_config.tp_group is not None or tp_config.mpu is None:
         return tp_config.tp_group
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
@@ -116,8 +114,8 @@ def _group_of(tp_config: InferenceTp) -> Any:
     )
 
 
-def _rows(model: nn.Module, policy: dict[Any, Any]) -> list[str]:
-    """Returns the layers that a policy ``{class of a block: ends of names}`` means: those whose outputs are summed.
+def _layers_of_policy(model: nn.Module, policy: dict[Any, Any]) -> list[str]:
+    """Returns the names of the layers that a policy ``{class of a block: ends of names}`` selects.
 
     Raises:
         DeepSpeedConfigError: There is no such block, or no such layer in it.
@@ -151,7 +149,7 @@ def _rows(model: nn.Module, policy: dict[Any, Any]) -> list[str]:
     return rows
 
 
-def _checked(model: nn.Module, ends: list[str]) -> list[str]:
+def _check_layers(model: nn.Module, ends: list[str]) -> list[str]:
     layers = [name for name, module in model.named_modules() if is_linear(module)]
     for end in ends:
         if not any(name == end or name.endswith(f".{end}") for name in layers):
@@ -174,19 +172,19 @@ def save(model: nn.Module, folder: str, cut: CutModel | None, dtype: torch.dtype
 
     Args:
         model: Cut by ``cut``, or whole.
-        folder: Made where it is missing.
-        cut: What was done to the model; None: nothing.
+        folder: Created if missing.
+        cut: Describes how the model was cut; None: it was not.
         dtype: Dtype of its weights, for the description.
 
     Raises:
-        CheckpointError: A file cannot be written; on every rank that shares layers.
+        CheckpointError: A file cannot be written; raised on every rank that shares layers.
     """
-    place, size = (cut.channel.rank, cut.channel.size) if cut is not None else (0, 1)
+    tensor_rank, size = (cut.channel.rank, cut.channel.size) if cut is not None else (0, 1)
     rank = rank_in() if is_initialized() else 0
     failure: OSError | SafetensorError | None = None
     try:
         if rank < size:  # the first group of ranks; others have the same
-            _write(model, Path(folder), place, size)
+            _write(model, Path(folder), tensor_rank, size)
     except (OSError, SafetensorError) as error:  # the second is raised by save_file, for a full disk too
         failure = error
     if cut is not None:
@@ -205,14 +203,14 @@ def save(model: nn.Module, folder: str, cut: CutModel | None, dtype: torch.dtype
         _describe(Path(folder), size, dtype)
 
 
-def _write(model: nn.Module, folder: Path, place: int, size: int) -> None:
+def _write(model: nn.Module, folder: Path, tensor_rank: int, size: int) -> None:
     whole: dict[str, torch.Tensor] = {}
     parts: dict[str, torch.Tensor] = {}
     described: dict[str, Any] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in seen:
-            continue  # tied to one that is there
+            continue  # tied to a tensor that is written already
         seen.add(id(tensor))
         part = tile_of(name, tuple(tensor.shape), -1, tensor).part
         if part is None:
@@ -224,10 +222,10 @@ def _write(model: nn.Module, folder: Path, place: int, size: int) -> None:
             "boxes": [(region.whole, region.tile, region.shape) for region in part.regions],
         }
     folder.mkdir(parents=True, exist_ok=True)
-    if place == 0:
+    if tensor_rank == 0:
         save_file(whole, folder / _WHOLE)
     if size > 1:
-        save_file(parts, folder / _file_of(place), {PARTS: json.dumps(described)})
+        save_file(parts, folder / _file_of(tensor_rank), {PARTS: json.dumps(described)})
 
 
 def _describe(folder: Path, size: int, dtype: torch.dtype) -> None:
@@ -237,10 +235,13 @@ def _describe(folder: Path, size: int, dtype: torch.dtype) -> None:
         "parallelization": "tp",
         "tp_size": size,
         "dtype": str(dtype).removeprefix("torch."),
-        "checkpoints": {"non_tp": [_WHOLE], "tp": [_file_of(place) for place in range(size)] if size > 1 else []},
+        "checkpoints": {
+            "non_tp": [_WHOLE],
+            "tp": [_file_of(tensor_rank) for tensor_rank in range(size)] if size > 1 else [],
+        },
     }
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=2))
 
 
-def _file_of(place: int) -> str:
-    return f"tp_{place:02d}_00.safetensors"
+def _file_of(tensor_rank: int) -> str:
+    return f"tp_{tensor_rank:02d}_00.safetensors"

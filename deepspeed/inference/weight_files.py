@@ -1,8 +1,8 @@
-"""Tensors in files of weights, of which any part can be read without the rest.
+"""Reads tensors of weight files, whole or in part, without reading the rest of the file.
 
 A file holds whole tensors (Transformers' files, those of ``save_16bit_model`` and ``zero_to_fp32.py``), or the parts of
-one tensor-parallel rank, as :mod:`deepspeed.inference.tensor` writes them: then the file's own header lists for each
-tensor which part it is, so that ranks of any number find theirs.
+one tensor-parallel rank, as :mod:`deepspeed.inference.tensor` writes them. The header of such a file lists which part
+of each tensor it holds, so that any number of ranks can read them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deepspeed.errors import CheckpointError
 from deepspeed.zero.tiling.tiles import Tile, TilePart, TileRegion, in_common
 
 PARTS = "deepspeed_parts"
-"""Key of a file's header under which the parts are."""
+"""Key of a file's header that lists the parts."""
 DESCRIPTION = "ds_inference_config.json"
 _PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.pt")
 
@@ -39,8 +39,8 @@ class Stored:
 
     Attributes:
         tile: Its name, its shape, and which part of the named tensor it is.
-        is_part: Whether it comes from a file of parts, where other files have the others.
-        read: Gives some of it by indices, or all of it for ``()``.
+        is_part: Whether other files hold the other parts of the named tensor.
+        read: Takes one slice per dimension and returns these elements; ``()`` returns all.
     """
 
     tile: Tile
@@ -49,27 +49,27 @@ class Stored:
 
     @property
     def is_whole(self) -> bool:
-        """Returns whether it is the whole named tensor."""
+        """Whether it is the whole named tensor."""
         return not self.is_part
 
     def offset_in_named(self) -> int:
-        """Returns the element of the flattened named tensor at which this one begins, as one contiguous part of it.
+        """Returns the offset of this part in the flattened named tensor, in elements.
 
         Raises:
-            CheckpointError: It is not contiguous, as rows are cut.
+            CheckpointError: The part is not contiguous in the named tensor.
         """
         (region,) = self.tile.regions
         shape = self.tile.global_shape
         first = self._cut_dim
         if region.shape[first + 1 :] != shape[first + 1 :]:
             raise CheckpointError(
-                f"init_inference: {self.tile.name!r} is stored in parts cut along more than one dimension; export "
-                "whole weights (save_16bit_model, or save_pretrained in one process)"
+                f"init_inference: {self.tile.name!r} is stored in parts that are not contiguous in it; export whole "
+                "weights (save_16bit_model, or save_pretrained in one process)"
             )
-        place = 0
+        offset = 0
         for index, extent in zip(region.whole, shape, strict=True):
-            place = place * extent + index
-        return place
+            offset = offset * extent + index
+        return offset
 
     def read_run(self, low: int, high: int) -> torch.Tensor:
         """Returns elements ``low`` to ``high`` of the flattened tensor in the file.
@@ -90,11 +90,11 @@ class Stored:
         return next((dim for dim, extent in enumerate(self.tile.shape) if extent > 1), max(len(self.tile.shape) - 1, 0))
 
     def copy_into(self, values: torch.Tensor, regions: tuple[TileRegion, ...]) -> None:
-        """Reads what of the named tensor lies in ``values``, and nothing else.
+        """Reads the elements that ``values`` and this tensor have in common, and nothing else.
 
         Args:
-            values: A tile of it, in the tile's shape.
-            regions: What of it lies there.
+            values: A tile of the named tensor, in the tile's shape; written in place, in its own dtype.
+            regions: The regions of the named tensor that the tile holds.
         """
         for mine in regions:
             for theirs in self.tile.regions:
@@ -109,7 +109,7 @@ class WeightFiles:
     Attributes:
         whole: Files of whole tensors.
         parts: Files of parts, one per rank that wrote.
-        training: A folder of ``save_checkpoint``, in the place of both.
+        training: A folder of ``save_checkpoint``, instead of both.
     """
 
     whole: tuple[Path, ...]
@@ -126,28 +126,28 @@ class WeightFiles:
         """Yields every tensor, file by file. Each is valid until the next one is requested.
 
         Raises:
-            CheckpointError: A file is damaged, or no file of weights.
+            CheckpointError: A file is damaged, or is not a file of weights.
         """
         if self.training is not None:
-            yield from _trained(open_source(self.training))
+            yield from _training_tensors(open_source(self.training))
         for path in (*self.whole, *self.parts):
-            with _named(path):
+            with _checkpoint_errors(path):
                 yield from _safetensors(path, path in self.parts) if path.suffix == ".safetensors" else _pickled(path)
 
 
 def find_files(checkpoint: str | Mapping[str, Any], base: Path) -> WeightFiles:
-    """Returns the files that ``init_inference(checkpoint=...)`` means.
+    """Returns the weight files that ``init_inference(checkpoint=...)`` names.
 
     Args:
-        checkpoint: A folder (of weights, or of ``save_checkpoint``), a file of weights, a JSON file, or what such a
-            file holds.
+        checkpoint: A folder (of weights, or of ``save_checkpoint``), a file of weights, a JSON file, or the object of
+            such a file.
         base: Folder that relative names start from.
 
     Raises:
-        CheckpointError: There are none, or they are listed in a form that cannot be read.
+        CheckpointError: There are no such files, or the description of them cannot be read.
     """
     if not isinstance(checkpoint, str):
-        return _listed(checkpoint, base)
+        return _read_description(checkpoint, base)
     path = base / checkpoint
     if path.is_dir():
         if (path / DESCRIPTION).is_file():
@@ -166,18 +166,22 @@ def find_files(checkpoint: str | Mapping[str, Any], base: Path) -> WeightFiles:
     if path.suffix != ".json":
         return WeightFiles((path,))
     try:
-        return _listed(json.loads(path.read_text()), path.parent)
+        return _read_description(json.loads(path.read_text()), path.parent)
     except json.JSONDecodeError as error:
-        raise CheckpointError(f"init_inference: checkpoint {path} is no JSON: {error}; correct the file") from error
+        raise CheckpointError(
+            f"init_inference: checkpoint {path} is not valid JSON: {error}; correct the file"
+        ) from error
 
 
-def _listed(description: Any, base: Path) -> WeightFiles:
+def _read_description(description: Any, base: Path) -> WeightFiles:
     listed = description.get("checkpoints") if isinstance(description, Mapping) else None
     if isinstance(listed, str):
         return find_files(listed, Path(description.get("base_dir") or base))
     size = (description.get("tp_size") or description.get("mp_size") or 1) if listed else 1
     if not isinstance(size, int) or size < 1:
-        raise CheckpointError(f"init_inference: checkpoint: tp_size: expected a number of files, found {size!r}")
+        raise CheckpointError(
+            f"init_inference: checkpoint: tp_size: expected the number of files under 'tp', found {size!r}; correct it"
+        )
     if isinstance(listed, Mapping):
         parts = listed.get("tp") or []
         if len(parts) not in (0, size):
@@ -191,11 +195,13 @@ def _listed(description: Any, base: Path) -> WeightFiles:
     else:
         raise CheckpointError(
             "init_inference: checkpoint: expected an object whose 'checkpoints' lists files of whole tensors, or has "
-            "the lists 'non_tp' and 'tp' as save_mp_checkpoint_path writes them; files that a training cut for "
-            "several ranks are read by deepspeed.checkpoint, which writes whole ones"
+            "the lists 'non_tp' and 'tp' as save_mp_checkpoint_path writes them; turn training files of several ranks "
+            "into whole tensors with deepspeed.checkpoint"
         )
     if wrong := [name for name in (*names[0], *names[1]) if not isinstance(name, str)]:
-        raise CheckpointError(f"init_inference: checkpoint: expected names of files, found {wrong[0]!r}")
+        raise CheckpointError(
+            f"init_inference: checkpoint: expected names of files, found {wrong[0]!r}; correct the list"
+        )
     base = Path(description.get("base_dir") or base)
     found = WeightFiles(tuple(base / name for name in names[0]), tuple(base / name for name in names[1]))
     for path in (*found.whole, *found.parts):
@@ -209,15 +215,15 @@ def _listed(description: Any, base: Path) -> WeightFiles:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _checkpoint_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, RuntimeError, EOFError, UnpicklingError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"init_inference: {path} cannot be read ({error}); it is damaged or no file of weights. Write it "
-            "again, or name another one"
+            f"init_inference: {path} cannot be read ({error}); it is damaged or not a file of weights. Write "
+            "it again, or name another one"
         ) from error
 
 
@@ -225,7 +231,10 @@ def _safetensors(path: Path, is_part: bool) -> Iterator[Stored]:
     with safe_open(path, framework="pt") as opened:
         described = json.loads((opened.metadata() or {}).get(PARTS, "null"))
         if is_part and described is None:
-            raise CheckpointError(f"init_inference: {path} does not list which parts of tensors it holds")
+            raise CheckpointError(
+                f"init_inference: {path}: expected {PARTS!r} in the header of a file listed under 'tp', found none; "
+                "write the files with save_mp_checkpoint_path"
+            )
         for name in opened.keys():  # noqa: SIM118 - no mapping
             shape = tuple(opened.get_slice(name).get_shape())
             part = None
@@ -245,8 +254,8 @@ def _pickled(path: Path) -> Iterator[Stored]:
     found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(found, Mapping):
         raise CheckpointError(
-            f"init_inference: {path} holds a {type(found).__name__}, no tensors by name; "
-            "give files that hold a state dict"
+            f"init_inference: {path} holds a {type(found).__name__}; expected a state dict, "
+            "tensors by name. Give files that hold one"
         )
     found = found.get("module", found)
     for name, values in found.items():
@@ -254,23 +263,27 @@ def _pickled(path: Path) -> Iterator[Stored]:
             yield Stored(Tile(name, tuple(values.shape)), False, values.__getitem__)
 
 
-def _trained(source: CheckpointSource) -> Iterator[Stored]:
-    """Returns the tensors of a training checkpoint, under the names of the model that it was saved from."""
+def _training_tensors(source: CheckpointSource) -> Iterator[Stored]:
+    """Yields the tensors of a training checkpoint, under the names in the model that it was saved from."""
     for name, parameter in source.parameters.items():
         kind = MASTER if MASTER in parameter.kinds else COMPUTE
         read = functools.partial(_read_rows, source, kind, name, parameter.shape, parameter.kinds[kind])
-        for called in (name, *(alias for alias, kept in source.aliases.items() if kept == name)):
-            yield Stored(Tile(called, parameter.shape), False, read)
+        for alias in _all_names(source, name):
+            yield Stored(Tile(alias, parameter.shape), False, read)
     for name, buffer in source.buffers.items():
         values = source.read_buffer(name)
-        for called in (name, *(alias for alias, kept in source.aliases.items() if kept == name)):
-            yield Stored(Tile(called, buffer.shape), False, values.__getitem__)
+        for alias in _all_names(source, name):
+            yield Stored(Tile(alias, buffer.shape), False, values.__getitem__)
+
+
+def _all_names(source: CheckpointSource, name: str) -> list[str]:
+    return [name, *(alias for alias, original in source.aliases.items() if original == name)]
 
 
 def _read_rows(
     source: CheckpointSource, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[slice, ...]
 ) -> torch.Tensor:
-    """Reads the rows that ``where`` touches (all for ``()``), verified, and returns what it requests of them."""
+    """Reads and verifies the rows that ``where`` touches (all for ``()``), and returns the elements in ``where``."""
     width = prod(shape[1:])
     first, last = (where[0].start or 0, where[0].stop) if where else (0, shape[0] if shape else 1)
     rows = range(*slice(first, last).indices(shape[0] if shape else 1))

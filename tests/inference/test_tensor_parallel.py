@@ -199,7 +199,7 @@ def refused():
         assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())
 
     two = {"tensor_parallel": {"tp_size": 2}}
-    fails_with("tp_size 4 does not divide the 2 ranks", tensor_parallel={"tp_size": 4})
+    fails_with("tp_size=4: must divide the number of ranks .2.; start a multiple of 4", tensor_parallel={"tp_size": 4})
     fails_with(
         "the model has no GPT2Block; name one of LlamaAttention", injection_policy={"GPT2Block": "c_proj"}, **two
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed.checkpoint.format import COMPUTE, MASTER
-from deepspeed.inference.weight_files import _trained
+from deepspeed.inference.weight_files import _training_tensors
 
 
 class _Source:
@@ -39,7 +39,7 @@ class _Source:
 )
 def test_masters_are_read_where_there_are_any(kinds, expected):
     source: Any = _Source(kinds)
-    stored = {one.tile.logical: one for one in _trained(source)}
+    stored = {one.tile.logical: one for one in _training_tensors(source)}
     assert list(stored) == ["weight", "tied"]
     values = stored["tied"].read((slice(1, 3), slice(0, 1)))
     assert values.tolist() == [[2], [4]] and (source.kinds_read, values.dtype) == ([expected[0]], expected[1])

@@ -1,4 +1,4 @@
-"""Upstream's path of the quantisation of a model that exists."""
+"""Quantises an existing model, under the import path of upstream."""
 
 from __future__ import annotations
 
