@@ -1,4 +1,4 @@
-"""Frozen base weights that ranks share or keep in host memory at every ZeRO stage: flags of their buckets."""
+"""Marks frozen base weights that are sharded or offloaded at every ZeRO stage, and groups them for their buckets."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SHARE = "ds_base_offloaded_share"
 
 
 def share(parameters: Iterable[nn.Parameter], ranks: int) -> None:
-    """Declares that each of ``ranks`` ranks keeps a slice of frozen parameters, which are gathered where they are used.
+    """Marks frozen parameters of which each of ``ranks`` ranks keeps a slice; they are gathered where they are used.
 
     Args:
-        parameters: Before an engine takes them.
-        ranks: All data-parallel ranks; 1: each keeps all.
+        parameters: Parameters that no engine has yet.
+        ranks: Number of data-parallel ranks; 1: they are not marked.
     """
     if ranks <= 1:
         return
@@ -31,11 +31,11 @@ def share(parameters: Iterable[nn.Parameter], ranks: int) -> None:
 
 
 def offload(parameters: Iterable[nn.Parameter], share: float) -> None:
-    """Declares that frozen parameters live in host memory between uses.
+    """Marks frozen parameters that live in host memory between uses.
 
     Args:
-        parameters: Before an engine takes them.
-        share: Share of the bytes of all parameters declared with this share that is offloaded; 0: none.
+        parameters: Parameters that no engine has yet.
+        share: Share of the bytes of all parameters marked with this value that is offloaded; 0: they are not marked.
     """
     if share > 0:
         for parameter in parameters:
@@ -43,17 +43,17 @@ def offload(parameters: Iterable[nn.Parameter], share: float) -> None:
 
 
 def groups_of_bases(model: nn.Module, ranks: int) -> dict[str, bool]:
-    """Puts the bases of ``model`` into their groups, and returns them.
+    """Puts the bases of ``model`` into groups of buckets, and returns the groups in use.
 
     Args:
-        model: Before an engine takes its parameters.
-        ranks: The data-parallel ranks.
+        model: A model whose parameters no engine has yet.
+        ranks: Number of data-parallel ranks.
 
     Returns:
-        Names of the groups: of shared bases, of those in host memory.
+        True by the name of each group that has parameters: the shared ones, the offloaded ones.
 
     Raises:
-        DeepSpeedConfigError: They were to be shared by another number of ranks, or cannot leave the device.
+        DeepSpeedConfigError: Bases are marked for another number of ranks, or cannot be offloaded.
     """
     found = {
         name: requested for name, p in model.named_parameters() if (requested := getattr(p, _RANKS, None)) is not None
@@ -61,15 +61,15 @@ def groups_of_bases(model: nn.Module, ranks: int) -> dict[str, bool]:
     for name, requested in found.items():
         if requested != ranks:
             raise DeepSpeedConfigError(
-                f"LoRAConfig(base_weight_sharding={requested}) of {name!r}: the {ranks} data-parallel ranks share base "
-                f"weights; give {ranks}, or 1 to keep them whole"
+                f"LoRAConfig(base_weight_sharding={requested}) of {name!r}: expected the number of data-parallel ranks "
+                f"({ranks}) or 1, found {requested}; use {ranks}, or 1 to keep base weights whole"
             )
     groups = {SHARED: True} if found else {}
     return groups | ({OFFLOADED: True} if _choose_offloaded(model) else {})
 
 
 def _choose_offloaded(model: nn.Module) -> bool:
-    """Puts the bases that leave the device into one group, in model order until their share is reached."""
+    """Groups the bases that are offloaded, in model order up to their share; returns whether there are any."""
     requested: dict[float, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if (share := getattr(parameter, _SHARE, None)) is not None:
@@ -80,14 +80,14 @@ def _choose_offloaded(model: nn.Module) -> bool:
                     "belongs to an expert or is cut by tensor parallelism; leave offload and offload_ratio out there"
                 )
             requested.setdefault(share, {})[name] = parameter
-    some = False
+    has_offloaded = False
     for share, parameters in requested.items():
         frozen = {id(p): full_numel(p) * p.element_size() for p in parameters.values() if not p.requires_grad}
         limit, moved = share * sum(frozen.values()), 0
         for parameter in parameters.values():
             leaves = id(parameter) in frozen and moved < limit
             moved += frozen[id(parameter)] if leaves else 0
-            some = some or leaves
-            if_kept = SHARED if hasattr(parameter, _RANKS) else DATA
-            put_in_group([parameter], OFFLOADED if leaves else if_kept)
-    return some
+            has_offloaded = has_offloaded or leaves
+            on_device = SHARED if hasattr(parameter, _RANKS) else DATA
+            put_in_group([parameter], OFFLOADED if leaves else on_device)
+    return has_offloaded

@@ -1,4 +1,4 @@
-"""Configurations of the layers of this package."""
+"""Settings of low-rank adapters and of quantized weights."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from deepspeed.logging import log_dist_once
 
 @dataclass
 class LoRAConfig:
-    """Low-rank adapters beside a frozen base.
+    """Settings of low-rank adapters beside a frozen base.
 
     Attributes:
         lora_r: Rank of the adapters.
-        lora_alpha: The adapters' part is multiplied by ``lora_alpha / lora_r``.
-        base_weight_sharding: Ranks that share the base weight, at every ZeRO stage: all data-parallel ranks. 1: each
-            has it whole, but for stage 3. The weight is cut in ``deepspeed.initialize``; until then every rank has all
-            of it, so that it can be loaded and used. A model built inside ``deepspeed.zero.Init`` is cut from the
-            start.
-        offload: Base weights live in host memory at every ZeRO stage, and come to the device where they are used. All
-            data-parallel ranks share what is there, regardless of ``base_weight_sharding``.
-        offload_ratio: Share of the bytes of base weights that do so, 0 to 1: the first layers of the model. 0: all
+        lora_alpha: The output of the adapters is multiplied by ``lora_alpha / lora_r``.
+        base_weight_sharding: Number of ranks that share the base weight, at every ZeRO stage: all data-parallel ranks.
+            1: only stage 3 shards it. ``deepspeed.initialize`` cuts the weight; until then every rank has all of it, so
+            that it can be loaded and used. A model built inside ``deepspeed.zero.Init`` is cut from the start.
+        offload: Base weights live in host memory at every ZeRO stage, and are copied to the device where they are
+            used. Offloaded weights are sharded over all data-parallel ranks, regardless of ``base_weight_sharding``.
+        offload_ratio: Share of the bytes of base weights that is offloaded, 0 to 1, from the first layers on. 0: all
             with ``offload``, otherwise none.
         delay_lora_init: Adapters are made by :meth:`LoRAOptimizedLinear.init_lora` instead of with the layer.
-        target_mods: Parts of names of the layers that get adapters.
+        target_mods: Layers whose names contain one of these get adapters.
 
     Raises:
-        DeepSpeedConfigError: A value cannot be used.
+        DeepSpeedConfigError: A number is outside its range.
     """
 
     lora_r: int = 64
@@ -49,17 +48,17 @@ class LoRAConfig:
             )
         if self.base_weight_sharding < 1:
             raise DeepSpeedConfigError(
-                f"LoRAConfig(base_weight_sharding={self.base_weight_sharding}): expected a number of ranks, 1 or more"
+                f"LoRAConfig(base_weight_sharding={self.base_weight_sharding}): expected the number of ranks, or 1"
             )
         if not 0 <= self.offload_ratio <= 1:
             raise DeepSpeedConfigError(
-                f"LoRAConfig(offload_ratio={self.offload_ratio}): expected the share of base weights that live in host "
-                "memory, 0 to 1"
+                f"LoRAConfig(offload_ratio={self.offload_ratio}): expected a share of the base weights, 0 to 1; use 0 "
+                "to keep them on the device"
             )
 
     @property
     def offloaded_share(self) -> float:
-        """Share of the base weights that live in host memory, 0 to 1."""
+        """The share of the bytes of base weights that is offloaded, 0 to 1."""
         return self.offload_ratio or float(self.offload)
 
 
@@ -69,12 +68,12 @@ class QuantizationConfig:
 
     Attributes:
         q_bits: 8 (one scale per output feature) or 4 (a scale and an offset per group).
-        mantissa_bits: Without effect: codes are whole numbers here, which torch's kernels multiply.
-        group_size: Input features of a group at 4 bits: 32, 64, 128 or 256. Without effect at 8 bits.
-        q_dtype: Without effect: ``q_bits`` decides the dtype of the codes.
+        mantissa_bits: Has no effect: codes are integers here, which torch's kernels multiply.
+        group_size: Input features of a group at 4 bits: 32, 64, 128 or 256. No effect at 8 bits.
+        q_dtype: Has no effect: ``q_bits`` decides the dtype of the codes.
 
     Raises:
-        DeepSpeedConfigError: There is no such format.
+        DeepSpeedConfigError: ``q_bits`` is not 4 or 8. ``group_size`` is checked when a weight is quantized.
     """
 
     q_bits: int = 8
@@ -85,10 +84,10 @@ class QuantizationConfig:
     def __post_init__(self) -> None:
         if self.q_bits not in (4, 8):
             raise DeepSpeedConfigError(
-                f"QuantizationConfig(q_bits={self.q_bits}): weights are kept in 8 or in 4 bits; 6 and 12 bits have no "
-                "kernel in torch"
+                f"QuantizationConfig(q_bits={self.q_bits}): expected 8 or 4, as torch has no kernels for other widths; "
+                "use one of these"
             )
         if self.mantissa_bits != 3:
             log_dist_once(
-                f"QuantizationConfig(mantissa_bits={self.mantissa_bits}): without effect, codes are whole numbers"
+                f"QuantizationConfig(mantissa_bits={self.mantissa_bits}): has no effect, as codes are integers"
             )

@@ -1,4 +1,4 @@
-"""Frozen weights as an engine feature: packs them by ``weight_quantization``, and shards the bases of LoRA."""
+"""The engine feature of frozen weights: quantizes them by ``weight_quantization``, and shards the bases of LoRA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _packs(setup: EngineSetup) -> bool:
 
 
 class PackedWeights(EngineFeature):
-    """Frozen weights of few bits, and frozen bases that ranks share or keep in host memory."""
+    """Quantizes frozen weights, and shards or offloads frozen bases."""
 
     title = "weights of few bits"
     setting = "weight_quantization"

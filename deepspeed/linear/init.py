@@ -1,4 +1,4 @@
-"""``LoRAInit``: models that are built inside get frozen bases with adapters in the place of their linear layers."""
+"""Replaces the linear layers of models built in a context by frozen bases with adapters: :class:`LoRAInit`."""
 
 from __future__ import annotations
 
@@ -23,38 +23,40 @@ class LoRAInit:
         with deepspeed.linear.Init(lora_config=LoRAConfig(), quant_config=QuantizationConfig()):
             model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
 
-    When it ends, the linear layers with one of ``lora_config.target_mods`` in their names have become
-    :class:`LoRAOptimizedLinear` and everything but their adapters is frozen. Without ``lora_config`` all linear layers
-    are quantised. The values are those that the model had.
+    At the end of the context, linear layers with one of ``lora_config.target_mods`` in their names are replaced by
+    :class:`LoRAOptimizedLinear`, and everything but their adapters is frozen. Without ``lora_config`` all linear layers
+    are quantized. The model keeps its values.
 
     Args:
-        lora_config: Adapters; None: none.
-        quant_config: Width of the base weights; None: as the model's.
+        lora_config: Settings of the adapters; None: there are none.
+        quant_config: How base weights are quantized; None: they are not.
     """
 
     def __init__(self, lora_config: LoRAConfig | None = None, quant_config: QuantizationConfig | None = None) -> None:
         self._lora, self._quant = lora_config, quant_config
         self._built: list[weakref.ref[nn.Module]] = []
-        self._plain: Any = None
+        self._original_init: Any = None
 
     def __enter__(self) -> LoRAInit:
-        if self._plain is not None:
-            raise CallOrderError("deepspeed.linear.Init: the context is open already; leave the inner one out")
-        plain, built = nn.Module.__init__, self._built
+        if self._original_init is not None:
+            raise CallOrderError(
+                "deepspeed.linear.Init: this context is open already; leave out the inner with statement"
+            )
+        original, built = nn.Module.__init__, self._built
 
-        def noting(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            plain(module, *args, **kwargs)
+        def init_and_record(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
             built.append(weakref.ref(module))
 
-        self._plain = plain
-        nn.Module.__init__ = noting  # type: ignore[method-assign, assignment]
+        self._original_init = original
+        nn.Module.__init__ = init_and_record  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        nn.Module.__init__ = self._plain  # type: ignore[method-assign]
-        self._plain = None
+        nn.Module.__init__ = self._original_init  # type: ignore[method-assign]
+        self._original_init = None
         found = [module for ref in self._built if (module := ref()) is not None]
         self._built.clear()
         if error is None:
@@ -73,9 +75,9 @@ def optimize_model(
     """Does what :class:`LoRAInit` does, in place, to a model that exists.
 
     Args:
-        model: With ``torch.nn.Linear`` layers below it. Tied layers stay as they are.
-        lora_config: Adapters; None: none.
-        quant_config: Width of the base weights; None: as they are.
+        model: Has ``torch.nn.Linear`` layers in it. Layers with tied weights are not replaced.
+        lora_config: Settings of the adapters; None: there are none.
+        quant_config: How base weights are quantized; None: they are not.
 
     Returns:
         ``model``.
@@ -89,20 +91,20 @@ def optimize_model(
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             users[id(parameter)] = users.get(id(parameter), 0) + 1
-    made = 0
+    count = 0
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and name and any(part in name for part in lora_config.target_mods):
             if users[id(module.weight)] == 1:
                 model.set_submodule(name, optimized(module, lora_config, quant_config))
-                made += 1
+                count += 1
     log_dist(
-        f"deepspeed.linear: {made} layers with adapters of rank {lora_config.lora_r}; all other parameters are frozen"
+        f"deepspeed.linear: {count} layers with adapters of rank {lora_config.lora_r}; all other parameters are frozen"
     )
     return model
 
 
 def init_lora(model: nn.Module) -> None:
-    """Makes the adapters that ``delay_lora_init`` left out, in all layers of ``model``; before ``initialize``."""
+    """Makes the adapters that ``delay_lora_init`` left out, in all layers of ``model``. Call before ``initialize``."""
     for module in model.modules():
         if isinstance(module, LoRAOptimizedLinear) and module.lora_weight_1 is None:
             module.init_lora()

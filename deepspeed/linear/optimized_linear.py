@@ -1,4 +1,4 @@
-"""Linear layers for fine-tuning: a frozen base, whole or in few bits, with adapters of low rank that train.
+"""Linear layers for fine-tuning: a frozen base, quantised or not, and low-rank adapters that train.
 
 Source: E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (arXiv:2106.09685), equation 3.
 """
@@ -18,26 +18,27 @@ from deepspeed.linear.quantized_linear import QuantizedLinear
 
 
 class OptimizedLinear(nn.Module):
-    """Constructs the linear layer that the configurations request; the object is of another class.
+    """Constructs the linear layer that the configurations request; its class is another one.
 
-    Without configurations that is a ``linear_cls``, with a quantisation alone a :class:`QuantizedLinear`, with adapters
-    a :class:`LoRAOptimizedLinear`.
+    The class is ``linear_cls`` without configurations, :class:`QuantizedLinear` with only a quantization, and
+    :class:`LoRAOptimizedLinear` with adapters.
 
     Args:
         input_dim: Input features.
         output_dim: Output features.
-        bias: Whether the layer has one.
-        lora_config: Adapters; None: none.
-        quantization_config: Width of the base weight; None: as ``dtype``.
+        bias: Whether the layer has a bias.
+        lora_config: Settings of the adapters; None: there are none.
+        quantization_config: How the base weight is quantized; None: it has ``dtype``.
         device: The device of the parameters; None: torch's default.
         dtype: The dtype of the parameters.
-        linear_cls: Class of the plain layer, which also gives the base its first values.
+        linear_cls: Class of the plain layer, which initialises the base.
 
     Raises:
-        DeepSpeedConfigError: There is no format for such a weight.
+        DeepSpeedConfigError: ``input_dim`` is not a whole number of groups.
+        ValueError: There is no format with the group size of ``quantization_config``.
     """
 
-    def __new__(  # type: ignore[misc]  # that is what it is for
+    def __new__(  # type: ignore[misc]  # returns another class on purpose
         cls,
         input_dim: int,
         output_dim: int,
@@ -56,10 +57,10 @@ class OptimizedLinear(nn.Module):
 def optimized(
     plain: nn.Module, lora_config: LoRAConfig | None, quantization_config: QuantizationConfig | None
 ) -> nn.Module:
-    """Returns the replacement of a plain linear layer; parameters that stay the same move there.
+    """Returns the replacement of a plain linear layer, which takes over its parameters.
 
     Args:
-        plain: With ``weight`` of ``[out, in]`` and ``bias`` or None.
+        plain: Has a ``weight`` of ``[out, in]``, and a ``bias`` or None.
         lora_config: Rank and scaling of the adapters, see :class:`OptimizedLinear`.
         quantization_config: How the base weight is quantized; None: it is not.
     """
@@ -69,19 +70,19 @@ def optimized(
 
 
 class LoRAOptimizedLinear(nn.Module):
-    """``y = W x + b + (alpha / r) B A x`` with ``W`` and ``b`` frozen.
+    """Computes ``y = W x + b + (alpha / r) B A x`` with ``W`` and ``b`` frozen.
 
     Args:
         plain: The layer whose weight and bias become the base.
         lora_config: Rank and scaling of the adapters, how many ranks share the base, and where it lives.
-        quantization_config: Width of the base; None: as it is.
+        quantization_config: How the base is quantized; None: it is not.
 
     Attributes:
-        weight: The base, frozen. With a quantisation a new tensor at every reading, in the dtype of the layer.
+        weight: The base, ``[out, in]``, frozen. If quantised, every read unpacks it anew, in the dtype of the layer.
         base: The quantised base; None where it is not quantised.
         bias: Frozen, or None.
         lora_weight_1: A, ``[r, in]``, drawn from a uniform distribution; None before :meth:`init_lora`.
-        lora_weight_2: B, ``[out, r]``, zeros at first, so that the layer begins as the plain one.
+        lora_weight_2: B, ``[out, r]``, zeros at first, so that the layer starts equal to the plain one.
         lora_scaling_factor: ``alpha / r``.
     """
 
@@ -105,7 +106,7 @@ class LoRAOptimizedLinear(nn.Module):
             self.base.bias = None
         for parameter in self.parameters():
             parameter.requires_grad_(False)
-            parameter.ds_optim_param = True  # type: ignore[attr-defined]  # the attribute that programs read
+            parameter.ds_optim_param = True  # type: ignore[attr-defined]  # upstream's attribute
         weights = [p for p in self.parameters() if p is not self.bias]
         share(weights, lora_config.base_weight_sharding)
         offload(weights, lora_config.offloaded_share)
@@ -122,10 +123,10 @@ class LoRAOptimizedLinear(nn.Module):
         return super().__getattr__(name)
 
     def init_lora(self) -> None:
-        """Makes the adapters, where ``delay_lora_init`` left them out; before ``deepspeed.initialize``.
+        """Makes the adapters that ``delay_lora_init`` left out. Call it before ``deepspeed.initialize``.
 
         Raises:
-            CallOrderError: They exist.
+            CallOrderError: The adapters exist already.
         """
         if self.lora_weight_1 is not None:
             raise CallOrderError("LoRAOptimizedLinear.init_lora: the adapters exist already; call it once")
@@ -139,7 +140,7 @@ class LoRAOptimizedLinear(nn.Module):
     def full_weight(self) -> torch.Tensor:
         """Returns the base weight, ``[output_dim, input_dim]``, without the adapters.
 
-        A sharded one must be gathered before.
+        If it is sharded, gather it first.
         """
         weight: torch.Tensor = self.weight
         return weight
@@ -151,14 +152,14 @@ class LoRAOptimizedLinear(nn.Module):
             CallOrderError: There are no adapters yet.
         """
         if self.lora_weight_1 is None or self.lora_weight_2 is None:
-            raise CallOrderError("LoRAOptimizedLinear: delay_lora_init left the adapters out; call init_lora() before")
+            raise CallOrderError("LoRAOptimizedLinear: delay_lora_init left the adapters out; call init_lora() first")
         base = nn.functional.linear(x, self.weight) if self.base is None else self.base(x)
         if self.bias is not None:
             base = base + self.bias
         return base + self.lora_scaling_factor * self.lora_weight_2(self.lora_weight_1(x))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if self.base is not None and f"{prefix}weight" in state_dict:  # of the plain layer
+        if self.base is not None and f"{prefix}weight" in state_dict:  # saved by the plain layer
             state_dict[f"{prefix}base.weight"] = state_dict.pop(f"{prefix}weight")
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -1,4 +1,4 @@
-"""Weights of few bits for parts of a model, by the section ``weight_quantization``."""
+"""Quantises the weights of parts of a model, by the section ``weight_quantization``."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ _KEYS = {"num_bits", "group_size", "group_dim", "symmetric"}
 
 
 def quantize_as_configured(model: nn.Module, section: WeightQuantization | None) -> None:
-    """Quantises what a training configuration requests. Every rank must call it.
+    """Quantises the layers that a training configuration selects, in place. Every rank must call it.
 
-    Parameters that ``zero.Init`` has sharded are gathered one layer at a time, and what is kept of them is sharded
-    again, so that no rank ever holds more of the model than its share and a layer.
+    Parameters that ``zero.Init`` has sharded are gathered one layer at a time, and the codes and scales are sharded, so
+    that no rank ever holds more of the model than its share and one layer.
 
     Args:
-        model: Layers that are quantised already stay as they are.
-        section: None: nothing.
+        model: Layers that are quantised already are not changed.
+        section: The section; None: nothing is quantised.
 
     Raises:
-        DeepSpeedConfigError: The section cannot be used; nothing is changed.
+        DeepSpeedConfigError: The section cannot be used with this model; nothing is changed.
     """
     if section is None or not section.enabled:
         return
     parts: dict[str, Mapping[str, Any]] = {part: group.model_dump() for part, group in section.post_init_quant.items()}
-    at_first = section.quantized_initialization.model_dump(exclude_unset=True)
-    if at_first and parts:
+    for_all = section.quantized_initialization.model_dump(exclude_unset=True)
+    if for_all and parts:
         raise DeepSpeedConfigError(
-            "weight_quantization: quantized_initialization means all layers, post_init_quant some; give one of them"
+            "weight_quantization: quantized_initialization selects all layers, post_init_quant some of them; give one"
         )
-    for report in quantize_parts(model, {"": at_first} if at_first else parts):
+    for report in quantize_parts(model, {"": for_all} if for_all else parts):
         log_dist(f"weight_quantization: {report.line()}", ranks=[0])
 
 
 def quantize_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> list[QuantizationReport]:
-    """Quantises the linear layers of ``model`` whose names have one of the parts, in place.
+    """Quantises the linear layers of ``model`` whose names contain one of the keys of ``parts``, in place.
 
     Args:
         model: Any model, see :func:`~deepspeed.linear.quantize_model`.
-        parts: Part of a name -> ``num_bits`` (8 or 4), ``group_size``, ``group_dim``, ``symmetric``.
+        parts: Settings by a part of names: ``num_bits`` (8 or 4), ``group_size``, ``group_dim``, ``symmetric``.
 
     Returns:
         Sizes and errors, one report per part.
 
     Raises:
-        DeepSpeedConfigError: A layer has two of the parts in its name, or a setting has no format; nothing is changed.
+        DeepSpeedConfigError: See :func:`check_parts`; nothing is changed.
     """
     check_parts(model, parts)
     return [
@@ -63,16 +63,17 @@ def quantize_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def check_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises for requests that :func:`quantize_parts` cannot do.
+    """Checks the arguments of :func:`quantize_parts`.
 
     Raises:
-        DeepSpeedConfigError: A request is not possible.
+        DeepSpeedConfigError: The name of a layer contains two of the parts, no name contains one, or there is no format
+            with these settings.
     """
     for name, module in model.named_modules():
-        meant = [part for part in parts if part in name]
-        if len(meant) > 1 and (isinstance(module, nn.Linear) or is_conv1d(type(module))):
+        matched = [part for part in parts if part in name]
+        if len(matched) > 1 and (isinstance(module, nn.Linear) or is_conv1d(type(module))):
             raise DeepSpeedConfigError(
-                f"post_init_quant: {' and '.join(map(repr, meant))} both match the layer {name!r}; let only one match"
+                f"post_init_quant: {' and '.join(map(repr, matched))} both match the layer {name!r}; let only one match"
             )
     names = [name for name, _ in model.named_parameters()]
     for part, requested in parts.items():
@@ -88,10 +89,11 @@ def check_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> Non
         if requested.get("symmetric"):
             raise DeepSpeedConfigError(f"{where}.symmetric: expected false, found true; leave it out")
         if requested.get("num_bits") not in (None, 4, 8):
-            raise DeepSpeedConfigError(f"{where}: num_bits {requested['num_bits']}; expected 4 or 8")
+            raise DeepSpeedConfigError(f"{where}.num_bits: expected 4 or 8, found {requested['num_bits']!r}; use one")
         if requested.get("group_dim") not in (None, 1):
             raise DeepSpeedConfigError(
-                f"{where}: group_dim {requested['group_dim']}; expected 1, groups are along the input features"
+                f"{where}.group_dim={requested['group_dim']!r}: expected 1, as groups are along the input features; "
+                "leave it out"
             )
         if requested.get("num_bits") == 4:
             try:
@@ -101,8 +103,10 @@ def check_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> Non
 
 
 def _group_size(requested: Mapping[str, Any]) -> int:
-    given = requested.get("group_size")
-    if given is not None and (requested.get("num_bits") or 8) == 8:
-        log_dist("weight_quantization: group_size has no effect at 8 bits, where every row has a scale", ranks=[0])
+    size = requested.get("group_size")
+    if size is not None and (requested.get("num_bits") or 8) == 8:
+        log_dist(
+            "weight_quantization: group_size has no effect at 8 bits, where every row has its own scale", ranks=[0]
+        )
         return 64
-    return given or 64
+    return size or 64

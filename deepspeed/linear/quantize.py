@@ -1,4 +1,4 @@
-"""Replacing the linear layers of a model by ones with weights of 8 or 4 bits, and logging what that saved."""
+"""Replaces the linear layers of a model by ones with weights of 8 or 4 bits, and reports the bytes saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepspeed.comm.transports.differentiable import gather_from, scatter_to
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.linear.config import QuantizationConfig
 from deepspeed.linear.quantized_linear import QuantizedLinear
-from deepspeed.linear.sharded import whole_for_packing
+from deepspeed.linear.sharded import gather_for_packing
 from deepspeed.models.layers import is_conv1d
 from deepspeed.ops.packed_linear import packed_format
 from deepspeed.parallel.tensor.linear import ColumnLinear, CutLinear, RowLinear
@@ -32,7 +32,7 @@ class QuantizedLayer:
         name: Its name in the model.
         bytes_before: Bytes of its weight.
         bytes_after: Bytes of codes and scales.
-        error: Norm of the difference by the norm of the weight; NaN for a model without values.
+        error: Norm of the quantization error divided by the norm of the weight; NaN for a weight on meta.
     """
 
     name: str
@@ -47,8 +47,8 @@ class QuantizationReport:
 
     Attributes:
         bits: Width of the weights.
-        layers: Those that were replaced.
-        kept: Linear layers that were not, by name, each with the reason.
+        layers: The layers that were replaced.
+        kept: Linear layers that were not replaced, by name, each with the reason.
         bytes_before: Bytes of all parameters and buffers of the model.
         bytes_after: The same afterwards.
     """
@@ -86,26 +86,26 @@ class QuantizationReport:
 def quantize_model(
     model: nn.Module, *, bits: int = 8, group_size: int = 64, skip: Sequence[str] = (), only: Sequence[str] = ("",)
 ) -> QuantizationReport:
-    """Replaces the linear layers of ``model`` in place, one after the other, so that little is in memory twice.
+    """Replaces the linear layers of ``model`` in place, one by one, so that only one is in memory twice.
 
-    Embeddings stay whole, and so does a layer that shares its weight with one (a tied head). A model on the meta device
-    gets the layers without values, so that a state dict of a quantised model can be loaded with ``assign=True``.
+    Embeddings are not replaced, nor is a layer that shares its weight with another (a tied head). In a model on the
+    meta device the new layers have no values, so that a quantized state dict can be loaded with ``assign=True``.
 
     Args:
-        model: With ``torch.nn.Linear`` or transformers' ``Conv1D`` layers, cut over tensor-parallel ranks or not.
-            Everything else keeps its dtype. Where ``zero.Init`` has sharded it every rank must call this; layers are
-            gathered one after the other then, and what becomes of them is sharded again.
+        model: Has ``torch.nn.Linear`` or transformers' ``Conv1D`` layers, cut over tensor-parallel ranks or not.
+            Everything else keeps its dtype. If ``zero.Init`` has sharded it, every rank must call this: layers are
+            gathered one by one, and the quantized ones are sharded again.
         bits: 8 or 4.
-        group_size: At 4 bits, input features that share scale and offset: 32, 64, 128 or 256.
-        skip: Layers with one of these in their names stay whole.
-        only: Layers with none of these in their names stay whole, and out of the report.
+        group_size: At 4 bits, number of input features that share a scale and an offset: 32, 64, 128 or 256.
+        skip: Layers with one of these in their names are not replaced.
+        only: Layers with none of these in their names are not replaced, nor reported.
 
     Returns:
         Sizes and errors.
 
     Raises:
-        DeepSpeedConfigError: There is no format of ``bits`` bits, or all layers are in other ones already.
-        ValueError: No such group size, or a weight that is not finite.
+        DeepSpeedConfigError: ``bits`` is not 4 or 8, or all layers have another number of bits already.
+        ValueError: There is no such group size, or a weight is not finite.
         CallOrderError: Parameters belong to an engine already.
     """
     report = QuantizationReport(bits, bytes_before=_bytes_of(model))
@@ -124,15 +124,15 @@ def quantize_model(
                 f"quantize_model: {name!r} belongs to an engine already; quantise before deepspeed.initialize"
             )
         if users[id(module.weight)] > 1:
-            report.kept[name] = "its weight is another layer's too"
+            report.kept[name] = "shares its weight with another layer"
         elif any(part in name for part in skip):
             report.kept[name] = "named in skip"
         else:
             _replace(model, name, module, weight, config, report)
     if others and not report.layers:
         raise DeepSpeedConfigError(
-            f"quantize_model(bits={bits}): the layers are quantised already ({others[0]}, for example); begin with "
-            "the whole weights"
+            f"quantize_model(bits={bits}): expected plain layers, found quantised ones ({others[0]}); begin with the "
+            "plain weights"
         )
     report.bytes_after = _bytes_of(model)
     return report
@@ -146,36 +146,36 @@ def _replace(
     config: QuantizationConfig,
     report: QuantizationReport,
 ) -> None:
-    """Puts a quantised layer in the place of ``module``."""
+    """Replaces ``module`` by a quantized layer, or adds the reason against it to the report."""
     shape = full_shape(cast("nn.Parameter", module.weight))
     out_features, in_features = shape[::-1] if is_transposed(module) else shape
     if refusal := packed_format(config.q_bits, config.group_size).refusal(in_features):
         report.kept[name] = refusal
         return
-    with torch.device("meta"):  # packing makes the parameters
+    with torch.device("meta"):  # packing creates the parameters
         layer = QuantizedLinear(in_features, out_features, False, config, weight.dtype)
     after = _size(layer.codes) + _size(layer.scales)
-    with whole_for_packing(name, module, layer) as is_whole:
-        whole = _weight_of(module) if is_whole else weight
-        assert whole is not None, "it had one"
-        error = float("nan") if whole.is_meta else layer.pack(whole)
-        before = _size(whole)
+    with gather_for_packing(name, module, layer) as was_sharded:
+        full = _weight_of(module) if was_sharded else weight
+        assert full is not None, "the layer has a weight"
+        error = float("nan") if full.is_meta else layer.pack(full)
+        before = _size(full)
     layer.bias = cast("nn.Parameter | None", module.bias)
     layer.train(module.training)
     report.layers.append(QuantizedLayer(name, before, after, error))
-    model.set_submodule(name, around(module, layer))
+    model.set_submodule(name, wrap_part(module, layer))
 
 
 def _weight_of(module: nn.Module) -> torch.Tensor | None:
     """Returns the weight as ``[out_features, in_features]``; None for a layer of another kind."""
-    # Kinds made from Linear (such as torch's own, inside MultiheadAttention) may be used by their weight alone.
+    # The weight of a subclass of Linear may be used without its forward, as in torch's MultiheadAttention.
     if type(module) is nn.Linear:
         return module.weight
     if (part := weight_of_part(module)) is not None:
         return part
     if is_conv1d(type(module)):
         weight = cast("nn.Parameter", module.weight)
-        return weight.t() if weight.dim() == 2 else weight  # a sharded one is empty
+        return weight.t() if weight.dim() == 2 else weight  # a sharded weight is empty
     return None
 
 
@@ -189,29 +189,29 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 class QuantizedColumn(nn.Module):
-    """A column-parallel layer whose part is quantised. Without gradients: the input's would have to be summed."""
+    """A column-parallel layer with a quantized part, for inference: it does not sum the gradient of the input."""
 
     def __init__(self, part: QuantizedLinear, cut: CutLinear) -> None:
         super().__init__()
         self.part, self.tensor_cut = part, cut
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Maps ``[..., in]`` to ``[..., out of this rank]``, or to all ``out`` where the output is gathered."""
+        """Maps ``[..., in]`` to ``[..., out of this rank]``, or to all ``out`` if the output is gathered."""
         out = self.part(values)
         cut = self.tensor_cut
         return gather_from(out, cut.channel, cut.parts, label=f"the output of {cut.name}") if cut.is_gathered else out
 
 
 class QuantizedRow(nn.Module):
-    """A row-parallel layer whose part is quantised. Without gradients, as :class:`QuantizedColumn`."""
+    """A row-parallel layer with a quantized part, for inference."""
 
     def __init__(self, part: QuantizedLinear, cut: CutLinear) -> None:
         super().__init__()
-        self.bias, part.bias = part.bias, None  # added once, after the sum
+        self.bias, part.bias = part.bias, None  # added once, after the sum over ranks
         self.part, self.tensor_cut = part, cut
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Maps ``[..., in of this rank]``, or all ``in`` where the input is whole, to ``[..., out]``."""
+        """Maps ``[..., in of this rank]``, or all ``in`` if the input is whole, to ``[..., out]``."""
         cut = self.tensor_cut
         if cut.is_gathered:
             values = scatter_to(values, cut.channel, cut.parts, f"the gradient of the input of {cut.name}")
@@ -226,8 +226,8 @@ def weight_of_part(module: nn.Module) -> torch.Tensor | None:
     return module.weight.t() if module.tensor_cut.is_transposed else module.weight
 
 
-def around(module: nn.Module, part: QuantizedLinear) -> nn.Module:
-    """Returns the replacement of ``module``: ``part``, or the layer around it where ``module`` was sharded."""
+def wrap_part(module: nn.Module, part: QuantizedLinear) -> nn.Module:
+    """Returns the replacement of ``module``: ``part``, in a tensor-parallel layer if ``module`` is one."""
     if isinstance(module, ColumnLinear):
         return QuantizedColumn(part, module.tensor_cut)
     if isinstance(module, RowLinear):

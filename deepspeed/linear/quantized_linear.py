@@ -1,4 +1,4 @@
-"""Linear layers, embeddings and convolutions whose weights are kept in 8 or 4 bits and do not train."""
+"""Linear layers, embeddings and convolutions with frozen weights of 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from torch.nn import functional as fn
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.linear.config import QuantizationConfig
-from deepspeed.linear.sharded import whole_for_packing
+from deepspeed.linear.sharded import gather_for_packing
 from deepspeed.ops.packed_linear import PackedFormat, packed_format, packed_linear
 from deepspeed.zero.address import full_shape
 
 
 class QuantizedLinear(nn.Module):
-    """``x @ weight.t() + bias`` with the weight in few bits: a fixed base for adapters, or a layer of inference.
+    """Computes ``x @ weight.t() + bias`` with a quantized weight: the base of adapters, or a layer for inference.
 
-    At 8 bits every output feature has a scale, at 4 bits every group of input features a scale and an offset. The layer
-    computes in the dtype of its input; bfloat16 is the fast one. A weight of zeros is made; :meth:`pack` fills it, and
-    so does the state dict of a plain layer.
+    At 8 bits every output feature has a scale; at 4 bits every group of input features has a scale and an offset. The
+    layer computes in the dtype of its input; bfloat16 is fastest. The constructor makes a weight of zeros.
+    :meth:`pack` sets it, and so does loading the state dict of a plain layer.
 
     Args:
         input_dim: Input features.
         output_dim: Output features.
-        bias: Whether it has a bias, which trains as any other.
+        bias: Whether it has a bias, which is trainable.
         quantization_config: Width and, at 4 bits, group size.
         dtype: The dtype of the bias, and of :attr:`weight`.
 
     Attributes:
-        codes: The weight's codes, a frozen parameter of whole numbers, so that ZeRO stage 3 can shard it.
+        codes: The codes of the weight: a frozen parameter of int8 or uint8, so that ZeRO stage 3 can shard it.
         scales: Their scales, a frozen parameter in bfloat16.
 
     Raises:
-        DeepSpeedConfigError: The input features are no whole number of groups.
+        DeepSpeedConfigError: ``input_dim`` is not a whole number of groups.
+        ValueError: There is no format with the group size.
     """
 
     def __init__(
@@ -52,18 +53,18 @@ class QuantizedLinear(nn.Module):
         if refusal := self.format.refusal(input_dim):
             raise DeepSpeedConfigError(f"QuantizedLinear({input_dim}, {output_dim}): {refusal}; choose a smaller group")
         codes, scales = self.format.shapes(output_dim, input_dim)
-        whole = torch.int8 if self.format.bits == 8 else torch.uint8
-        self.codes = nn.Parameter(torch.zeros(codes, dtype=whole), requires_grad=False)
+        code_dtype = torch.int8 if self.format.bits == 8 else torch.uint8
+        self.codes = nn.Parameter(torch.zeros(codes, dtype=code_dtype), requires_grad=False)
         self.scales = nn.Parameter(torch.zeros(scales, dtype=torch.bfloat16), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(output_dim, dtype=dtype)) if bias else None
 
     @classmethod
     def of(cls, plain: nn.Module, config: QuantizationConfig) -> QuantizedLinear:
-        """Returns a quantised layer with the values of a plain one, and with its bias.
+        """Returns a quantized layer with the values of a plain one, and with its bias.
 
         Args:
-            plain: With ``weight`` of ``[out, in]``, on meta too, and ``bias`` or None. Where ``zero.Init`` has sharded
-                them every rank must call this, and what is made is sharded too.
+            plain: Has a ``weight`` of ``[out, in]``, which may be on meta, and a ``bias`` or None. If ``zero.Init`` has
+                sharded them, every rank must call this, and the new parameters are sharded too.
             config: Width and, at 4 bits, group size.
         """
         weight: nn.Parameter = plain.weight  # type: ignore[assignment]
@@ -71,7 +72,7 @@ class QuantizedLinear(nn.Module):
         with torch.device("meta"):  # packing makes the parameters
             layer = cls(in_features, out_features, False, config, weight.dtype)
         if not weight.is_meta:
-            with whole_for_packing("a quantised layer", plain, layer):
+            with gather_for_packing("a quantised layer", plain, layer):
                 layer.pack(weight)
         layer.bias = plain.bias  # type: ignore[assignment]
         return layer
@@ -86,14 +87,14 @@ class QuantizedLinear(nn.Module):
         bias: nn.Parameter | None,
         dtype: torch.dtype,
     ) -> QuantizedLinear:
-        """Returns a layer around codes that exist, which it may share with another.
+        """Returns a layer with existing codes, which another layer may share.
 
         Args:
             codes: As ``how`` makes them.
             scales: As ``how`` makes them; fp32 ones are used as they are.
             how: The format.
             sizes: Output and input features.
-            bias: Or None.
+            bias: The bias, or None.
             dtype: The dtype of :attr:`weight`.
         """
         layer = cls.__new__(cls)
@@ -130,14 +131,14 @@ class QuantizedLinear(nn.Module):
         wrong = total = 0.0
         for part in self.format.columns(codes, scales, self.out_features, torch.float32):
             original = weight.detach()[part.start : part.stop].float()
-            kept = part.weight if part.scale is None else part.weight * part.scale
-            wrong += float((kept.t() - original).square().sum())
+            unpacked = part.weight if part.scale is None else part.weight * part.scale
+            wrong += float((unpacked.t() - original).square().sum())
             total += float(original.square().sum())
         return (wrong / total) ** 0.5 if total else 0.0
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight unpacked, ``[output_dim, input_dim]`` in :attr:`dtype`: a new tensor at every reading."""
+        """The unpacked weight, ``[output_dim, input_dim]`` in :attr:`dtype`: a new tensor at every read."""
         return self.format.unpack(self.codes, self.scales, self.out_features, self.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -146,7 +147,7 @@ class QuantizedLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         weight = state_dict.get(f"{prefix}weight")
-        if weight is not None and f"{prefix}codes" not in state_dict:  # of a plain layer
+        if weight is not None and f"{prefix}codes" not in state_dict:  # saved by a plain layer
             codes, scales = self.format.pack(weight)
             del state_dict[f"{prefix}weight"]
             state_dict |= {f"{prefix}codes": codes, f"{prefix}scales": scales}
@@ -158,7 +159,7 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """An embedding of which only the rows looked up are unpacked. A tied head shares its codes.
+    """An embedding that unpacks only the rows that are looked up. A tied head can share its codes.
 
     Args:
         codes: As ``how`` makes them of ``[num_embeddings, embedding_dim]``.
@@ -178,7 +179,7 @@ class QuantizedEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight unpacked, a new tensor at every reading."""
+        """The unpacked weight, in :attr:`dtype`: a new tensor at every read."""
         return self.format.unpack(self.codes, self.scales, self.num_embeddings, self.dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -210,11 +211,11 @@ class QuantizedConv2d(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight unpacked, a new tensor at every reading."""
+        """The unpacked weight, in :attr:`dtype`: a new tensor at every read."""
         return self.format.unpack(self.codes, self.scales, self.shape[0], self.dtype).view(self.shape)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Computes ``[N, in, H, W]`` to ``[N, out, H', W']``."""
+        """Maps ``[N, in, H, W]`` to ``[N, out, H', W']``."""
         padding = self.padding
         if self.padding_mode != "zeros":
             input, padding = fn.pad(input, self._around, mode=self.padding_mode), (0, 0)

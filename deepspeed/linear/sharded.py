@@ -1,4 +1,4 @@
-"""Packing weights that ``zero.Init`` has sharded: one layer whole at a time, and its codes sharded in its place."""
+"""Packs weights that ``zero.Init`` has sharded: gathers one layer at a time, and shards its codes instead."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from deepspeed.zero.construction.provisional import shard_parameters
 
 
 @contextmanager
-def whole_for_packing(name: str, module: nn.Module, layer: nn.Module) -> Iterator[bool]:
-    """Gathers the parameters of ``module`` inside the context; afterwards those of ``layer`` and its bias are sharded.
+def gather_for_packing(name: str, module: nn.Module, layer: nn.Module) -> Iterator[bool]:
+    """Gathers the parameters of ``module`` inside the context; at its end shards those of ``layer``, and the bias.
 
-    Does nothing to a layer that is whole anyway. Every rank that shares the parameters must enter it.
+    Does nothing if the weight is not sharded. Every rank that shares the parameters must enter the context.
 
     Args:
         name: The name of the layer.
-        module: The plain layer, whose weight is given up.
-        layer: What takes its place, with parameters ``codes`` and ``scales``; packed inside.
+        module: The plain layer; its weight is released.
+        layer: Its replacement, with parameters ``codes`` and ``scales``, which the caller packs inside the context.
 
     Yields:
-        Whether something was sharded.
+        Whether the weight was sharded.
     """
     weight = cast("nn.Parameter", module.weight)
     address = address_of(weight)
@@ -39,20 +39,20 @@ def whole_for_packing(name: str, module: nn.Module, layer: nn.Module) -> Iterato
     block = GatheredBlock(members, None)
     block.open()
     yield True
-    kept = {key: cast("nn.Parameter", getattr(layer, key)) for key in ("codes", "scales")}
+    packed = {key: cast("nn.Parameter", getattr(layer, key)) for key in ("codes", "scales")}
     if bias is not None and len(members) == 2:
-        # Out of the slices that it shares with the weight, which are freed so.
+        # Takes the bias out of the slices that it shares with the weight, so that these are freed.
         values = bias.detach().clone()
         block.give_back(restore=False)
         forget_address(bias)
         mark_full(bias, values, plain_class(bias))
-        kept["bias"] = bias
+        packed["bias"] = bias
     else:
         block.give_back(restore=False)
     with torch.no_grad():
         shard_parameters(
-            list(kept.values()),
-            [f"{name}.{key}" for key in kept],
+            list(packed.values()),
+            [f"{name}.{key}" for key in packed],
             group=bucket.group,
             device=bucket.device,
             dtype=None,

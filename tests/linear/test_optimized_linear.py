@@ -163,7 +163,7 @@ def engine_mean(loss):
 
 
 def refused():
-    with pytest.raises(DeepSpeedConfigError, match="base_weight_sharding=3.* give 2, or 1"):
+    with pytest.raises(DeepSpeedConfigError, match="base_weight_sharding=3.* use 2, or 1"):
         deepspeed.initialize(
             model=Net(3, False),
             config={"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {}}},

@@ -53,7 +53,7 @@ def test_sizes_of_weights_and_what_is_kept():
     console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(report.table())
     text = console.export_text()
-    assert "12 linear layers in 8 bits" in text and "its weight is another layer's too" in text
+    assert "12 linear layers in 8 bits" in text and "shares its weight with another layer" in text
 
 
 def test_groups_that_do_not_divide_are_named():
@@ -110,7 +110,8 @@ def test_bad_input_raises_and_changes_nothing():
 
 def test_two_parts_that_match_a_conv1d_layer_are_refused_before_a_change():
     model = gpt2()
-    words = "'attn' and 'c_attn' both match the layer 'transformer.h.0.attn.c_attn'"
-    with pytest.raises(DeepSpeedConfigError, match=words):
+    with pytest.raises(
+        DeepSpeedConfigError, match="'attn' and 'c_attn' both match the layer 'transformer.h.0.attn.c_attn'"
+    ):
         quantize_parts(model, {"attn": {"num_bits": 8}, "c_attn": {"num_bits": 4}})
     assert not any(isinstance(module, QuantizedLinear) for module in model.modules())

@@ -66,9 +66,9 @@ def under_init():
             if torch.distributed.get_world_size() > 1:
                 assert all(p.numel() == 0 for p in engine.module.parameters())
             engine.destroy()
-    with pytest.raises(DeepSpeedConfigError, match="give one of them"):
+    with pytest.raises(DeepSpeedConfigError, match="post_init_quant some of them; give one"):
         deepspeed.initialize(model=make(), config=config(**ALL, **part))
-    with pytest.raises(DeepSpeedConfigError, match="group_dim 0"):
+    with pytest.raises(DeepSpeedConfigError, match="group_dim=0: expected 1"):
         deepspeed.initialize(model=make(), config=config(quantized_initialization={"num_bits": 8, "group_dim": 0}))
 
 
