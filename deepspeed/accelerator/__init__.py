@@ -1,7 +1,7 @@
-"""The device that training runs on: one object, a thin layer over torch.
+"""The device that training runs on, as one object: a thin layer over torch.
 
 ``get_accelerator()`` returns the kind of device that this process uses, with its streams, memory figures and
-random state. Reading order: :mod:`.base` (the contract), :mod:`.cpu`, :mod:`.torch_device` (everything torch has a
+random state. Reading order: :mod:`.base` (the interface), :mod:`.cpu`, :mod:`.torch_device` (everything torch has a
 device module for), :mod:`.selection` (which one is used).
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from deepspeed.accelerator.selection import is_current_accelerator_supported as is_current_accelerator_supported
     from deepspeed.accelerator.selection import set_accelerator as set_accelerator
 
-# Lazily, since commands that need no torch read the table of devices.
+# Lazy, because commands that do not need torch read the table of devices.
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {

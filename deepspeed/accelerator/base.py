@@ -1,7 +1,7 @@
-"""The contract of an accelerator.
+"""The interface of an accelerator.
 
-A subclass implements it for one kind of device; the methods with a body here are the same everywhere. Indices are
-device numbers of this process (after the visible-device variable), None is the current device, memory is in bytes.
+A subclass implements it for one kind of device; methods with a body here are the default for all. An index is the
+number of a device in this process (after the visible-device variable); None is the current device. Memory is in bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DeepSpeedAccelerator(ABC):
 
     @property
     def has_set_device(self) -> bool:
-        """Whether :meth:`set_device` was called in this process."""
+        """Whether :meth:`set_device` was called in this process; False where there is only one device."""
         return self._has_set_device
 
     @abstractmethod
@@ -68,7 +68,7 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def device_count(self) -> int:
-        """Returns how many devices of this kind this process sees."""
+        """Returns the number of devices of this kind that this process sees."""
 
     @abstractmethod
     def synchronize(self, index: Index = None) -> None:
@@ -119,7 +119,7 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
-        """Restores what :meth:`get_rng_state` returned: 1-D bytes."""
+        """Restores the state that :meth:`get_rng_state` returned, a 1-D uint8 tensor."""
 
     @abstractmethod
     def default_generator(self, index: int) -> torch.Generator:
@@ -157,7 +157,7 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def memory_allocated(self, index: Index = None) -> int:
-        """Returns the bytes in tensors now; on the CPU the resident memory of this process."""
+        """Returns the bytes of all live tensors; on the CPU the resident memory of this process."""
 
     @abstractmethod
     def max_memory_allocated(self, index: Index = None) -> int:
@@ -184,18 +184,18 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def total_memory(self, index: Index = None) -> int:
-        """Returns the bytes that the device has (on the CPU: that this process may use)."""
+        """Returns the size of the device's memory; on the CPU the RAM that this process may use."""
 
     @abstractmethod
     def available_memory(self, index: Index = None) -> int:
         """Returns the bytes that could still be allocated."""
 
     def memory_cached(self, index: Index = None) -> int:
-        """Older name of :meth:`memory_reserved`; returns the same."""
+        """Returns the same as :meth:`memory_reserved`, under its older name."""
         return self.memory_reserved(index)
 
     def max_memory_cached(self, index: Index = None) -> int:
-        """Older name of :meth:`max_memory_reserved`; returns the same."""
+        """Returns the same as :meth:`max_memory_reserved`, under its older name."""
         return self.max_memory_reserved(index)
 
     def reset_max_memory_allocated(self, index: Index = None) -> None:
@@ -239,7 +239,7 @@ class DeepSpeedAccelerator(ABC):
         return torch.autocast(device_type=self._name, dtype=dtype)
 
     def _tensor_type(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-        """Returns a callable that makes a tensor from data; torch's typed constructors exist for cuda and cpu only."""
+        """Returns a callable that makes a tensor from data: only cuda and cpu have torch's typed constructors."""
         return functools.partial(torch.tensor, dtype=dtype, device=self._name)
 
     @property
@@ -283,9 +283,9 @@ class DeepSpeedAccelerator(ABC):
         """Returns a host tensor whose transfers to this device may overlap other work.
 
         Args:
-            tensor: A host tensor with the dtype and size of the result. Returned unchanged if it is already pinned.
-            make_copy: False leaves the values of the result undefined.
-            match_shape: False returns the result flat.
+            tensor: A host tensor of any shape. With ``make_copy``, a contiguous one that is pinned is returned itself.
+            make_copy: Copy the values; False leaves the values of the result undefined.
+            match_shape: False returns the result flat (1-D).
         """
         if make_copy:
             pinned = tensor.contiguous().pin_memory()
@@ -298,7 +298,7 @@ class DeepSpeedAccelerator(ABC):
         return tensor.device.type == "cpu" and tensor.is_pinned()
 
     def unpin_memory(self, tensor: torch.Tensor) -> bool:
-        """Returns False, for a tensor of any shape: torch's allocator owns page-locked memory."""
+        """Returns False, for a tensor of any shape: only torch's allocator releases page-locked memory."""
         return False
 
     def pin_empty(self, *size: Any, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:
@@ -329,7 +329,7 @@ class DeepSpeedAccelerator(ABC):
         return False
 
     def use_host_timers(self) -> bool:
-        """Returns whether the host's clock times device work correctly."""
+        """Returns whether the host's clock measures device work correctly without synchronization."""
         return self.is_synchronized_device()
 
     def resolves_data_dependency(self) -> bool:
@@ -337,17 +337,17 @@ class DeepSpeedAccelerator(ABC):
         return self.is_synchronized_device()
 
     def handles_memory_backpressure(self) -> bool:
-        """Returns whether memory stays bounded if work is queued faster than the device runs it."""
+        """Returns whether memory stays bounded when work is queued faster than the device executes it."""
         return self.is_synchronized_device()
 
-    def range_push(self, msg: str, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - no profiler ranges is fine
+    def range_push(self, msg: str, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - a device may have no profiler ranges
         """Opens a range in the device's profiler; does nothing where it has none."""
 
     def range_pop(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - see range_push
         """Closes the range that was opened last."""
 
     def lazy_call(self, fn: Callable[[], Any]) -> None:
-        """Calls ``fn`` once the device context exists; here: at once."""
+        """Calls ``fn`` once the device context exists; by default immediately."""
         fn()
 
     def is_triton_supported(self) -> bool:
@@ -372,13 +372,13 @@ class DeepSpeedAccelerator(ABC):
 
     def _no_graphs(self, call: str) -> NoReturn:
         raise NotYetSupportedError(
-            f"{call}: device graphs exist on cuda only and this is {self._name}; run the function itself"
+            f"{call}: expected a cuda device, as only these have graphs, found {self._name}; call the function itself"
         )
 
     # --- launching --------------------------------------------------------------------------------------------------
 
     def export_envs(self) -> list[str]:
-        """Returns the prefixes of environment variables that a launcher must carry to other hosts."""
+        """Returns the prefixes of environment variables that a launcher must set on other hosts too."""
         return []
 
     def visible_devices_envs(self) -> list[str]:
@@ -413,7 +413,7 @@ class DeepSpeedAccelerator(ABC):
     # --- compiled operators: none -----------------------------------------------------------------------------------
 
     def op_builder_dir(self) -> str:
-        """Returns the package of the builders, which build nothing."""
+        """Returns the package of the builders, which compile nothing."""
         return "deepspeed.ops.op_builder"
 
     def create_op_builder(self, class_name: str) -> Any:

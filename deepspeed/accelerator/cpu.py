@@ -1,11 +1,9 @@
-"""The CPU as an accelerator: one device, synchronous, memory figures are those of the process.
+"""The CPU as an accelerator: one synchronous device, whose memory figures are those of the process.
 
-Keeps freed host memory in the process where the CPU is the training device.
-
-glibc returns large blocks to the system when they are freed, and every later use causes a page fault per 4 KiB: about
-0.6 ms per MiB were measured, against 0.03 for memory that the process kept. A training step frees and allocates
-gradients, gathered parameters and activations by the hundred MiB. Accelerators have caching allocators for this; on the
-CPU two ``mallopt`` settings make malloc cache freed memory.
+:func:`keep_freed_memory` makes malloc cache freed memory, by two ``mallopt`` settings, as the allocators of other
+devices do. Otherwise glibc returns large blocks to the system when they are freed, and their next use causes a page
+fault per 4 KiB: 0.6 ms per MiB were measured, against 0.03 for memory that the process kept. A training step frees and
+allocates gradients, gathered parameters and activations by the hundred MiB.
 """
 
 from __future__ import annotations
@@ -57,12 +55,12 @@ class CPUAccelerator(DeepSpeedAccelerator):
         return 0
 
     def device_count(self) -> int:
-        """Returns the ranks on this machine, which take the place of devices: the launcher's ``LOCAL_SIZE``, else 1."""
+        """Returns the number of ranks on this machine, from the launcher's ``LOCAL_SIZE``; 1 if it is not set."""
         local_size = os.environ.get("LOCAL_SIZE", "")
         return max(int(local_size), 1) if local_size.isdecimal() else 1
 
     def synchronize(self, index: Index = None) -> None:
-        """Does nothing: a call that returned is finished."""
+        """Does nothing: an operation is finished when its call returns."""
 
     def is_available(self) -> bool:
         """Returns True."""
@@ -85,7 +83,7 @@ class CPUAccelerator(DeepSpeedAccelerator):
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
-        """Restores the state of torch's host generator, 1-D bytes."""
+        """Restores the state of torch's host generator, a 1-D uint8 tensor."""
         torch.set_rng_state(state)
 
     def default_generator(self, index: int) -> torch.Generator:
@@ -94,12 +92,12 @@ class CPUAccelerator(DeepSpeedAccelerator):
 
     @property
     def Stream(self) -> Any:
-        """Torch's stand-in class: the CPU has no streams."""
+        """Torch's placeholder class: the CPU has no streams."""
         return torch.cpu.Stream
 
     @property
     def Event(self) -> Any:
-        """Torch's stand-in class: an event of the CPU is always reached."""
+        """Torch's placeholder class: an event of the CPU is always complete."""
         return torch.cpu.Event
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
@@ -134,7 +132,7 @@ class CPUAccelerator(DeepSpeedAccelerator):
         return self._peak.read()
 
     def memory_stats(self, index: Index = None) -> dict[str, Any]:
-        """Returns the resident memory under the two names that torch's allocators use."""
+        """Returns the resident memory and its peak under the names of torch's allocators."""
         return {
             "allocated_bytes.all.current": self.memory_allocated(),
             "allocated_bytes.all.peak": self.max_memory_allocated(),
@@ -174,10 +172,7 @@ class CPUAccelerator(DeepSpeedAccelerator):
         return _TYPED_CLASSES[dtype]
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """Returns ``tensor`` in ordinary host memory; without another device, page-locking brings nothing.
-
-        ``tensor`` itself comes back, as from torch for one that is pinned already; flat (1-D) without ``match_shape``.
-        """
+        """Returns ``tensor`` itself, flat (1-D) without ``match_shape``: page-locking has no use without a device."""
         return tensor if match_shape else tensor.reshape(-1)
 
     def pin_empty(self, *size: Any, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:
@@ -187,15 +182,15 @@ class CPUAccelerator(DeepSpeedAccelerator):
             ValueError: ``device`` is not the host.
         """
         if torch.device(device).type != "cpu":
-            raise ValueError(f"pin_empty(device={device!r}): this is host memory; leave device at 'cpu'")
+            raise ValueError(f"pin_empty(device={device!r}): expected host memory; leave device at 'cpu'")
         return torch.empty(*size, dtype=dtype, device="cpu")
 
     def is_synchronized_device(self) -> bool:
-        """Returns True: a call that returned is finished."""
+        """Returns True: an operation is finished when its call returns."""
         return True
 
     def visible_devices_envs(self) -> list[str]:
-        """Returns the CUDA variable, so that scripts which read it see the same on every kind of device."""
+        """Returns the CUDA variable, so that scripts that read it work on the CPU too."""
         return ["CUDA_VISIBLE_DEVICES"]
 
 
@@ -270,10 +265,10 @@ def keep_freed_memory() -> bool:
 
 
 class MallocTrimmer:
-    """Returns freed memory that malloc keeps to the system from time to time.
+    """Returns the freed memory that malloc caches to the system, from time to time.
 
-    For phases in which short-lived tensors are allocated between long-lived ones: the gaps that they leave are rarely
-    reusable, and together can be as large as the long-lived tensors. Does nothing without glibc.
+    For phases that allocate short-lived tensors between long-lived ones: the gaps can rarely be reused, and together
+    can be as large as the long-lived tensors. Does nothing without glibc.
     """
 
     _SHARE = 8
@@ -287,10 +282,7 @@ class MallocTrimmer:
             self._trim = None
 
     def note(self, freed: int, kept: int) -> None:
-        """Counts freed bytes.
-
-        Returns them to the system once they are a sizeable share of ``kept``, the long-lived bytes.
-        """
+        """Counts freed bytes, and trims once they exceed 1 MiB and an eighth of ``kept``, the long-lived bytes."""
         self._freed += freed
         if self._trim is not None and self._freed > max(1 << 20, kept // self._SHARE):
             self._freed = 0

@@ -1,4 +1,4 @@
-"""The table of devices with their vendors' figures, and quantities with units.
+"""The table of devices with their vendors' figures, and the parsing of quantities with units.
 
 Peak arithmetic is dense bf16 (no sparsity). Bandwidths are per direction, in bytes per second. A device's memory is
 what its driver reports (``nvidia-smi``, ``rocminfo``), more than its name suggests: an H100 with 80 GB has 81,559 MiB.
@@ -26,14 +26,14 @@ _UNITS = {
 
 
 CONTENTION_OF_PROCESSORS = 1.0
-"""``contention`` of ranks on CPUs: collectives run on the cores that compute the model."""
+"""Value of ``contention`` for ranks on CPUs: collectives run on the cores that compute the model."""
 
 
 @dataclass(frozen=True)
 class DeviceEfficiency:
-    """The constants of predicted times: the shares of a device's figures that programs reach.
+    """The constants of predicted times: shares of a device's figures that programs reach, and fixed costs.
 
-    They come from published runs (``benchmarks/scale_fit.py``), one set for each kind of device.
+    They are fitted to published runs (``benchmarks/scale_fit.py``), one set for each kind of device.
 
     Attributes:
         matmul: Share of ``flops`` that products of large matrices reach.
@@ -50,7 +50,7 @@ class DeviceEfficiency:
         shared_link: Bytes per second that a rank reads from shared memory, in sums and exchanges of activations
             between CPU ranks of one host; 0: these take as long as other collectives.
         shared_start: Seconds to start such a sum or exchange.
-        factor: Measured over predicted time of operations on one machine; 1 where nothing is known.
+        factor: Ratio of measured to predicted time of operations on this machine; 1 if not measured.
     """
 
     matmul: float = 0.7
@@ -82,7 +82,7 @@ class Device:
         source: Where the figures come from.
         fp8_flops: fp8 operations per second, dense; 0: the device has no fp8.
         domain: Number of devices that ``link`` joins, where that is more than one node; 0: one node.
-        efficiency: Share of these figures that programs reach, for predicted times.
+        efficiency: Shares of these figures that programs reach, for predicted times.
         cores: Processor cores of a node, on which all of its ranks compute, one thread each; 0: each rank has a device
             of its own. The other figures are those of a rank while all of the node compute.
     """
@@ -112,8 +112,8 @@ _V100 = "NVIDIA V100 data sheet; memory: nvidia-smi"
 _GB200 = "NVIDIA GB200 NVL72 data sheet, per GPU; 72 GPUs share one NVLink domain"
 _GRAND_TETON = "torchtitan benchmarks: H100 with 96 GB of HBM2e and a limit of 500 W (Grand Teton)"
 
-# What a fit on half of the published runs gives (benchmarks/scale_fit.py), rounded; none is at a limit. Blackwell has
-# three runs: its shares are those of Hopper, fp8 aside. A device without runs has the defaults.
+# Fitted to half of the published runs (benchmarks/scale_fit.py), rounded; none is at a limit of the fit. Blackwell has
+# only three runs, so its shares are those of Hopper, except for fp8. A device without runs has the defaults.
 _AMPERE = DeviceEfficiency(matmul=0.71, attention=0.58, bandwidth=0.79)
 _HOPPER = DeviceEfficiency(matmul=0.65, fp8=0.54, attention=0.35, bandwidth=0.85)
 _HOPPER_500W = DeviceEfficiency(matmul=0.48, fp8=0.50, attention=0.36, bandwidth=0.72)
@@ -251,7 +251,7 @@ DEVICES = {
 """Devices by name. Disk and network belong to the node, so they are in :class:`deepspeed.plan.machine.Machine`."""
 
 _PRODUCTS = ("GB200", "B200", "H200", "H100", "A100", "V100", "L40S", "L4", "MI300X")
-_SMALL_A100, _SMALL_V100 = 60e9, 24e9  # bytes below which these are the ones with less memory
+_SMALL_A100, _SMALL_V100 = 60e9, 24e9  # bytes: devices below are the variant with less memory
 
 
 def device_of_product(product: str, memory: float | None = None) -> Device | None:
@@ -259,7 +259,7 @@ def device_of_product(product: str, memory: float | None = None) -> Device | Non
 
     Args:
         product: The name, as drivers and publications write it.
-        memory: Bytes of the device, where the name does not include them; None: not known.
+        memory: Size of the memory in bytes, used if the name does not state it; None: unknown.
     """
     words = re.split(r"[^A-Z0-9]+", product.upper())
     found = next((name for name in _PRODUCTS if name in words), None)
@@ -280,7 +280,7 @@ def find_device(name: str) -> Device:
     """Returns the device of that name.
 
     Raises:
-        DeepSpeedConfigError: No device of the table has it.
+        DeepSpeedConfigError: The table has no device of that name.
     """
     found = DEVICES.get(name.lower()) if isinstance(name, str) else None
     if found is None:
@@ -296,10 +296,10 @@ def read_bytes(value: int | str, what: str) -> int:
 
     Args:
         value: The quantity.
-        what: The setting that it was given for, shown in messages.
+        what: The setting, for messages.
 
     Raises:
-        DeepSpeedConfigError: It has no unit, or is not a positive quantity.
+        DeepSpeedConfigError: Text has no unit, or the quantity is not positive.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         if value <= 0:
@@ -321,7 +321,7 @@ def read_bytes(value: int | str, what: str) -> int:
 
 
 def in_words(nbytes: float) -> str:
-    """Returns bytes as text: in GiB from 0.1 GiB, else in MiB or KiB."""
+    """Returns bytes as text, in the largest unit (GiB, MiB, KiB) of which there is a tenth; else in bytes."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= 0.1 * size:
             return f"{nbytes / size:,.2f} {unit}"

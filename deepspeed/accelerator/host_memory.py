@@ -1,7 +1,7 @@
-"""Memory of the host and of this process, in bytes.
+"""Reads the memory of the host and of this process, in bytes.
 
-A container's limit counts as the machine's memory: the kernel kills a process that exceeds it, even
-if the host has free memory.
+The memory limit of a container counts as the machine's memory: the kernel kills a process that exceeds it, even if the
+host has free memory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def resident_bytes() -> int:
 
 
 class PeakResidentMemory:
-    """The peak of :func:`resident_bytes`.
+    """Measures the peak of :func:`resident_bytes`.
 
-    On Linux the kernel keeps it exactly. Where it does not, or refuses to reset it, the peak is the largest value that
-    was seen by a call of this object.
+    On Linux the kernel counts the exact peak. Without it, or if it cannot be reset, the peak is the largest value that
+    a call of this object has read.
     """
 
     def __init__(self) -> None:
@@ -41,8 +41,8 @@ class PeakResidentMemory:
         """Resets the peak to the current value."""
         if self._kernel_counts:
             try:
-                _CLEAR_REFS.write_text("5")  # documented in proc(5): resets VmHWM to the present VmRSS
-            except OSError:  # not permitted in some sandboxes: from here on we count what we see
+                _CLEAR_REFS.write_text("5")  # proc(5): resets VmHWM to the present VmRSS
+            except OSError:  # not permitted in some sandboxes: use the values that calls read
                 self._kernel_counts = False
         self._seen = 0
         self.read()
@@ -79,7 +79,7 @@ def shared_memory_bytes() -> tuple[int, int] | None:
 def _cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> list[tuple[int, int]]:
-    """Returns (limit, used without reclaimable cache) of each memory cgroup above this process that has a limit."""
+    """Returns ``(limit, used)`` of each memory cgroup of this process with a limit; used excludes reclaimable cache."""
     if not membership.exists():
         return []
     found = []

@@ -1,4 +1,4 @@
-"""Selects the accelerator of this process: that of the environment, else the device that torch finds, else the CPU."""
+"""Selects the accelerator of this process: by environment variable, else the device that torch finds, else the CPU."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _current: DeepSpeedAccelerator | None = None
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
-    """Returns the accelerator of this process: chosen at the first call, then always the same object.
+    """Returns the accelerator of this process. The first call selects it; later calls return the same object.
 
-    ``DS_ACCELERATOR`` names it; otherwise it is the first kind of device that torch sees, otherwise the CPU. Choosing
-    starts no device context.
+    ``DS_ACCELERATOR`` names it; otherwise it is the first kind of device that torch sees, otherwise the CPU. No device
+    context is started.
 
     Raises:
         DeepSpeedConfigError: ``DS_ACCELERATOR`` is unknown, or names a device that torch does not see here.
@@ -38,14 +38,14 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 
 def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
-    """Makes ``accel_obj`` what :func:`get_accelerator` returns in this process.
+    """Sets the accelerator that :func:`get_accelerator` returns in this process.
 
     Raises:
-        TypeError: It is no :class:`DeepSpeedAccelerator`.
+        TypeError: It is not a :class:`DeepSpeedAccelerator`.
     """
     global _current
     if not isinstance(accel_obj, DeepSpeedAccelerator):
-        raise TypeError(f"set_accelerator: expected a DeepSpeedAccelerator, got {type(accel_obj).__name__}")
+        raise TypeError(f"set_accelerator: expected a DeepSpeedAccelerator, found {type(accel_obj).__name__}; pass one")
     _current = accel_obj
 
 
@@ -57,9 +57,9 @@ def is_current_accelerator_supported() -> bool:
 def _from_environment(name: str) -> DeepSpeedAccelerator:
     if name not in SUPPORTED:
         close = difflib.get_close_matches(name, SUPPORTED, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = f"use {close[0]!r}, or " if close else ""
         raise DeepSpeedConfigError(
-            f"DS_ACCELERATOR={name}: {hint}Known are {', '.join(SUPPORTED)}; or unset it to detect."
+            f"DS_ACCELERATOR={name}: expected one of {', '.join(SUPPORTED)}; {hint}unset it to detect the device"
         )
     if name == "cpu":
         return CPUAccelerator()
@@ -89,8 +89,7 @@ def _create(name: str) -> DeepSpeedAccelerator:
 
 
 def _detect() -> DeepSpeedAccelerator:
-    # CUDA is detected by a device count that needs no context; torch.accelerator's own check would initialise the
-    # driver.
+    # device_count() starts no CUDA context; torch.accelerator's check would initialise the driver.
     if torch.cuda.device_count() > 0:
         return CUDAAccelerator()
     found = torch.accelerator.current_accelerator(check_available=True)

@@ -1,6 +1,6 @@
-"""Any device that torch has a device module for (``torch.xpu``, ``torch.npu``, ``torch.mlu``, ...).
+"""Accelerators for any device that torch has a module for (``torch.xpu``, ``torch.npu``, ``torch.mlu``, ...).
 
-torch requires those modules to have the interface of ``torch.cuda``; this class is written against that common part.
+These modules must have the interface of ``torch.cuda``; :class:`TorchDeviceAccelerator` uses this common part.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         return torch.get_device_module(self._name)
 
     def _call(self, function: str, *args: Any) -> Any:
-        """Calls a function of the device module; one sentence if it has none of that name."""
+        """Calls a function of the device module.
+
+        Raises:
+            NotYetSupportedError: The module has no function of that name.
+        """
         found = getattr(self._module, function, None)
         if found is None:
             raise NotYetSupportedError(
@@ -92,18 +96,18 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
 
     def get_rng_state(self, index: Index = None) -> torch.Tensor:
         """Returns the generator's state."""
-        return self._call("get_rng_state", *self._given(index))
+        return self._call("get_rng_state", *self._index_arguments(index))
 
     def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
-        """Restores a generator's state, 1-D bytes."""
-        self._call("set_rng_state", state, *self._given(index))
+        """Restores a generator's state, a 1-D uint8 tensor."""
+        self._call("set_rng_state", state, *self._index_arguments(index))
 
-    def _given(self, index: Index) -> tuple[Any, ...]:
-        """Returns the index as an argument, left out for the current device: these two functions take no None."""
+    def _index_arguments(self, index: Index) -> tuple[Any, ...]:
+        """Returns the index as arguments, none for the current device: two functions do not accept None."""
         return () if index is None else (self.device_name(index),)
 
     def default_generator(self, index: int) -> torch.Generator:
-        """Returns the generator of device ``index``; starts the device context, which makes the generators."""
+        """Returns the generator of device ``index``; starts the device context, which creates the generators."""
         self._call("init")
         return self._module.default_generators[index]
 
@@ -154,7 +158,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         return dict(self._call("memory_stats", index))
 
     def reset_peak_memory_stats(self, index: Index = None) -> None:
-        """Starts the peaks afresh."""
+        """Resets the peaks to the current values."""
         self._call("reset_peak_memory_stats", index)
 
     def total_memory(self, index: Index = None) -> int:
@@ -162,7 +166,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         return int(self._call("mem_get_info", index)[1])
 
     def available_memory(self, index: Index = None) -> int:
-        """Returns the bytes the driver has free, plus what the allocator holds unused."""
+        """Returns the bytes that the driver has free, plus those that the allocator holds unused."""
         unused = self.memory_reserved(index) - self.memory_allocated(index)
         return int(self._call("mem_get_info", index)[0]) + unused
 
@@ -171,12 +175,12 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         return True
 
     def is_bf16_supported(self) -> bool:
-        """Returns what torch's device module reports; True if it has no such function."""
+        """Returns whether torch's device module reports bf16; True if it has no such function."""
         query = getattr(self._module, "is_bf16_supported", None)
         return True if query is None else bool(query())
 
     def is_fp64_supported(self) -> bool:
-        """Returns whether the device computes in fp64, by its properties (not so some Intel GPUs); True if unlisted."""
+        """Returns whether the device has fp64, by its properties (some Intel GPUs do not); True if not listed."""
         return bool(getattr(self._call("get_device_properties"), "has_fp64", True))
 
     def lazy_call(self, fn: Callable[[], Any]) -> None:
@@ -188,16 +192,16 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
             queue(fn)
 
     def export_envs(self) -> list[str]:
-        """Returns the prefixes of environment variables that go to other hosts."""
+        """Returns the prefixes of environment variables that a launcher must set on other hosts too."""
         return list(self._exports)
 
     def visible_devices_envs(self) -> list[str]:
-        """Returns the variables that choose devices."""
+        """Returns the variables that select devices."""
         return list(self._visible)
 
 
 class CUDAAccelerator(TorchDeviceAccelerator):
-    """Adds to the common part what only ``torch.cuda`` offers."""
+    """The accelerator of CUDA and ROCm devices, with functions that only ``torch.cuda`` has."""
 
     def __init__(self) -> None:
         super().__init__("cuda", "nccl")
@@ -205,8 +209,8 @@ class CUDAAccelerator(TorchDeviceAccelerator):
     def is_available(self) -> bool:
         """Returns whether there is a usable GPU.
 
-        Counted through the management library where it is there, which starts no context: this process can still fork
-        afterwards.
+        Torch counts by the management library if it is installed. That starts no context, so this process can still
+        fork afterwards.
         """
         return torch.cuda.device_count() > 0
 
@@ -223,10 +227,7 @@ class CUDAAccelerator(TorchDeviceAccelerator):
         return torch.cuda.get_device_capability() >= (5, 3)
 
     def is_bf16_supported(self) -> bool:
-        """Returns whether the current device computes in bf16, natively or emulated.
-
-        :meth:`emulates` distinguishes them.
-        """
+        """Returns whether the current device computes in bf16, natively or emulated; see :meth:`emulates`."""
         return bool(torch.cuda.is_bf16_supported())
 
     def emulates(self, dtype: torch.dtype) -> bool:
@@ -266,7 +267,7 @@ class CUDAAccelerator(TorchDeviceAccelerator):
         return ["NCCL"]
 
     def visible_devices_envs(self) -> list[str]:
-        """Returns the variable that chooses GPUs (torch's ROCm build honours it too)."""
+        """Returns the variable that selects GPUs, in torch's ROCm build too."""
         return ["CUDA_VISIBLE_DEVICES"]
 
     def _ordinal(self, index: Index) -> int:
@@ -274,7 +275,7 @@ class CUDAAccelerator(TorchDeviceAccelerator):
 
 
 class MPSAccelerator(DeepSpeedAccelerator):
-    """Adds what ``torch.mps`` offers. Torch counts no peaks there: they are the largest value that a call has seen."""
+    """The accelerator of Apple GPUs. Torch counts no peaks there; a peak is the largest value that a call has read."""
 
     def __init__(self) -> None:
         # Process groups run over the host: torch has no collectives between Apple GPUs.
@@ -286,13 +287,13 @@ class MPSAccelerator(DeepSpeedAccelerator):
         return nullcontext()
 
     def set_device(self, index: int) -> None:
-        """Accepts the one device.
+        """Accepts index 0, the only device.
 
         Raises:
             ValueError: ``index`` is not 0.
         """
         if index != 0:
-            raise ValueError(f"set_device({index}): this machine has one mps device; use index 0")
+            raise ValueError(f"set_device({index}): expected 0, as there is one mps device; use index 0")
 
     def current_device(self) -> int:
         """Returns 0."""
@@ -327,7 +328,7 @@ class MPSAccelerator(DeepSpeedAccelerator):
         return torch.mps.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
-        """Restores the generator's state, 1-D bytes."""
+        """Restores the generator's state, a 1-D uint8 tensor."""
         torch.mps.set_rng_state(state)
 
     def default_generator(self, index: int) -> torch.Generator:
@@ -336,7 +337,7 @@ class MPSAccelerator(DeepSpeedAccelerator):
 
     @property
     def Stream(self) -> Any:
-        """Torch's device-independent stream class; this device has the default one only."""
+        """Torch's device-independent stream class; this device has only the default stream."""
         return torch.Stream
 
     @property
@@ -349,11 +350,11 @@ class MPSAccelerator(DeepSpeedAccelerator):
         return nullcontext()
 
     def current_stream(self, index: Index = None) -> Any:
-        """Returns None: there is only the queue of the device."""
+        """Returns None: the device has one queue and no streams."""
         return None
 
     def default_stream(self, index: Index = None) -> Any:
-        """Returns None: there is only the queue of the device."""
+        """Returns None: the device has one queue and no streams."""
         return None
 
     def empty_cache(self) -> None:
@@ -362,39 +363,39 @@ class MPSAccelerator(DeepSpeedAccelerator):
 
     def memory_allocated(self, index: Index = None) -> int:
         """Returns the bytes in tensors."""
-        return self._seen("allocated", torch.mps.current_allocated_memory())
+        return self._update_peak("allocated", torch.mps.current_allocated_memory())
 
     def max_memory_allocated(self, index: Index = None) -> int:
-        """Returns the largest :meth:`memory_allocated` seen by a call."""
+        """Returns the largest :meth:`memory_allocated` that a call has read."""
         self.memory_allocated()
         return self._peaks["allocated"]
 
     def memory_reserved(self, index: Index = None) -> int:
         """Returns the bytes that the driver holds for this process."""
-        return self._seen("reserved", torch.mps.driver_allocated_memory())
+        return self._update_peak("reserved", torch.mps.driver_allocated_memory())
 
     def max_memory_reserved(self, index: Index = None) -> int:
-        """Returns the largest :meth:`memory_reserved` seen by a call."""
+        """Returns the largest :meth:`memory_reserved` that a call has read."""
         self.memory_reserved()
         return self._peaks["reserved"]
 
-    def _seen(self, kind: str, value: int) -> int:
+    def _update_peak(self, kind: str, value: int) -> int:
         self._peaks[kind] = max(self._peaks.get(kind, 0), value)
         return value
 
     def memory_stats(self, index: Index = None) -> dict[str, Any]:
-        """Returns the bytes in tensors, now and at most."""
+        """Returns the bytes in tensors and their peak."""
         return {
             "allocated_bytes.all.current": self.memory_allocated(),
             "allocated_bytes.all.peak": self.max_memory_allocated(),
         }
 
     def reset_peak_memory_stats(self, index: Index = None) -> None:
-        """Starts the peaks afresh."""
+        """Resets the peaks to the current values."""
         self._peaks.clear()
 
     def total_memory(self, index: Index = None) -> int:
-        """Returns the bytes that the system recommends the GPU to use at most."""
+        """Returns the largest number of bytes that the system recommends the GPU to use."""
         return torch.mps.recommended_max_memory()
 
     def available_memory(self, index: Index = None) -> int:
@@ -406,7 +407,7 @@ class MPSAccelerator(DeepSpeedAccelerator):
         return True
 
     def is_bf16_supported(self) -> bool:
-        """Returns whether the system is macOS 14 or newer, from which on MPS computes in bf16."""
+        """Returns whether the system is macOS 14 or newer, where MPS has bf16."""
         return torch.backends.mps.is_macos_or_newer(14, 0)
 
     def is_fp64_supported(self) -> bool:
