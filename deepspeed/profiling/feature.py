@@ -1,4 +1,4 @@
-"""The engine feature for the section ``trace``: each rank traces a few of its steps."""
+"""The engine feature of the section ``trace``: each rank traces a few of its steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepspeed.zero.runtime import ZeroRuntime
 
 
 class TraceFeature(EngineFeature):
-    """A trace of a few steps."""
+    """Traces a few steps of each rank if ``trace.path`` is set."""
 
     title = "trace"
     setting = "trace"

@@ -1,4 +1,4 @@
-"""Named ranges in the device's profiler (NVTX on NVIDIA)."""
+"""Marks function calls as named ranges in the device's profiler (NVTX on NVIDIA)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
     """Decorates ``func`` so that each call is a range with its qualified name in the device's profiler.
 
-    A compiled graph leaves the range out, because it cannot contain it.
+    Compiled code has no range, as a graph cannot contain one.
     """
 
     @functools.wraps(func)

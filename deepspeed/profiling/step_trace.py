@@ -1,7 +1,7 @@
-"""Traces a few steps of one rank with torch's profiler, under the names that the documentation uses.
+"""Traces a few steps of one rank with torch's profiler.
 
-The profiler sees every operation, on the CPU and on each stream of a device. Ranges are added for the phases of a step,
-for micro-batches of a pipeline's stages, and for waits for other ranks.
+The profiler records every operation, on the CPU and on each stream of a device. This module adds ranges for the phases
+of a step, for micro-batches of a pipeline's stages, and for waits for other ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class TraceRecorder(StepTracker):
     """Traces ``steps`` steps of this rank and writes ``rank-<N>.trace.json``.
 
     Args:
-        folder: Where to write; made if it is missing.
+        folder: Where to write; created if missing.
         rank: Number of this rank in the job.
-        first_step: The first step that is traced, from 1.
-        steps: How many.
+        first_step: The first step that is traced, counted from 1.
+        steps: Number of steps.
 
     Raises:
-        DeepSpeedConfigError: The folder cannot be made.
+        DeepSpeedConfigError: The folder cannot be created.
     """
 
     def __init__(self, folder: Path, rank: int, first_step: int, steps: int) -> None:
@@ -41,17 +41,19 @@ class TraceRecorder(StepTracker):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DeepSpeedConfigError(
-                f"trace.path={str(folder)!r}: expected a folder that rank {rank} can make, found: {error.strerror}. "
+                f"trace.path={str(folder)!r}: expected a folder that rank {rank} can create, found: {error.strerror}. "
                 "Change the path or its permissions"
             ) from error
-        if rank > 0:  # torch's profiler announces every start and stop on stderr: once per job is enough
+        if rank > 0:  # torch's profiler logs every start and stop to stderr: once per job is enough
             os.environ.setdefault("KINETO_LOG_LEVEL", _NO_LOG_LINES)
         self._path = folder / f"rank-{rank:05d}.trace.json"
         self._first, self._last = first_step, first_step + steps - 1
         self._profile: Any = None
         self._open: list[tuple[str, Any]] = []  # ranges, outermost first
         if first_step > 1:
-            with self._profiler():  # the first one of a process imports for seconds, which would seem to be a slow step
+            with (
+                self._profiler()
+            ):  # the first profiler of a process imports for seconds, which would make a step seem slow
                 pass
         self._begin_step(1)
 
@@ -73,11 +75,11 @@ class TraceRecorder(StepTracker):
         return self.during(name)
 
     def wait_begins(self, axis: str, label: str) -> Any:
-        """Begins a range for a wait for the ranks along ``axis`` and returns it."""
+        """Opens a range for a wait for the ranks along ``axis`` and returns it."""
         return _enter(f"wait {axis}: {label}")
 
     def wait_ends(self, axis: str, mark: Any) -> None:
-        """Ends the range of a wait."""
+        """Closes the range that :meth:`wait_begins` returned."""
         mark.__exit__(None, None, None)
 
     @override
@@ -101,7 +103,7 @@ class TraceRecorder(StepTracker):
         waiting.stop(self)
         profile.__exit__(None, None, None)
         profile.export_chrome_trace(str(self._path))
-        log_dist(f"trace: {self._path}; ds_trace {self._path.parent} puts all ranks into one")
+        log_dist(f"trace: {self._path}; ds_trace {self._path.parent} merges the files of all ranks")
 
     def _start(self) -> None:
         self._profile = self._profiler().__enter__()

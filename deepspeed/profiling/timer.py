@@ -1,4 +1,4 @@
-"""Wall-clock timers that wait for the device, and the throughput log of the training loop."""
+"""Wall-clock timers that synchronize with the device, and the throughput log of the training loop."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def _now(synchronize: bool = True) -> float:
 
 
 class Stopwatch:
-    """One named stopwatch. Times are kept in seconds and returned in milliseconds.
+    """Measures one named total time. Times are returned in milliseconds.
 
     Attributes:
         name: Its name in the log.
         started: Whether it is running.
-        records: The milliseconds of each stop with ``record=True``.
+        records: The time of each :meth:`stop` with ``record=True``, in milliseconds.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,10 +35,10 @@ class Stopwatch:
         self._started = 0.0
 
     def start(self, synchronize: bool = True) -> None:
-        """Starts the watch; work queued on the device before is waited for first.
+        """Starts the timer, with ``synchronize`` after waiting for the device.
 
         Raises:
-            RuntimeError: The timer runs already.
+            RuntimeError: The timer is running already.
         """
         if self.started:
             raise RuntimeError(f"timer {self.name!r} is running already; stop it before starting it again")
@@ -46,15 +46,15 @@ class Stopwatch:
         self.started = True
 
     def stop(self, reset: bool = False, record: bool = False, synchronize: bool = True) -> None:
-        """Stops the watch and adds to its total.
+        """Stops the timer and adds the interval to its total.
 
         Args:
             reset: Replace the total instead of adding to it.
-            record: Keep the time in ``records``.
+            record: Append the interval to ``records``.
             synchronize: Wait for the device first.
 
         Raises:
-            RuntimeError: The timer does not run.
+            RuntimeError: The timer is not running.
         """
         if not self.started:
             raise RuntimeError(f"timer {self.name!r} is not running; start it before stopping it")
@@ -65,7 +65,7 @@ class Stopwatch:
         self.started = False
 
     def reset(self) -> None:
-        """Stops the watch and forgets everything."""
+        """Stops the timer and clears its total and records."""
         self.started = False
         self._total = 0.0
         self.records.clear()
@@ -74,7 +74,7 @@ class Stopwatch:
         """Returns the total in milliseconds, the running interval included.
 
         Args:
-            reset: Begin the total afresh; a running watch runs on.
+            reset: Set the total to zero; a running timer keeps running.
         """
         running = self.started
         if running:
@@ -87,18 +87,15 @@ class Stopwatch:
         return total
 
     def mean(self) -> float:
-        """Returns the mean of ``records`` in milliseconds, without the fastest and slowest tenth.
-
-        0 if there are none.
-        """
+        """Returns the mean of ``records`` in ms without the fastest and slowest tenth; 0 if there are none."""
         ordered = sorted(self.records)
-        cut = len(ordered) // 10
-        kept = ordered[cut : len(ordered) - cut]
-        return sum(kept) / len(kept) if kept else 0.0
+        tenth = len(ordered) // 10
+        middle = ordered[tenth : len(ordered) - tenth]
+        return sum(middle) / len(middle) if middle else 0.0
 
 
 class SynchronizedWallClockTimer:
-    """Named stopwatches: ``timers("forward").start()``."""
+    """Holds timers by name: ``timers("forward").start()``."""
 
     Timer = Stopwatch
 
@@ -106,7 +103,7 @@ class SynchronizedWallClockTimer:
         self.timers: dict[str, Stopwatch] = {}
 
     def __call__(self, name: str) -> Stopwatch:
-        """Returns the timer of that name, made at the first call."""
+        """Returns the timer of that name; the first call creates it."""
         return self.timers.setdefault(name, Stopwatch(name))
 
     def has_timer(self, name: str) -> bool:
@@ -114,7 +111,7 @@ class SynchronizedWallClockTimer:
         return name in self.timers
 
     def get_timers(self) -> dict[str, Stopwatch]:
-        """Returns all watches by name."""
+        """Returns all timers by name."""
         return self.timers
 
     @staticmethod
@@ -130,12 +127,12 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: list[int] | None = None,
     ) -> None:
-        """Logs the totals of some watches.
+        """Logs the totals of some timers, in milliseconds.
 
         Args:
             names: Their names; unknown ones are left out.
-            normalizer: Divides the totals, for example the number of steps.
-            reset: Begin the totals afresh.
+            normalizer: Divisor of the totals, such as the number of steps.
+            reset: Set the totals to zero.
             memory_breakdown: Add a line about memory.
             ranks: Ranks that log; None: rank 0.
 
@@ -143,20 +140,20 @@ class SynchronizedWallClockTimer:
             ValueError: ``normalizer`` is not above 0.
         """
         if normalizer <= 0:
-            raise ValueError(f"normalizer divides the times and must be above 0, but is {normalizer}")
+            raise ValueError(f"log(normalizer={normalizer}): must be above 0; use for example the number of steps")
         parts = [f"{n}: {self.timers[n].elapsed(reset) / normalizer:.2f}" for n in names if n in self.timers]
         log_dist("time (ms) | " + " | ".join(parts), ranks)
         if memory_breakdown:
             log_dist(memory_line(), ranks)
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Returns the mean recorded milliseconds of some watches, divided by ``normalizer``.
+        """Returns :meth:`Stopwatch.mean` of some timers by name, divided by ``normalizer``.
 
         Raises:
             ValueError: ``normalizer`` is not above 0.
         """
         if normalizer <= 0:
-            raise ValueError(f"normalizer divides the times and must be above 0, but is {normalizer}")
+            raise ValueError(f"get_mean(normalizer={normalizer}): must be above 0; use for example the number of steps")
         means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
         if reset:
             for name in means:
@@ -165,10 +162,10 @@ class SynchronizedWallClockTimer:
 
 
 class NoopTimer:
-    """Takes the calls of :class:`SynchronizedWallClockTimer` and measures nothing."""
+    """Accepts the calls of :class:`SynchronizedWallClockTimer` and measures nothing."""
 
     class Timer:
-        """Takes the calls of a stopwatch."""
+        """Accepts the calls of :class:`Stopwatch`."""
 
         def start(self, *_args: Any, **_options: Any) -> None:
             """Does nothing."""
@@ -191,11 +188,11 @@ class NoopTimer:
         self.timer = self.Timer()
 
     def __call__(self, name: str) -> NoopTimer.Timer:
-        """Returns the same idle watch for every name."""
+        """Returns the same idle timer for every name."""
         return self.timer
 
     def has_timer(self, name: str) -> bool:
-        """Returns True: every name is taken."""
+        """Returns True for every name."""
         return True
 
     def get_timers(self) -> dict[str, Any]:
@@ -211,16 +208,15 @@ class NoopTimer:
 
 
 class ThroughputTimer:
-    """Samples per second of the training loop: ``start()`` before each micro-batch, ``stop()`` after it.
+    """Measures the samples per second of the training loop: ``start()`` before each micro-batch, ``stop()`` after it.
 
     Args:
-        config: Something with ``enabled`` and ``synchronized`` (``timers.throughput`` of the configuration).
-        batch_size: Samples of one micro-batch over all ranks; after :meth:`stop` with ``global_step=True`` the steps
-            count ``batch_size`` each.
-        start_step: Global steps to leave out, in which caches are filled.
-        steps_per_output: Log every this many global steps; None: never.
+        config: An object with ``enabled`` and ``synchronized`` (``timers.throughput`` of the configuration).
+        batch_size: Samples of one global step over all ranks.
+        start_step: Number of first global steps that are not measured, in which caches are filled.
+        steps_per_output: Number of global steps between two lines; None: no lines.
         monitor_memory: Add memory to the line.
-        logging_fn: Takes the line; None: the package logger on rank 0.
+        logging_fn: Called with the line; None: the package logger on rank 0.
 
     Attributes:
         initialized: Whether it was ever started.
@@ -257,12 +253,12 @@ class ThroughputTimer:
         return bool(self.config.enabled)
 
     def update_epoch_count(self) -> None:
-        """Counts an epoch and begins its micro-steps at 0."""
+        """Counts an epoch and sets the number of micro-steps to 0."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """Starts the micro-batch."""
+        """Starts the time of a micro-batch."""
         if not self.enabled:
             return
         self.started = self.initialized = True
@@ -270,10 +266,10 @@ class ThroughputTimer:
             self._started = _now(self.config.synchronized)
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Ends the micro-batch.
+        """Ends the time of a micro-batch.
 
         Args:
-            global_step: Whether the optimizer was stepped.
+            global_step: Whether this micro-batch ends a global step.
             report_speed: Whether a line may be logged.
         """
         if not self.enabled or not self.started:
@@ -315,7 +311,7 @@ _GIB = 2**30
 
 
 def memory_line() -> str:
-    """Returns device memory (allocated, peak, reserved, peak) and host memory of this moment, in GiB."""
+    """Returns a line with device memory (allocated, reserved, and their peaks) and host memory, in GiB."""
     device = get_accelerator()
     host = psutil.virtual_memory()
     resident = psutil.Process().memory_info().rss
@@ -327,11 +323,11 @@ def memory_line() -> str:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Logs ``message`` and the memory in use on rank 0, then starts the peaks afresh.
+    """Logs ``message`` and the memory in use on rank 0, then resets the peaks.
 
     Args:
-        message: What has just happened.
-        force: Log at all; without it the call does nothing, so that calls can stay in the program.
+        message: The start of the line, such as the name of a phase.
+        force: False makes the call do nothing, so that calls can stay in the program.
     """
     if not force:
         return

@@ -116,7 +116,7 @@ def test_misuse_is_named():
     profiler.stop_profile()
     assert profiler.get_total_macs() == MACS and profiler.get_total_params() == PARAMS
     assert not profiler.model._forward_hooks and not profiler.model.rise._forward_pre_hooks
-    with pytest.raises(ValueError, match="there is no input"):
+    with pytest.raises(ValueError, match="expected an input, found none"):
         get_model_profile(Small())
     with pytest.raises(ValueError, match="'forward', or 'generate'"):
         get_model_profile(Small(), (3, 8), mode="generate")

@@ -1,7 +1,6 @@
 """Counts the operations, parameters and time of a forward pass, module by module.
 
-``counting`` computes what operations cost, ``profile`` collects it by module, ``report`` writes it down, ``profiler``
-is the public class.
+:mod:`.profile` counts operations and collects them by module; :mod:`.profiler` has the public functions and the report.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Collects costs and times by module while a model runs forward.
+"""Counts operations and takes times by module while a model runs forward.
 
-What one operation costs: multiply-accumulates and floating-point operations, from the shapes it was called with.
+:func:`cost` returns the floating-point operations and multiply-accumulates of one call, computed from shapes.
 
-Matrix products, convolutions and attention come from torch's own table (``torch.utils.flop_counter``), with one
-multiply-accumulate as two operations. To these are added, per element of the result, one operation for element-wise
-functions and :data:`PER_ELEMENT` for normalisations and softmax. Copies, casts, fills and views cost nothing.
+Matrix products, convolutions and attention are counted by torch's own table (``torch.utils.flop_counter``), with one
+multiply-accumulate as two operations. Element-wise functions cost one operation per element of the result;
+normalisations and softmax cost :data:`PER_ELEMENT`. Copies, casts, fills and views cost nothing.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from deepspeed.accelerator import get_accelerator
 
 @dataclass
 class ModuleProfile:
-    """One module of the tree.
+    """Holds the counts and times of one module.
 
     Attributes:
         name: Its name in its parent; empty for the model.
         kind: Its class.
         description: Its ``extra_repr``.
         depth: 0 for the model.
-        own_params: Elements of its own parameters; a shared parameter counts where it comes first.
+        own_params: Elements of its own parameters; a shared parameter counts only where it is found first.
         own_flops: Operations that ran in it outside its children.
-        own_macs: Multiply-accumulates among them.
-        seconds: Time of its forward calls, children included.
-        calls: Forward calls.
+        own_macs: Multiply-accumulates among these.
+        seconds: Total time of its forward calls, children included.
+        calls: Number of forward calls.
         children: The modules below it.
     """
 
@@ -58,7 +58,7 @@ class ModuleProfile:
 
     @property
     def params(self) -> int:
-        """Parameters, children included."""
+        """Elements of parameters, children included."""
         return sum(each.own_params for each in self.walk())
 
     @property
@@ -72,18 +72,18 @@ class ModuleProfile:
         return sum(each.own_macs for each in self.walk())
 
     def clear(self) -> None:
-        """Forgets what was measured."""
+        """Sets operations, times and calls to zero, children included."""
         for each in self.walk():
             each.own_flops = each.own_macs = each.calls = 0
             each.seconds = 0.0
 
 
 class ForwardProfile:
-    """Watches the forward calls of a model between :meth:`start` and :meth:`stop`.
+    """Measures the forward calls of a model between :meth:`start` and :meth:`stop`.
 
     Args:
         model: The model.
-        ignored: Classes of modules that are not shown; what they do counts for their parents.
+        ignored: Classes of modules that are not shown; their operations and parameters count for their parents.
     """
 
     def __init__(self, model: nn.Module, ignored: Collection[type[nn.Module]] = ()) -> None:
@@ -111,14 +111,14 @@ class ForwardProfile:
 
     @property
     def is_running(self) -> bool:
-        """Whether calls are watched now."""
+        """Whether calls are measured now."""
         return self._counter is not None
 
     def start(self) -> None:
-        """Begins to watch.
+        """Starts measuring.
 
         Raises:
-            RuntimeError: It runs already.
+            RuntimeError: It is running already.
         """
         if self.is_running:
             raise RuntimeError("the flops profiler is running already; call stop_profile() before start_profile()")
@@ -129,7 +129,7 @@ class ForwardProfile:
         self._counter.__enter__()
 
     def stop(self) -> None:
-        """Ends watching; what was measured stays."""
+        """Stops measuring and keeps the results."""
         if self._counter is None:
             return
         counter, self._counter = self._counter, None
@@ -179,7 +179,7 @@ PER_ELEMENT: dict[Any, int] = {
     _aten.sum: 1,
     _aten.mean: 1,
 }
-"""Operations per element, of the larger of operand and result."""
+"""Operations per element of the operand or of the result, whichever is larger."""
 
 _FREE = {
     _aten.copy_,
@@ -193,7 +193,7 @@ _FREE = {
     _aten.detach,
 }
 
-_QUESTIONS = {
+_METADATA_QUERIES = {
     torch.ops.prim.device.default,
     _aten.is_contiguous.default,
     _aten.is_contiguous.memory_format,
@@ -234,7 +234,7 @@ def cost(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     packet = getattr(function, "_overloadpacket", None)
     product = _PRODUCTS.get(packet)
     if product is not None:
-        # torch's formulas take shapes or tensors by a wrapper of their own; ours ignores `out_val`.
+        # torch's formulas convert tensors to shapes themselves; ours ignores `out_val`.
         operations = int(product(*args, **kwargs, out_val=result))
         return operations, operations // 2
     per_element = PER_ELEMENT.get(packet)
@@ -253,10 +253,10 @@ def _elements(value: Any) -> int:
 
 
 class OperationCounter(TorchDispatchMode):
-    """While entered, reports the cost of each operation.
+    """Reports the cost of each operation inside the context.
 
     Args:
-        record: Takes operations and multiply-accumulates.
+        record: Called with the operations and multiply-accumulates of each call that costs something.
     """
 
     def __init__(self, record: Callable[[int, int], None]) -> None:
@@ -267,11 +267,11 @@ class OperationCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _QUESTIONS:
-            return NotImplemented  # torch implements these itself
+        if func in _METADATA_QUERIES:
+            return NotImplemented  # then torch answers them itself
         packet = getattr(func, "_overloadpacket", None)
         if packet not in _PRODUCTS and packet not in PER_ELEMENT and packet not in _FREE:
-            # Under inference_mode composite operators arrive whole: count what they are made of.
+            # Under inference_mode composite operators arrive undecomposed: count their parts.
             with self:
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:

@@ -1,4 +1,4 @@
-"""``FlopsProfiler`` and ``get_model_profile``."""
+"""Profiles a model's forward calls and writes the report: :class:`FlopsProfiler`, :func:`get_model_profile`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import nn
 from deepspeed.profiling.flops_profiler.profile import ForwardProfile, ModuleProfile
 
 BACKWARD_FACTOR = 2
-"""The backward pass computes the gradient of each product's two operands: twice the operations of forward."""
+"""Operations of backward per operation of forward: each product has the gradients of two operands."""
 
 
 class FlopsProfiler:
-    """Counts what a model's forward calls cost between :meth:`start_profile` and :meth:`stop_profile`.
+    """Counts operations and times of forward calls between :meth:`start_profile` and :meth:`stop_profile`.
 
     Args:
         model: The model.
-        ds_engine: The engine around it, for the lines of the report about batch sizes and phases; may be None.
-        recompute_fwd_factor: Forward passes repeated in backward; 1 with full activation checkpointing.
+        ds_engine: The model's engine, for the lines of the report about batch sizes and phases; may be None.
+        recompute_fwd_factor: Forward passes that backward repeats; 1 with full activation checkpointing.
 
     Attributes:
         flops: Floating-point operations in the newest report of :meth:`print_model_profile`; 0 before one.
-        macs: Multiply-accumulates in it.
-        params: Parameters in it.
+        macs: Multiply-accumulates in that report.
+        params: Elements of parameters in that report.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
@@ -43,13 +43,13 @@ class FlopsProfiler:
         return self._profile is not None and self._profile.is_running
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Begins to count, from zero.
+        """Starts counting from zero.
 
         Args:
-            ignore_list: Classes of modules that get no line of their own; what they do counts for their parents.
+            ignore_list: Classes of modules without a line of their own; their operations count for their parents.
 
         Raises:
-            RuntimeError: It runs already.
+            RuntimeError: It is running already.
         """
         if self.started:
             raise RuntimeError("the flops profiler is running already; call stop_profile() before start_profile()")
@@ -57,7 +57,7 @@ class FlopsProfiler:
         self._profile.start()
 
     def stop_profile(self) -> None:
-        """Ends counting; the totals stay."""
+        """Stops counting and keeps the totals."""
         if self._profile is not None:
             self._profile.stop()
 
@@ -67,7 +67,7 @@ class FlopsProfiler:
             self._profile.root.clear()
 
     def end_profile(self) -> None:
-        """Ends counting and forgets the totals."""
+        """Stops counting and discards the totals."""
         self.stop_profile()
         self._profile = None
 
@@ -85,11 +85,11 @@ class FlopsProfiler:
         return readable(self._root().macs, "MACs") if as_string else self._root().macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Returns the seconds of the forward calls."""
+        """Returns the time of the forward calls in seconds, or as text with a unit."""
         return readable_time(self._root().seconds) if as_string else self._root().seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
-        """Returns the parameters of the model, all of them on every rank whatever ZeRO shards."""
+        """Returns the number of elements of all parameters, those included that ZeRO shards over ranks."""
         return readable(self._root().params) if as_string else self._root().params
 
     def print_model_profile(
@@ -103,11 +103,11 @@ class FlopsProfiler:
         """Writes the report to ``output_file``, or to standard output.
 
         Args:
-            profile_step: The step, for the heading.
-            module_depth: Depth of the table of largest modules; -1 is all.
-            top_modules: Modules per depth.
+            profile_step: Number of the step, for the heading.
+            module_depth: Depth of the table of largest modules; -1: all depths.
+            top_modules: Number of modules per depth.
             detailed: Add a line per module.
-            output_file: Path of the file; its folder is made.
+            output_file: Path of the file; its folder is created.
         """
         root = self._root()
         self.flops, self.macs, self.params = root.flops, root.macs, root.params
@@ -147,12 +147,12 @@ class FlopsProfiler:
             *facts,
         ]
         times = {phase: watch.elapsed(reset=False) / 1e3 for phase, watch in engine.timers.get_timers().items()}
-        whole = sum(times.values())
+        total = sum(times.values())
         facts += [(f"{phase} time of the step", readable_time(seconds)) for phase, seconds in times.items()]
-        if whole > 0:
+        if total > 0:
             operations = (forward + backward) * accumulation
-            facts.append(("operations per second and rank", readable(operations / whole, "FLOPS")))
-            facts.append(("samples per second", f"{global_batch / whole:.2f}"))
+            facts.append(("operations per second and rank", readable(operations / total, "FLOPS")))
+            facts.append(("samples per second", f"{global_batch / total:.2f}"))
         return facts
 
 
@@ -174,15 +174,15 @@ def get_model_profile(
     """Profiles one call of a model.
 
     Args:
-        model: The model; it is put into evaluation mode.
-        input_shape: Shape of one floating input made here, batch included; or give ``args`` and ``kwargs``.
+        model: The model; it is set to evaluation mode and stays in it.
+        input_shape: Shape of one input of ones in the model's dtype, batch included; or give ``args`` and ``kwargs``.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         print_profile: Write the report.
-        detailed: With a line per module.
-        module_depth: Depth of the table of largest modules; -1 is all.
-        top_modules: Modules per depth.
-        warm_up: Calls before the one that counts.
+        detailed: Add a line per module.
+        module_depth: Depth of the table of largest modules; -1: all depths.
+        top_modules: Number of modules per depth.
+        warm_up: Number of calls before the one that is measured.
         as_string: Return text with units.
         output_file: File for the report; None: standard output.
         ignore_modules: Classes of modules without a line of their own.
@@ -192,14 +192,14 @@ def get_model_profile(
         Operations, multiply-accumulates, parameters.
 
     Raises:
-        ValueError: ``mode`` is something else, or there is no input.
+        ValueError: ``mode`` is unknown or not a method of the model, or there is no input.
     """
     calls = {"forward": model, "generate": getattr(model, "generate", None)}
     call = calls.get(mode)
     if call is None:
         raise ValueError(f"get_model_profile(mode={mode!r}): expected 'forward', or 'generate' of a model that has it")
     if input_shape is None and not args and not kwargs:
-        raise ValueError("get_model_profile: there is no input; give input_shape, args or kwargs")
+        raise ValueError("get_model_profile: expected an input, found none; give input_shape, args or kwargs")
     inputs = list(args)
     if input_shape is not None:
         example = next(model.parameters(), torch.empty(0))  # has the model's device and dtype
@@ -228,7 +228,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))
 
 
 def readable(number: float, unit: str = "", digits: int = 2) -> str:
-    """Returns ``1234567`` as ``1.23 M``, with the unit behind it."""
+    """Returns a number as text with a prefix and the unit: ``1234567`` as ``1.23 M``."""
     for size, prefix in _PREFIXES:
         if abs(number) >= size:
             return f"{number / size:.{digits}f} {prefix}{unit}".rstrip()
@@ -236,7 +236,7 @@ def readable(number: float, unit: str = "", digits: int = 2) -> str:
 
 
 def readable_time(seconds: float) -> str:
-    """Returns a duration in the unit that suits it."""
+    """Returns a duration as text, in s, ms or us."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= size:
             return f"{seconds / size:.2f} {unit}"
@@ -295,21 +295,21 @@ def report(
     top: int = 1,
     detailed: bool = True,
 ) -> str:
-    """Returns the whole report.
+    """Returns the text of the report.
 
     Args:
-        root: The model.
-        facts: Lines of the summary: what and how much.
-        step: The step that was profiled.
-        depth: Depth of the second part; -1 is the deepest.
-        top: Modules named per depth.
+        root: The profile of the model.
+        facts: Lines of the summary: label and value.
+        step: Number of the step that was profiled.
+        depth: Depth of the table of largest modules; -1: all depths.
+        top: Number of modules per depth.
         detailed: Add the module tree.
     """
     lines = [
         f"flops profile of step {step}",
         "Operations of the forward pass, from the shapes that it ran with; one multiply-accumulate (MAC) is two",
-        "operations. Times include waiting for the device at each module, so they add up to more than an undisturbed",
-        "pass takes.",
+        "operations. Times include a wait for the device at each module, so they add up to more than a pass takes",
+        "without the profiler.",
         "",
     ]
     width = max((len(what) for what, _ in facts), default=0)
