@@ -1,4 +1,4 @@
-"""Analyses the lines of a run: time by phase, slow ranks, and what to change first."""
+"""Analyses the lines of a run: time by phase, slow ranks, outlying steps, and advice."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from deepspeed.run_report.run_data import Line, RankRun, RunData
 
 PHASES = ("forward", "backward", "step", "schedule", "save", "load", OUTSIDE)
 SLOW = 1.1
-"""A rank is slow if it computes that many times as long as the median of the other ranks."""
+"""A rank is slow if it computes longer than this factor times the median of the other ranks."""
 
 OUTLYING = 3.0
-"""A step is a moment of its own if it takes that many times as long as the median step, saves and loads aside."""
+"""A step is outlying if it takes longer than this factor times the median step, without saves and loads."""
 
-_NOW_AND_THEN = ("save", "load")  # phases of few steps: their median is 0, their mean is what they cost
+_OCCASIONAL = ("save", "load")  # few steps have these phases, so the mean counts and not the median, 0
 
-_WARM_UP = 2  # steps that are left out of times: the first ones make buffers, groups and compiled code
+_WARM_UP = 2  # first steps, which make buffers, groups and compiled code, and do not count
 
 
 @dataclass(frozen=True)
 class TimeRow:
-    """Seconds per step that went into one thing: the mean over ranks, the median over steps (saves, loads: the mean).
+    """Time per step of computing or waiting in one phase: mean over ranks, median over steps (saves, loads: mean).
 
     Attributes:
         phase: A name of :data:`PHASES`.
-        axis: Ranks that were waited for; empty: computing, not waiting.
-        seconds: Per step.
+        axis: The axis whose ranks were waited for; empty: computing, not waiting.
+        seconds: Seconds per step.
         share: Share of the sum of all rows.
     """
 
@@ -51,8 +51,8 @@ class SlowRank:
         rank: Its number.
         host: Its host.
         phase: A name of :data:`PHASES`.
-        factor: Relative score: times as long as the median of the other ranks, the median over steps.
-        share: What the rank takes longer, as a share of the step.
+        factor: Relative score: its time over the median of the other ranks' times, median over steps.
+        share: Its additional time as a share of the step, median over steps.
     """
 
     rank: int
@@ -68,10 +68,10 @@ class SlowMoment:
 
     Attributes:
         step: Its number.
-        seconds: On the rank where it took longest, without saves and loads.
-        factor: Times as long as the median step.
-        rank: The rank that computed longest.
-        phase: Where that rank spent most of the additional time; a name of :data:`PHASES`.
+        seconds: Its time without saves and loads, on the rank where it took longest.
+        factor: Its time over that of the median step.
+        rank: The rank with the most additional time of computing in one phase.
+        phase: That phase, a name of :data:`PHASES`.
     """
 
     step: int
@@ -86,17 +86,17 @@ class RunSummary:
     """Holds the numbers of a run's report.
 
     Attributes:
-        steps: Steps of the run.
+        steps: Number of steps of the run.
         step_seconds: Median time of a step.
-        samples_per_second: Over all ranks; 0 where unknown.
-        tokens_per_second: Over all ranks; 0 where the inputs hold no token ids.
+        samples_per_second: Sum over all ranks; 0 if unknown.
+        tokens_per_second: Sum over all ranks; 0 if the inputs have no token ids.
         shares: Where the time of a step went, largest first.
         slow: Ranks that are slower than :data:`SLOW`, slowest first.
         moments: Steps that took :data:`OUTLYING` times as long as the median step, longest first.
-        moments_share: Share of all steps' time that these took beyond the median step.
-        advice: What to change first, a sentence each, most valuable first.
-        unfinished: Ranks that wrote no end: they run, or were killed.
-        failures: What ended the latest start of the program, first cause first: ``rank``, ``time``, ``text``, ``step``.
+        moments_share: Their time beyond the median step, as a share of the time of all steps.
+        advice: Sentences on what to change, most valuable first.
+        unfinished: Ranks that did not close their file: they run, or were killed.
+        failures: Failures of the latest start, causes first, with ``rank``, ``time``, ``text`` and maybe ``step``.
     """
 
     steps: int
@@ -113,7 +113,7 @@ class RunSummary:
 
 
 def analyse(run: RunData) -> RunSummary:
-    """Analyses a run; steps after the first two count, if there are more."""
+    """Analyses a run. The first two steps do not count, unless there are no others."""
     numbers = run.step_numbers
     counted = numbers[_WARM_UP:] if len(numbers) > _WARM_UP else numbers
     lines = [r.steps[number] for r in run.ranks.values() for number in counted if number in r.steps]
@@ -130,7 +130,7 @@ def analyse(run: RunData) -> RunSummary:
         steps=len(numbers),
         step_seconds=seconds,
         samples_per_second=samples / seconds if seconds else 0.0,
-        tokens_per_second=_copies_out(run, tokens) / seconds if seconds else 0.0,
+        tokens_per_second=_count_once(run, tokens) / seconds if seconds else 0.0,
         shares=shares,
         slow=slow,
         moments=tuple(moments),
@@ -142,13 +142,13 @@ def analyse(run: RunData) -> RunSummary:
 
 
 def _latest_failures(run: RunData) -> list[Line]:
-    """Returns the failures after the latest start of the program."""
+    """Returns the failures since the latest start of the program."""
     started = min((r.starts[-1] for r in run.ranks.values() if r.starts), default=0.0)
     return [failure for failure in find_failures(run) if failure["time"] >= started and not failure.get("restarted")]
 
 
-def _copies_out(run: RunData, tokens: float) -> float:
-    """Counts tokens once that tensor ranks and stages see in common."""
+def _count_once(run: RunData, tokens: float) -> float:
+    """Returns the tokens without the copies that tensor ranks and stages see of the same ones."""
     axes = run.first.facts.get("axes", {})
     return tokens / math.prod(axes.get(name, 1) for name in OTHER_PARTS)
 
@@ -157,7 +157,7 @@ def time_shares(lines: Iterable[Mapping[str, Any]]) -> list[TimeRow]:
     """Returns where the time of steps went, largest first.
 
     Args:
-        lines: Steps of any ranks.
+        lines: Lines of steps, of any ranks.
     """
     by_step: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
@@ -173,24 +173,24 @@ def time_shares(lines: Iterable[Mapping[str, Any]]) -> list[TimeRow]:
         for key, seconds in parts.items():
             series[key].append(seconds / len(step_lines))
     typical = {key: _typical(key[0], values, len(by_step)) for key, values in series.items()}
-    whole = sum(typical.values())
-    found = [TimeRow(p, a, seconds, seconds / whole) for (p, a), seconds in typical.items() if seconds > 0]
+    total = sum(typical.values())
+    found = [TimeRow(p, a, seconds, seconds / total) for (p, a), seconds in typical.items() if seconds > 0]
     return sorted(found, key=lambda share: -share.seconds)
 
 
 def _typical(phase: str, values: list[float], steps: int) -> float:
-    """Returns seconds per step; ``values`` are of the steps that had the phase."""
-    if phase in _NOW_AND_THEN:
+    """Returns seconds per step from ``values``, those of the steps that had the phase."""
+    if phase in _OCCASIONAL:
         return sum(values) / steps
     return median([*values, *[0.0] * (steps - len(values))])
 
 
 def slow_moments(run: RunData, numbers: Iterable[int]) -> tuple[list[SlowMoment], float]:
-    """Returns the outlying steps, longest first, and what they took beyond the median step, as a share of all time.
+    """Returns the outlying steps, longest first, and their time beyond the median step as a share of all time.
 
     Args:
         run: The run.
-        numbers: Steps that count.
+        numbers: Numbers of the steps that count.
     """
     lines = {n: [(r.rank, r.steps[n]) for r in run.ranks.values() if n in r.steps] for n in numbers}
     lengths = {n: max(_regular_seconds(line) for _, line in found) for n, found in lines.items() if found}
@@ -206,7 +206,7 @@ def slow_moments(run: RunData, numbers: Iterable[int]) -> tuple[list[SlowMoment]
                 (computing(line, phase) - typical[phase], rank, phase)
                 for rank, line in lines[number]
                 for phase in PHASES
-                if phase not in _NOW_AND_THEN
+                if phase not in _OCCASIONAL
             )
             moments.append(SlowMoment(number, seconds, seconds / usual, rank, phase))
     beyond = sum(moment.seconds - usual for moment in moments)
@@ -215,7 +215,7 @@ def slow_moments(run: RunData, numbers: Iterable[int]) -> tuple[list[SlowMoment]
 
 def _regular_seconds(line: Mapping[str, Any]) -> float:
     """Returns the seconds of a step without its saves and loads."""
-    return float(line["seconds"] - sum(line["phases"].get(phase, 0.0) for phase in _NOW_AND_THEN))
+    return float(line["seconds"] - sum(line["phases"].get(phase, 0.0) for phase in _OCCASIONAL))
 
 
 def computing(line: Mapping[str, Any], phase: str) -> float:
@@ -226,19 +226,19 @@ def computing(line: Mapping[str, Any], phase: str) -> float:
 def slow_ranks(run: RunData, numbers: Iterable[int]) -> list[SlowRank]:
     """Returns the ranks that compute longer than the others, slowest first.
 
-    The score of a rank is its time over the median of the other ranks' times, so that it works with two ranks. Ranks
-    that do other work (stages of a pipeline) are compared with their like.
+    The score of a rank is its time over the median of the other ranks' times, so that two ranks suffice. Ranks of one
+    pipeline stage are compared with each other.
 
     Args:
         run: The run.
-        numbers: Steps that count.
+        numbers: Numbers of the steps that count.
     """
     numbers = list(numbers)
-    alike: dict[Any, list[RankRun]] = defaultdict(list)
+    by_stage: dict[Any, list[RankRun]] = defaultdict(list)
     for rank_run in run.ranks.values():
-        alike[rank_run.facts.get("stage", 0)].append(rank_run)
+        by_stage[rank_run.facts.get("stage", 0)].append(rank_run)
     found = []
-    for group in alike.values():
+    for group in by_stage.values():
         for phase in PHASES:
             scores = _scores(group, phase, numbers)
             found += [
@@ -250,28 +250,28 @@ def slow_ranks(run: RunData, numbers: Iterable[int]) -> list[SlowRank]:
 
 
 def _scores(group: list[RankRun], phase: str, numbers: list[int]) -> dict[int, tuple[float, float]]:
-    """Returns for each rank its relative score and its share of :class:`SlowRank`; empty for a phase without time."""
+    """Returns ``factor`` and ``share`` of :class:`SlowRank` for each rank; empty if no step took time."""
     found: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for number in numbers:
         times = sorted((computing(r.steps[number], phase), r.rank) for r in group if number in r.steps)
-        whole = max((r.steps[number]["seconds"] for r in group if number in r.steps), default=0.0)
-        if len(times) < 2 or whole <= 0:
+        step_seconds = max((r.steps[number]["seconds"] for r in group if number in r.steps), default=0.0)
+        if len(times) < 2 or step_seconds <= 0:
             continue
-        for place, (seconds, rank) in enumerate(times):
-            usual = max(_median_without(times, place), 0.01 * whole)  # below that it is too short to matter
-            found[rank].append((seconds / usual, (seconds - usual) / whole))
+        for index, (seconds, rank) in enumerate(times):
+            usual = max(_median_without(times, index), 0.01 * step_seconds)  # less does not matter
+            found[rank].append((seconds / usual, (seconds - usual) / step_seconds))
     return {rank: (median(f for f, _ in pairs), median(s for _, s in pairs)) for rank, pairs in found.items()}
 
 
-def _median_without(times: list[tuple[float, int]], left_out: int) -> float:
-    """Returns the median of sorted times but one, without a copy: there may be thousands of ranks."""
+def _median_without(times: list[tuple[float, int]], excluded: int) -> float:
+    """Returns the median of all sorted times but one, without a copy: there may be thousands of ranks."""
     count = len(times) - 1
-    low, high = (at + (at >= left_out) for at in ((count - 1) // 2, count // 2))
+    low, high = (at + (at >= excluded) for at in ((count - 1) // 2, count // 2))
     return (times[low][0] + times[high][0]) / 2
 
 
 def advise(shares: Iterable[TimeRow], slow: Iterable[SlowRank]) -> list[str]:
-    """Returns what to change first, as sentences, most valuable first."""
+    """Returns sentences on what to change, most valuable first."""
     found: list[tuple[float, str]] = []
     worst = max(slow, key=lambda rank: rank.share, default=None)
     of_worst = 0.0 if worst is None else worst.share
@@ -280,8 +280,8 @@ def advise(shares: Iterable[TimeRow], slow: Iterable[SlowRank]) -> list[str]:
         if share.axis:
             by_axis[share.axis] += share.share
         elif worst is not None and worst.phase == share.phase and 2 * of_worst > share.share:
-            continue  # the sentence about that rank is about the same time
-        elif share.share > _WORTH_A_WORD.get(share.phase, 1.0):
+            continue  # the sentence about that rank covers this time
+        elif share.share > _ADVICE_THRESHOLDS.get(share.phase, 1.0):
             found.append((share.share, f"{share.share:.0%} of the time {_PHASE_ADVICE[share.phase]}"))
     for axis, part in by_axis.items():
         if part > 0.1:
@@ -301,7 +301,7 @@ def advise(shares: Iterable[TimeRow], slow: Iterable[SlowRank]) -> list[str]:
 
 
 def phase_name(phase: str) -> str:
-    """Returns what messages and the page call a phase."""
+    """Returns the name of a phase in messages and on the page."""
     return _PHASE_NAMES.get(phase, phase)
 
 
@@ -309,21 +309,21 @@ _PHASE_NAMES = {"step": "update", "schedule": "schedule of the stage", OUTSIDE: 
 
 
 def mfu(run: RunData, step_seconds: float) -> float | None:
-    """Returns the operations that the first rank counted in its model, per second, over the rate of its device.
+    """Returns the share of its device's rate that the operations of the first rank's model reach.
 
-    What recomputation repeats does not count. None where nothing was counted.
+    Operations that recomputation repeats do not count. None if the rank has not counted operations.
     """
     counted = next((event for event in reversed(run.first.events) if event["name"] == "operations"), None)
     if counted is None or not step_seconds:
         return None
     operations = counted["of_update"]
-    if counted["tokens"]:  # an update may have more tokens than another one
+    if counted["tokens"]:  # updates may have different numbers of tokens
         operations *= mean(line["tokens"] for line in run.first.steps.values()) / counted["tokens"]
     return float(operations / step_seconds / counted["device_flops"])
 
 
-_WORTH_A_WORD = {OUTSIDE: 0.1, "save": 0.05, "step": 0.3}
-"""Share of the time above which a phase is worth a sentence."""
+_ADVICE_THRESHOLDS = {OUTSIDE: 0.1, "save": 0.05, "step": 0.3}
+"""Shares of the time above which phases get a sentence."""
 
 _PHASE_ADVICE = {
     OUTSIDE: "lies between calls of the engine: data loading or the program's own code. Give the loader more workers",

@@ -1,4 +1,4 @@
-"""Time marks that cost no wait for the device."""
+"""Measures time on the host or on a device's stream, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from deepspeed.accelerator import get_accelerator
 
 
 class PhaseClock(Protocol):
-    """Sets marks in the work of a rank, and measures later how far apart they are."""
+    """Sets time marks in the work of a rank; their distances are read later."""
 
     def mark(self) -> Any:
-        """Returns a mark behind all work queued on the device so far."""
+        """Returns a mark that the device reaches after all work queued so far."""
 
     def seconds(self, begin: Any, end: Any) -> float:
         """Returns the seconds between two marks; waits until the device has reached ``end``."""
 
 
 class HostClock:
-    """For devices that have finished when a call returns."""
+    """The clock of devices that have finished an operation when its call returns."""
 
     def mark(self) -> float:
         """Returns the current time, in seconds."""
         return time.perf_counter()
 
     def seconds(self, begin: float, end: float) -> float:
-        """Returns the seconds between two moments."""
+        """Returns the seconds between two marks."""
         return end - begin
 
 
 class StreamClock:
-    """For devices that run behind their host: marks are events on the current stream."""
+    """The clock of devices that run behind their host: marks are events on the current stream."""
 
     def mark(self) -> Any:
         """Records an event on the current stream."""
@@ -46,5 +46,5 @@ class StreamClock:
 
 
 def phase_clock() -> PhaseClock:
-    """Returns the clock that fits the accelerator."""
+    """Returns the clock for the present accelerator."""
     return HostClock() if get_accelerator().is_synchronized_device() else StreamClock()

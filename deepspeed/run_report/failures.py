@@ -1,4 +1,4 @@
-"""Failures of ranks: exceptions that ended a program, and ranks that were killed."""
+"""Records and finds failures of ranks: exceptions that ended a program, and ranks that were killed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from deepspeed.exit_notes import LOST_PEER
 from deepspeed.run_report.run_data import Line, RankRun, RunData
 
 FAILURE = "failure"
-"""Name of the events."""
+"""Name of the events of failures."""
 
 _KILLED = "the rank was killed (SIGTERM, SIGKILL), or its machine was lost"
-_LONGEST = 2000  # characters of a message that are kept
+_MAX_MESSAGE = 2000  # characters; the rest of a message is cut off
 
 
 def uncaught_exception() -> BaseException | None:
-    """Returns the exception that Python reported last and that was not caught; None if there is none."""
+    """Returns the uncaught exception that Python reported last; None if there is none."""
     return getattr(sys, "last_value", None)
 
 
@@ -27,21 +27,21 @@ def describe_exception(ignored: BaseException | None) -> dict[str, Any]:
     """Returns ``error`` (the type) and ``message`` of the exception that ends the program; empty without one.
 
     Args:
-        ignored: What :func:`uncaught_exception` returned at the start. A notebook keeps the errors of earlier cells.
+        ignored: The result of :func:`uncaught_exception` at the start: a notebook keeps the errors of earlier cells.
     """
-    error = sys.exc_info()[1]  # closed by a finally, an except or a with
+    error = sys.exc_info()[1]  # set if a finally, an except or a with closes the file
     if error is None and (error := uncaught_exception()) is ignored:
         return {}
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return {}
-    return {"error": type(error).__name__, "message": str(error)[:_LONGEST]}
+    return {"error": type(error).__name__, "message": str(error)[:_MAX_MESSAGE]}
 
 
 def find_failures(run: RunData) -> list[Line]:
     """Returns the failures of all starts: each has ``time``, ``rank``, ``text`` and, if known, ``step``.
 
-    By time, but exceptions come first unless they only report that another rank is gone: launchers kill the other ranks
-    after one. A failure of an earlier start that only the next start shows has ``restarted``.
+    Exceptions come first, unless they only report that another rank is gone: launchers kill the other ranks after one
+    has failed. Otherwise the order is that of time. A killed rank of an earlier start has ``restarted``.
     """
     found = [
         _failure(number, event, f"{event['error']}: {event['message']}".rstrip(": "))
@@ -73,7 +73,7 @@ def _has_failed(rank: RankRun) -> bool:
 
 
 def _is_gone(run: RunData, rank: RankRun) -> bool:
-    """Returns whether a rank without an end runs no more, as far as this machine and the other files show."""
+    """Returns whether a rank that has not closed its file is gone, by its process or by the other ranks' files."""
     pid, host = rank.facts.get("pid"), rank.facts.get("host")
     if pid is not None and host == platform.node():
         try:

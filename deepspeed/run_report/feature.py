@@ -1,4 +1,4 @@
-"""The engine feature for the section ``run_report``: each rank writes a line about each of its steps."""
+"""The engine feature of the section ``run_report``: each rank writes a line about each of its steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from deepspeed.zero.runtime import ZeroRuntime
 
 
 class RunReportFeature(EngineFeature):
-    """A page about the run."""
+    """Records the steps of each rank for the page about the run, and watches for slow ranks."""
 
     title = "run report"
     setting = "run_report"
@@ -49,8 +49,8 @@ class RunReportFeature(EngineFeature):
         if section.path is None:
             if section.plan is not None:
                 raise DeepSpeedConfigError(
-                    f"run_report.plan={section.plan!r}: expected run_report.path beside it, the folder of the page "
-                    "that shows the plan, found none; set it, or leave plan out"
+                    f"run_report.plan={section.plan!r}: expected run_report.path too, the folder of the page that "
+                    "shows the plan, found none; set it, or leave plan out"
                 )
             return
         folder = open_folder(Path(section.path), comm.get_rank())
@@ -62,7 +62,7 @@ class RunReportFeature(EngineFeature):
             except OSError as error:
                 raise DeepSpeedConfigError(
                     f"run_report.plan={section.plan!r}: expected the file of ds_plan --json, found: {error.strerror}. "
-                    "Make it with ds_plan, or leave the key out"
+                    "Write it with ds_plan, or leave the key out"
                 ) from error
 
     @override
@@ -72,10 +72,10 @@ class RunReportFeature(EngineFeature):
             store = rendezvous_store()
             if not section.stragglers or world_size == 1 or store is None:
                 return None
-            posts = StepBoard(store, rank, world_size, _facts(setup, runtime))
-            return TrackingHooks(StepRecorder(posts.steps, rank, {}, after_step=posts.after_step))
+            board = StepBoard(store, rank, world_size, _facts(setup, runtime))
+            return TrackingHooks(StepRecorder(board.steps, rank, {}, after_step=board.after_step))
         folder = Path(section.path)
-        # If rank 0 is killed, the launcher of this package writes the page, or else the standby.
+        # If rank 0 is killed, the launcher of this package writes the page; without it, the standby process does.
         notes, standby = ExitNotes.here(), None
         if rank == 0 and notes.has_launcher:
             notes.run_report_missing(folder)
@@ -94,7 +94,7 @@ FEATURE = RunReportFeature()
 
 def _facts(setup: EngineSetup, runtime: ZeroRuntime) -> dict[str, Any]:
     mesh, rank = setup.ranks.mesh, comm.get_rank()
-    given, defaults = settings_of(setup.root)
+    changed, defaults = settings_of(setup.root)
     return {
         "world_size": comm.get_world_size(),
         "axes": mesh.sizes,
@@ -109,7 +109,7 @@ def _facts(setup: EngineSetup, runtime: ZeroRuntime) -> dict[str, Any]:
             "Python": platform.python_version(),
             "system": platform.platform(),
         },
-        "config": given,
+        "config": changed,
         "defaults": defaults if rank == 0 else {},
     }
 
@@ -118,11 +118,11 @@ _SECRETS = ("api_key",)
 
 
 def settings_of(root: Root) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the keys that differ from their defaults, and the others, by dotted path."""
-    given = _flat(root.model_dump(mode="json", exclude_defaults=True))
-    given.update({path: "(not shown)" for path in given if path.rpartition(".")[2] in _SECRETS})
-    everything = _flat(root.model_dump(mode="json"))
-    return given, {path: value for path, value in everything.items() if path not in given}
+    """Returns two dicts of values by dotted key: those that differ from their defaults, and the others."""
+    changed = _flat(root.model_dump(mode="json", exclude_defaults=True))
+    changed.update({path: "(not shown)" for path in changed if path.rpartition(".")[2] in _SECRETS})
+    settings = _flat(root.model_dump(mode="json"))
+    return changed, {path: value for path, value in settings.items() if path not in changed}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -136,28 +136,29 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 WINDOW = 20
-"""Steps over which a rank is compared."""
+"""Number of latest steps over which ranks are compared."""
 
-STAYS_SLOW = 1.3
-"""Relative score from which a rank is named, if it takes :data:`MATTERS` of the step longer too."""
+MIN_FACTOR = 1.3
+"""Least relative score of a rank that is reported."""
 
-MATTERS = 0.05
+MIN_SHARE = 0.05
+"""Least additional time of a rank that is reported, as a share of the step."""
 
-_AT_ONCE = 32  # ranks that one look compares at most, since rank 0 stands still for it
-_TAIL = 32 << 10  # bytes at the end of a file that are read
-_PAUSE = 10.0  # seconds between two looks, at least
-_COST = 0.002  # of the time, at most, so that the pause grows with the number of ranks
+_MAX_COMPARED = 32  # ranks per comparison, which rank 0 waits for
+_TAIL_BYTES = 32 << 10  # read at the end of a file
+_MIN_PAUSE = 10.0  # seconds between two comparisons
+_MAX_TIME_SHARE = 0.002  # of comparisons; the pause grows with their duration
 
 
 class StragglerWatch:
-    """Logs a line on rank 0 when a rank stays slow, once per period in which it is.
+    """Logs a line on rank 0 when a rank becomes slow, once until it is no longer slow.
 
-    A look compares at most 32 ranks, spread over the job; the next look takes others.
+    A comparison takes at most 32 ranks, spread over the job; the next one takes others.
 
     Args:
-        read: Returns the latest steps of a rank; None where they are not known.
-        world_size: Ranks of the job.
-        seconds: The clock.
+        read: Returns the latest steps of a rank; None if they are not known.
+        world_size: Number of ranks of the job.
+        seconds: Returns the current time in seconds.
     """
 
     def __init__(
@@ -169,29 +170,29 @@ class StragglerWatch:
         self._read = read
         self._world_size = world_size
         self._seconds = seconds
-        self._next = seconds() + _PAUSE
+        self._next = seconds() + _MIN_PAUSE
         self._named: set[int] = set()
-        self._looks = 0
+        self._comparisons = 0
 
     def after_step(self, recorder: StepRecorder, step: int) -> None:
-        """Compares the ranks if it is time to: logs those that have become slow, and writes them as events.
+        """Compares ranks if the pause is over; logs those that have become slow, and records them as events.
 
         Args:
             recorder: The recorder of rank 0.
-            step: The latest one.
+            step: Number of the latest step.
         """
         started = self._seconds()
         if started < self._next:
             return
         recorder.flush()
-        parts = -(-self._world_size // _AT_ONCE)
-        ranks = range(self._looks % parts, self._world_size, parts)
-        self._looks += 1
+        parts = -(-self._world_size // _MAX_COMPARED)
+        ranks = range(self._comparisons % parts, self._world_size, parts)
+        self._comparisons += 1
         slow = self._slow(ranks)
         lasting = {s.rank for s in slow}
         worst: dict[int, SlowRank] = {}
         for found in sorted(slow, key=lambda s: s.share):
-            if found.factor >= STAYS_SLOW and found.share >= MATTERS and found.rank not in self._named:
+            if found.factor >= MIN_FACTOR and found.share >= MIN_SHARE and found.rank not in self._named:
                 worst[found.rank] = found
         for found in worst.values():
             name = phase_name(found.phase)
@@ -205,7 +206,7 @@ class StragglerWatch:
             )
         self._named = (self._named - (set(ranks) - lasting)) | set(worst)
         now = self._seconds()
-        self._next = now + max(_PAUSE, (now - started) / _COST)
+        self._next = now + max(_MIN_PAUSE, (now - started) / _MAX_TIME_SHARE)
 
     def _slow(self, ranks: Iterable[int]) -> list[SlowRank]:
         runs = {rank: run for rank in ranks if (run := self._read(rank)) is not None}
@@ -215,7 +216,7 @@ class StragglerWatch:
 
 
 class RankFileReader:
-    """Reads the latest steps of ranks from their files, as far as this machine sees them.
+    """Reads the latest steps of ranks from their files, if this machine has them.
 
     Args:
         folder: The folder of the run, on this machine or shared by all.
@@ -226,15 +227,15 @@ class RankFileReader:
         self._facts: dict[int, Line] = {}
 
     def read(self, rank: int) -> RankRun | None:
-        """Returns the last steps of a rank; None without a file, as where each machine has its own folder."""
+        """Returns the last steps of a rank; None if its file is missing, as the folder may be of this machine only."""
         try:
             with rank_path(self._folder, rank).open("rb") as file:
                 if rank not in self._facts:
                     self._facts[rank] = json.loads(file.readline())
                 size = file.seek(0, 2)
-                file.seek(max(size - _TAIL, 0))
+                file.seek(max(size - _TAIL_BYTES, 0))
                 texts = file.read().splitlines()
-        except (FileNotFoundError, ValueError):  # not there yet, or its first line is being written
+        except (FileNotFoundError, ValueError):  # missing yet, or its first line is incomplete
             return None
         run = RankRun(rank, facts=self._facts[rank])
         for text in texts:
@@ -249,19 +250,19 @@ class RankFileReader:
 
 
 class StepBoard:
-    """Posts the latest steps of this rank at the rendezvous store every 20 steps; rank 0 compares them a step later.
+    """Writes the latest steps of this rank to the rendezvous store every 20 steps; rank 0 compares them a step later.
 
-    Where ranks wait for each other in every step, all have posted by then. No rank waits for a post.
+    If ranks wait for each other in every step, all have written by then. No rank waits for another one here.
 
     Args:
         store: A torch ``Store`` that all ranks share.
         rank: The rank of this process.
-        world_size: Ranks of the job.
+        world_size: Number of ranks of the job.
         facts: Facts of this rank, see :class:`~deepspeed.run_report.run_data.RankRun`.
-        seconds: The clock of the watch.
+        seconds: Returns the current time in seconds, for the watch of rank 0.
 
     Attributes:
-        steps: Lines of the steps that are posted.
+        steps: Lines of the latest steps.
     """
 
     def __init__(
@@ -277,22 +278,22 @@ class StepBoard:
         self._facts = {name: facts[name] for name in ("host", "stage")}
         self._number = store.add(f"{_POSTS}/engines/{rank}", 1)  # of this engine; the same on all ranks
         self._watch = StragglerWatch(self._read, world_size, seconds) if rank == 0 else None
-        self._posted: int | None = None  # the last step of the latest post
+        self._posted: int | None = None  # the last step that was written
 
     def after_step(self, recorder: StepRecorder, step: int) -> None:
-        """Posts, or compares, if it is time to.
+        """Writes every 20 steps; one step later rank 0 compares.
 
         Args:
             recorder: The recorder of this rank.
-            step: The latest one.
+            step: Number of the latest step.
         """
-        # The store ends with the rank that holds it, and a rank that ends normally may be the last one.
+        # The store ends with the process that serves it, which may end before this one.
         with contextlib.suppress(RuntimeError):
             if step % WINDOW == 0 and self.steps.lines:
                 self._posted = self.steps.lines[-1]["step"]
-                kept = [{name: line[name] for name in _POSTED} for line in self.steps.lines]
-                self._store.set(self._key(self._rank), json.dumps({"facts": self._facts, "lines": kept}))
-                self._store.check([self._key(self._rank)])  # set does not wait for the store, its next reply does
+                lines = [{name: line[name] for name in _POSTED} for line in self.steps.lines]
+                self._store.set(self._key(self._rank), json.dumps({"facts": self._facts, "lines": lines}))
+                self._store.check([self._key(self._rank)])  # set() does not wait for the store, check() does
             elif step % WINDOW == 1 and self._watch is not None and self._posted is not None:
                 self._watch.after_step(recorder, step)
 
@@ -300,7 +301,7 @@ class StepBoard:
         return f"{_POSTS}/{self._number}/{rank}"
 
     def _read(self, rank: int) -> RankRun | None:
-        """Returns the steps that a rank has posted; None if they are not those of the latest post of this rank."""
+        """Returns the steps that a rank has written; None unless the last written step of this rank is among them."""
         keys = those_there(self._store, [self._key(rank)])
         if not keys:
             return None

@@ -1,4 +1,4 @@
-"""One HTML page about a run, with everything in it: no script, no other file, no network."""
+"""Writes one HTML page about a run that needs no script, no other file and no network."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def write_report(folder: Path) -> Path:
         folder: ``run_report.path`` of the run, with the files of its ranks.
 
     Raises:
-        DeepSpeedError: There is no file of a rank.
+        DeepSpeedError: There is no file of a rank, or the plan is damaged.
     """
     run = read_run(folder)
     analysis = analyse(run)
     numbers = json.dumps(_finite(_numbers(run, analysis)), indent=1, allow_nan=False)
     for name, text in (("report.json", numbers), ("report.html", make_page(run, analysis))):
-        part = folder / f"{name}.{os.getpid()}.part"  # two ranks may write at once
+        part = folder / f"{name}.{os.getpid()}.part"  # two ranks may write at the same time
         part.write_text(text, encoding="utf-8")
         part.replace(folder / name)
     return folder / "report.html"
 
 
 def _numbers(run: RunData, analysis: RunSummary) -> dict[str, Any]:
-    """Returns what the page shows, besides the steps of each rank, which are in the files of the ranks."""
+    """Returns the content of ``report.json``: all that the page shows, except the steps of each rank."""
     share = mfu(run, analysis.step_seconds)
     return {
         **asdict(analysis),
@@ -66,7 +66,7 @@ def _numbers(run: RunData, analysis: RunSummary) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Returns a value for JSON, which has no infinity and no NaN: they become null."""
+    """Returns a value with None for infinity and NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -79,7 +79,7 @@ def _peak_memory(run: RunData) -> int:
 
 
 def make_page(run: RunData, analysis: RunSummary) -> str:
-    """Returns the page as text. Everything that comes from the run is escaped."""
+    """Returns the page as text. Text from the run is escaped."""
     facts = run.first.facts
     ranks, steps = len(run.ranks), analysis.steps
     title = f"Run of {ranks} rank{'s' * (ranks != 1)}, {steps:,} step{'s' * (steps != 1)}"
@@ -103,7 +103,7 @@ def make_page(run: RunData, analysis: RunSummary) -> str:
 
 
 def _about_steps(run: RunData, analysis: RunSummary) -> list[str]:
-    """Returns the parts of the page about a run that has made steps."""
+    """Returns the parts of the page that need at least one step."""
     return [
         _tiles(run, analysis),
         "<h2>What to change first</h2>",
@@ -146,7 +146,7 @@ def _about_steps(run: RunData, analysis: RunSummary) -> list[str]:
 
 
 def all_events(run: RunData) -> list[dict[str, Any]]:
-    """Returns what happened besides steps, on any rank, in order of time; each with ``rank`` and ``text``."""
+    """Returns the events of all ranks in order of time, each with ``rank`` and ``text``."""
     found = [
         {**event, "rank": number, "text": _event_text(event)}
         for number, rank in run.ranks.items()
@@ -171,7 +171,7 @@ def all_events(run: RunData) -> list[dict[str, Any]]:
 
 
 _OF_ALL_RANKS = ("save", "load", "recovery")
-"""Events that every rank writes about the same thing."""
+"""Events that every rank writes about the same operation."""
 
 
 def _events_of_all_ranks(run: RunData) -> list[dict[str, Any]]:
@@ -240,7 +240,7 @@ def _tiles(run: RunData, analysis: RunSummary) -> str:
     else:
         without = (
             "No MFU: the table of devices does not have this one (a processor, for example), or the model is compiled; "
-            "a plan in run_report.plan brings the operations and the rate."
+            "a plan in run_report.plan has the operations and the rate."
         )
     if losses:
         tiles.insert(0, ("loss", f"{losses[0][1]:.4g} to {losses[-1][1]:.4g}"))
@@ -250,7 +250,7 @@ def _tiles(run: RunData, analysis: RunSummary) -> str:
 
 
 def _moments(analysis: RunSummary) -> str:
-    """Returns sentences about outlying steps, which no change of the configuration mends."""
+    """Returns sentences about outlying steps, whose causes are outside the configuration."""
     if not analysis.moments:
         return ""
     texts = [
@@ -327,7 +327,7 @@ def _usual(rows: Iterable[Sequence[float | None]]) -> float:
 
 
 def _experts(run: RunData) -> str:
-    """Returns the loads of experts over the steps, of the worst layer, and all further values of the last step."""
+    """Returns the curves of experts' loads, of the worst layer, and all further values of the last step."""
     charts = [line_chart(points, _EXPERT_CURVES[name]) for name, points in _expert_points(run).items()]
     heading = "<h2>Loads of experts</h2>" if charts else ""
     return f"{heading}{''.join(charts)}{_last_values(run)}"
@@ -398,7 +398,7 @@ Row = tuple[Any, ...]
 
 
 def time_beside_plan(run: RunData, step_seconds: float) -> list[Row]:
-    """Returns ``(what, planned, run, ratio)`` of a step's time and the first rank's peak memory; empty without a plan.
+    """Returns ``(name, planned, run, ratio)`` for a step's time and the first rank's peak memory; empty without a plan.
 
     Args:
         run: The run.
@@ -408,7 +408,7 @@ def time_beside_plan(run: RunData, step_seconds: float) -> list[Row]:
     if (bound := _number(run.plan, "step_seconds_at_least")) is not None:
         rows.append(_row("milliseconds per step, at least", bound * 1e3, step_seconds * 1e3))
     planned = _number(run.plan, "peak", "device", "bytes")
-    if planned is not None and run.first.facts.get("device") != "cpu":  # there, a process has more than tensors
+    if planned is not None and run.first.facts.get("device") != "cpu":  # on the CPU, memory is that of the process
         found = max((line["memory"] for line in run.first.steps.values()), default=0)
         rows.append(_row("peak of device memory, bytes", planned, found))
     return rows
@@ -421,7 +421,7 @@ def memory_beside_plan(run: RunData) -> list[Row]:
 
 
 def bytes_beside_plan(run: RunData) -> list[Row]:
-    """Returns ``(axis, planned, run, ratio)`` of the bytes that the first rank sends in a step, the median."""
+    """Returns ``(axis, planned, run, ratio)`` for the bytes that the first rank sends per step: the median."""
     lines = [run.first.steps[number] for number in sorted(run.first.steps)[1:]]
     axes = sorted({axis for line in lines for axis in line["bytes"]})
     planned: Mapping[str, Any] = (run.plan or {}).get("sent_by_axis", {})
@@ -429,9 +429,9 @@ def bytes_beside_plan(run: RunData) -> list[Row]:
 
 
 def flops_share(run: RunData, step_seconds: float) -> float | None:
-    """Returns the planned operations of a step per second over the device's rate; None without a plan that has both.
+    """Returns the share of the device's rate that the planned operations reach; None without a plan that has both.
 
-    Operations that recomputation repeats count, so with it the share is that of the hardware.
+    Operations that recomputation repeats count: it is the utilization of the hardware (HFU).
     """
     flops, rate = _number(run.plan, "flops"), _number(run.plan, "device_flops")
     return flops / step_seconds / rate if flops and rate and step_seconds else None
@@ -459,11 +459,11 @@ _ROWS = 64
 
 
 def line_chart(points: Sequence[tuple[float, float]], label: str, marks: Sequence[tuple[float, str, str]] = ()) -> str:
-    """Returns a curve.
+    """Returns a curve as HTML with an SVG.
 
     Args:
         points: ``(x, y)`` in the order of x.
-        label: What y is.
+        label: Name of y.
         marks: ``(x, text, CSS class)`` of events, drawn as vertical lines with the text as their title.
     """
     if not points:
@@ -487,13 +487,13 @@ def line_chart(points: Sequence[tuple[float, float]], label: str, marks: Sequenc
 
 
 def stacked_chart(steps: Sequence[int], parts: Mapping[str, Sequence[float]], label: str, limit: float = 0.0) -> str:
-    """Returns areas on top of each other.
+    """Returns stacked areas as HTML with an SVG.
 
     Args:
         steps: Numbers of the steps.
-        parts: Name -> seconds of each step; drawn in this order from the bottom.
-        label: What is drawn.
-        limit: Higher sums are cut there, since one long step would flatten all others; 0: none is.
+        parts: Seconds of each step by name; drawn in this order from the bottom.
+        label: Name of the sum.
+        limit: Higher sums are cut off, as one long step would flatten all others; 0: none is cut.
     """
     if not steps:
         return "<p class=none>No step was written.</p>"
@@ -523,7 +523,7 @@ def _steps_text(steps: Sequence[int]) -> str:
 
 
 def legend(names: Sequence[str] | Mapping[str, object]) -> str:
-    """Returns the colours of :func:`stacked_chart` with their names."""
+    """Returns the legend of :func:`stacked_chart` as HTML."""
     items = "".join(f'<span><i class="c{i % 8}"></i>{escape(name)}</span>' for i, name in enumerate(names))
     return f"<p class=legend>{items}</p>"
 
@@ -532,18 +532,18 @@ def heat_map(rows: Mapping[int, Sequence[float | None]], label: str, most: float
     """Returns a map of ranks (rows) by time (columns); the darker, the longer.
 
     Args:
-        rows: Rank -> seconds of each step, None where it wrote none; equally long. Where there are more ranks or steps
-            than the picture has rows and columns, a cell shows the largest of its values.
-        label: What took the time.
-        most: Seconds from which on a cell has the strongest colour: dark on a light page, bright on a dark one.
-        longest: The largest time, if it is longer.
+        rows: Seconds of each step by rank, None for steps that are not in the file; all equally long. If there are
+            more ranks or steps than rows and columns in the picture, a cell shows its largest value.
+        label: Name of the time.
+        most: Seconds at which a cell has the strongest colour: dark on a light page, bright on a dark one.
+        longest: The largest time, shown if it is longer.
     """
     ranks, columns = list(rows), max((len(values) for values in rows.values()), default=0)
     if not columns or most <= 0:
         return f"<p class=none>{escape(label)}: no time.</p>"
     per_row, per_column = -(-len(ranks) // _ROWS), -(-columns // _COLUMNS)
     lines, width = -(-len(ranks) // per_row), -(-columns // per_column)
-    tall, wide = max(4, min(16, 256 // lines)), (WIDTH - _LEFT - 8) / width
+    cell_height, cell_width = max(4, min(16, 256 // lines)), (WIDTH - _LEFT - 8) / width
     paths: list[list[str]] = [[] for _ in range(_LEVELS)]
     for line in range(lines):
         members = [rows[rank] for rank in ranks[line * per_row : (line + 1) * per_row]]
@@ -551,16 +551,16 @@ def heat_map(rows: Mapping[int, Sequence[float | None]], label: str, most: float
             cell = [v for m in members for v in m[column * per_column : (column + 1) * per_column] if v is not None]
             if cell:
                 level = min(int(max(cell) / most * _LEVELS), _LEVELS - 1)
-                corner = f"M{_LEFT + column * wide:.1f} {line * tall}"
-                paths[level].append(f"{corner}h{wide:.2f}v{tall}h-{wide:.2f}z")
+                corner = f"M{_LEFT + column * cell_width:.1f} {line * cell_height}"
+                paths[level].append(f"{corner}h{cell_width:.2f}v{cell_height}h-{cell_width:.2f}z")
     texts = [
-        f'<text x="{_LEFT - 6}" y="{(line + 1) * tall - 1}" class="tick end">{ranks[line * per_row]}</text>'
+        f'<text x="{_LEFT - 6}" y="{(line + 1) * cell_height - 1}" class="tick end">{ranks[line * per_row]}</text>'
         for line in range(0, lines, max(1, lines // 8))
     ]
     drawn = [f'<path class="h{level}" d="{"".join(found)}"/>' for level, found in enumerate(paths) if found]
     strongest = f"{most * 1e3:,.1f} ms" + (f" and more (up to {longest * 1e3:,.1f} ms)" if longest > most else "")
     title = f"<p class=map>{escape(label)}, ranks by steps; strongest colour: {strongest}</p>"
-    return title + _svg(lines * tall, label, [*drawn, *texts])
+    return title + _svg(lines * cell_height, label, [*drawn, *texts])
 
 
 def _svg(height: float, label: str, drawn: Sequence[str]) -> str:
@@ -569,7 +569,7 @@ def _svg(height: float, label: str, drawn: Sequence[str]) -> str:
 
 
 def _scale(values: Sequence[float], start: float, end: float) -> Callable[[float], float]:
-    """Returns what maps values linearly to pixels: the smallest to ``start``, the largest to ``end``."""
+    """Returns a function that maps values linearly to pixels: the smallest to ``start``, the largest to ``end``."""
     low, high = min(values), max(values)
     factor = (end - start) / ((high - low) or 1.0)
     return lambda value: start + (value - low) * factor
@@ -581,6 +581,6 @@ def _axes(xs: Sequence[float], ys: Sequence[float]) -> list[str]:
         f'<text x="{_LEFT - 6}" y="{at_y(y) + 4:.1f}" class="tick end">{y:.4g}</text>'
         for y in dict.fromkeys((min(ys), max(ys)))
     ]
-    for x, anchor, place in ((min(xs), "start", _LEFT), (max(xs), "end", WIDTH - 8)):
-        found.append(f'<text x="{place}" y="{HEIGHT - 6}" class="tick" text-anchor="{anchor}">step {x:g}</text>')
+    for x, anchor, x_pixel in ((min(xs), "start", _LEFT), (max(xs), "end", WIDTH - 8)):
+        found.append(f'<text x="{x_pixel}" y="{HEIGHT - 6}" class="tick" text-anchor="{anchor}">step {x:g}</text>')
     return found

@@ -1,4 +1,4 @@
-"""Writes the page of a run at its end, after a kill, or when the next start begins."""
+"""Writes the page of a run at its end, after its rank 0 was killed, or at the next start."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ from deepspeed.logging import log_dist
 from deepspeed.run_report.page import write_report
 from deepspeed.run_report.rank_file import PATTERN, has_end
 
-_PATIENCE = 2.0  # seconds
-_SMALL = 64 << 20  # bytes that are read in a second or two
+_WAIT_SECONDS = 2.0  # for the other ranks to close their files
+_MAX_BYTES = 64 << 20  # these are read in a second or two
 
 
 class StandbyWriter:
-    """Writes the page of a run when this process is gone before it has done so itself, as after SIGKILL.
+    """Writes the page of a run if this process ends before writing it, as after SIGKILL.
 
-    A shell waits for the end of a pipe that this process holds open: about 1 MB, and no processor time. Its session is
-    its own, so that signals to the ranks spare it. It ends with this process, or after the page is written.
+    A shell of about 1 MB waits for the end of a pipe that this process holds open, and then writes the page. It has a
+    session of its own, so that it does not get signals to the ranks. :meth:`cancel` ends it.
 
     Args:
         folder: ``run_report.path`` of the run.
     """
 
-    # Signals to all processes of a machine that shuts down or of a job that is cancelled come at just this time.
+    # A machine that shuts down, or a cancelled job, signals all processes: the shell must survive that.
     _WAIT = 'trap "" HUP INT TERM; read -r done || exec "$0" -m deepspeed.cli.report_run "$1"'
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
             ["/bin/sh", "-c", self._WAIT, sys.executable, str(folder.resolve())],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # whoever reads the output of the ranks must see its end when they end
+            stdout=subprocess.DEVNULL,  # otherwise a reader of the ranks' output would wait for the shell
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            cwd=Path(__file__).parents[2],  # where -m finds this package, however the program found it
+            cwd=Path(__file__).parents[2],  # so that -m finds this package
         )
 
     def cancel(self) -> None:
-        """Ends the shell: the page is written."""
-        with contextlib.suppress(BrokenPipeError):  # someone has killed the shell
+        """Ends the shell without writing the page."""
+        with contextlib.suppress(BrokenPipeError):  # the shell was killed
             self._process.communicate(b"done\n")
 
 
 def report_at_end(folder: Path, rank: int, has_failed: bool, standby: StandbyWriter | None = None) -> None:
-    """Writes the report of a run that ends, or prints how to do so where reading the files would hold up the end.
+    """Writes the report of a run that ends, or logs the command that writes it if the files are too large to wait for.
 
-    Rank 0 does it, and a rank that has failed, as the others may be killed now.
+    Rank 0 writes it, and so does a rank that has failed, because the launcher may kill the others.
 
     Args:
         folder: ``run_report.path`` of the run.
-        rank: That ends.
+        rank: The rank that ends.
         has_failed: Whether an exception ends it.
-        standby: What would write the page if this process were killed; cancelled when it is written.
+        standby: Writes the page if this process is killed; cancelled once the page is written.
     """
     if rank == 0:
         _await_ends(folder)
@@ -75,9 +75,7 @@ def report_at_end(folder: Path, rank: int, has_failed: bool, standby: StandbyWri
 
 
 def report_of_earlier_start(folder: Path) -> None:
-    """Writes the report of a start that was killed before it did, when the next one begins. Rank 0 calls it.
-
-    Nothing happens where no rank has written after the page.
+    """Writes the report of the previous start if its ranks have written after the page. Rank 0 calls it.
 
     Args:
         folder: ``run_report.path`` of the run, before a rank of the new start opens its file.
@@ -88,20 +86,20 @@ def report_of_earlier_start(folder: Path) -> None:
         return
     try:
         _report_if_small(folder, 0)
-    except DeepSpeedError as error:  # of a damaged file of that start, which must not hold up this one
+    except DeepSpeedError as error:  # a damaged file of that start must not stop this one
         log_dist(f"run report: no page about the start before this one: {error}", level=30)
 
 
 def _await_ends(folder: Path) -> None:
-    """Waits a moment for the other ranks to end their files, as they do when all is well."""
-    deadline = time.monotonic() + _PATIENCE
+    """Waits up to 2 s for the other ranks to close their files."""
+    deadline = time.monotonic() + _WAIT_SECONDS
     while time.monotonic() < deadline and not all(map(has_end, folder.glob(PATTERN))):
         time.sleep(0.05)
 
 
 @contextmanager
 def _sole_writer(folder: Path) -> Iterator[bool]:
-    """Yields False while another rank is inside: of a thousand ranks that fail together, few shall read all files."""
+    """Yields False while another rank is inside, so that few of a thousand failed ranks read all files."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -116,7 +114,7 @@ def _sole_writer(folder: Path) -> Iterator[bool]:
 
 def _report_if_small(folder: Path, rank: int) -> None:
     nbytes = sum(path.stat().st_size for path in folder.glob(PATTERN))
-    if nbytes > _SMALL:
+    if nbytes > _MAX_BYTES:
         log_dist(f"run report: {nbytes / 2**20:,.0f} MiB to read; run ds_report_run {folder}", ranks=[rank])
     else:
         log_dist(f"run report: {write_report(folder)}", ranks=[rank])

@@ -1,4 +1,4 @@
-"""The file of one rank: a JSON object per line, readable while it is written and after a crash.
+"""Writes the file of one rank: a JSON object per line, readable while it is written and after a crash.
 
 The kinds of lines are ``start`` (once per start of the program), ``step``, ``event`` and ``end``.
 """
@@ -19,14 +19,14 @@ PATTERN = "rank-*.jsonl"
 OUTSIDE = "outside"
 """The phase between calls of the engine: data, evaluation, and the program's own code."""
 
-_PATIENCE = 1.0  # seconds that lines may stay in memory
+_FLUSH_SECONDS = 1.0  # the longest time that lines stay in memory, if more lines follow
 
 
 class RankFile:
     """Appends lines to the file of one rank.
 
     Args:
-        folder: The folder of the run; made if it is missing.
+        folder: The folder of the run; created if missing.
         rank: Number of the rank in the job.
 
     Raises:
@@ -40,37 +40,37 @@ class RankFile:
         self._flushed = time.monotonic()
 
     def write(self, kind: str, **values: Any) -> None:
-        """Appends a line; it reaches the file within a second of further calls, or by :meth:`close`."""
+        """Appends a line with ``values``; flushes the file if that was not done for a second."""
         self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
         now = time.monotonic()
-        if now - self._flushed > _PATIENCE:
+        if now - self._flushed > _FLUSH_SECONDS:
             self._file.flush()
             self._flushed = now
 
     def flush(self) -> None:
-        """Brings all lines to where a reader sees them."""
+        """Flushes all lines to the file, where readers see them."""
         self._file.flush()
 
     def close(self) -> None:
-        """Writes what is left. May be called twice."""
+        """Flushes and closes the file. May be called twice."""
         self._file.close()
 
 
 class RecentSteps:
-    """Keeps the lines of the latest steps in memory, in place of a file.
+    """Keeps the lines of the latest steps in memory instead of a file.
 
     Args:
-        count: Steps that are kept.
+        count: Number of steps to keep.
 
     Attributes:
-        lines: The lines of steps, the latest last.
+        lines: The lines, the latest last.
     """
 
     def __init__(self, count: int) -> None:
         self.lines: deque[dict[str, Any]] = deque(maxlen=count)
 
     def write(self, kind: str, **values: Any) -> None:
-        """Keeps a line of a step; other kinds of lines are left out."""
+        """Keeps the line of a step, without its time; ignores other kinds of lines."""
         if kind == "step":
             self.lines.append({"kind": kind, **values})
 
@@ -82,10 +82,10 @@ class RecentSteps:
 
 
 def open_folder(folder: Path, rank: int) -> Path:
-    """Makes the folder of a run if it is missing, and returns it.
+    """Creates the folder of a run if it is missing, and returns it.
 
     Raises:
-        DeepSpeedConfigError: It cannot be written to.
+        DeepSpeedConfigError: The folder cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,14 +109,14 @@ def rank_of(path: Path) -> int:
 
 
 def has_end(path: Path) -> bool:
-    """Returns whether the program that wrote the file has ended it."""
+    """Returns whether the last line of the file is its end."""
     with path.open("rb") as file:
         file.seek(max(path.stat().st_size - 200, 0))
         return any(b'"kind": "end"' in line for line in file.read().splitlines()[-1:])
 
 
 def _end_torn_line(path: Path) -> None:
-    """Puts a line end behind what a killed rank has left, so that the next line stands by itself."""
+    """Ends the incomplete line that a killed rank has left, so that the next line is separate."""
     if path.exists() and path.stat().st_size:
         with path.open("rb+") as file:
             file.seek(-1, 2)

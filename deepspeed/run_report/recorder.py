@@ -1,6 +1,7 @@
-"""Records where the time of a rank's steps goes. No collective and no wait for the device: a step is read one later.
+"""Records where the time of a rank's steps goes, without collectives and without waiting for the device.
 
-On a device that runs behind its host (CUDA), phases and waits are times of its compute stream, between events.
+Therefore the times of a step are read one step later. On a device that runs behind its host (CUDA), times are those
+between events on its compute stream.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from deepspeed.run_report.clock import PhaseClock, phase_clock
 from deepspeed.run_report.failures import FAILURE, describe_exception, uncaught_exception
 from deepspeed.run_report.rank_file import OUTSIDE, RankFile, RecentSteps
 
-_OF_A_SCHEDULE = ("forward", "backward", "step")
-_MANY = 4096
-"""Phases of a step whose marks are kept until the step after it; an evaluation may run any number of forwards."""
+_INSIDE_SCHEDULE = ("forward", "backward", "step")
+_MAX_INTERVALS = 4096
+"""Number of marks of a step after which they are read at once: an evaluation may run any number of forwards."""
 
 
 @dataclass
@@ -35,11 +36,11 @@ class _OpenStep:
     Attributes:
         started: Mark at its beginning.
         ended: Mark at its end.
-        intervals: ``(phase, begin, end)``, not in :attr:`phases` yet.
-        waits: ``(phase, axis, begin, end)``, not in :attr:`waited` yet.
+        intervals: ``(phase, begin, end)`` of marks that are not yet counted in :attr:`phases`.
+        waits: ``(phase, axis, begin, end)`` of marks that are not yet counted in :attr:`waited`.
         phases: Seconds by phase.
         waited: Seconds by phase and axis.
-        values: What else is written about it; the loss may be a tensor (0-dim) on the device.
+        values: Other values of its line; the loss may be a tensor (0-dim) on the device.
     """
 
     started: Any
@@ -50,7 +51,7 @@ class _OpenStep:
     waited: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     values: dict[str, Any] = field(default_factory=dict)
 
-    def settle(self, clock: PhaseClock) -> None:
+    def read_marks(self, clock: PhaseClock) -> None:
         """Reads the marks and releases them."""
         for phase, begin, end in self.intervals:
             self.phases[phase] += clock.seconds(begin, end)
@@ -77,10 +78,10 @@ class _StepWriter:
             self._write(before)
 
     def close(self) -> None:
-        """Writes what is left and the exception that ends the program, if there is one, and closes the file."""
+        """Writes the last step and the exception that ends the program, if any, and closes the file."""
         failure = describe_exception(self._earlier_exception)
         if failure:
-            # First: after some failures the device cannot be read any more.
+            # Before the step, as marks cannot be read after some failures of the device.
             step = {} if self._unread is None else {"step": self._unread.values["step"]}
             self.file.write("event", name=FAILURE, **step, **failure)
             self.file.flush()
@@ -93,27 +94,27 @@ class _StepWriter:
                 self._on_close(bool(failure))
 
     def _write(self, step: _OpenStep) -> None:
-        step.settle(self._clock)
-        phases, waits, whole = step.phases, step.waited, self._clock.seconds(step.started, step.ended)
+        step.read_marks(self._clock)
+        phases, waits, total = step.phases, step.waited, self._clock.seconds(step.started, step.ended)
         if SCHEDULE in phases:
-            phases[SCHEDULE] = max(phases[SCHEDULE] - sum(phases.get(name, 0.0) for name in _OF_A_SCHEDULE), 0.0)
-        phases[OUTSIDE] = max(whole - sum(phases.values()), 0.0)
+            phases[SCHEDULE] = max(phases[SCHEDULE] - sum(phases.get(name, 0.0) for name in _INSIDE_SCHEDULE), 0.0)
+        phases[OUTSIDE] = max(total - sum(phases.values()), 0.0)
         loss = step.values.pop("loss")
         if loss is not None and math.isfinite(value := float(loss)):
             step.values["loss"] = value
-        self.file.write("step", seconds=_rounded(whole), phases=_rounded(phases), waits=_rounded(waits), **step.values)
+        self.file.write("step", seconds=_rounded(total), phases=_rounded(phases), waits=_rounded(waits), **step.values)
 
 
 class StepRecorder(StepTracker):
     """Writes a line about each step of this rank, until it is closed or the program ends.
 
     Args:
-        target: Folder of the run, or where the latest steps are kept: then neither losses nor events are.
+        target: Folder of the run, or a buffer of the latest steps, which get neither losses nor events.
         rank: Number of this rank in the job.
-        facts: What is known at the start; written to the file.
-        clock: Sets the marks; None: the one that fits the accelerator.
-        on_close: Called when the last line is written, with whether an exception ends the program.
-        after_step: Called with this recorder and the step's number when a step is done.
+        facts: Values of the line at the start.
+        clock: Sets the marks; None: :func:`~deepspeed.run_report.clock.phase_clock`.
+        on_close: Called after the last line, with whether an exception ends the program.
+        after_step: Called after each step with this recorder and the step's number.
     """
 
     def __init__(
@@ -132,9 +133,9 @@ class StepRecorder(StepTracker):
         file = RankFile(target, rank) if isinstance(target, Path) else target
         file.write("start", rank=rank, **facts)
         file.flush()
-        self._phases: list[tuple[str, Any]] = []  # of those that are open, outermost first
+        self._phases: list[tuple[str, Any]] = []  # open phases with their marks, outermost first
         self._tokens = 0
-        self._records_memory = has_file and rank == 0  # once
+        self._records_memory = has_file and rank == 0  # set to False by the first rows
         self._sent = _bytes_by_axis()
         self._step = _OpenStep(self._clock.mark())
         self._writer = _StepWriter(file, self._clock, on_close)
@@ -145,7 +146,9 @@ class StepRecorder(StepTracker):
 
     @override
     def begin(self, phase: str) -> None:
-        self._phases = [open_phase for open_phase in self._phases if open_phase[0] != phase]  # an exception left it
+        self._phases = [
+            open_phase for open_phase in self._phases if open_phase[0] != phase
+        ]  # an exception left it open
         self._phases.append((phase, self._clock.mark()))
 
     @override
@@ -153,21 +156,21 @@ class StepRecorder(StepTracker):
         if not self._phases or self._phases[-1][0] != phase:
             return
         _, started = self._phases.pop()
-        if self._outermost() in (OUTSIDE, SCHEDULE):  # inside another phase it counts as a part of that one
+        if self._outermost() in (OUTSIDE, SCHEDULE):  # a phase inside another one is a part of that one
             self._step.intervals.append((phase, started, self._clock.mark()))
-            if len(self._step.intervals) > _MANY:
-                self._step.settle(self._clock)
+            if len(self._step.intervals) > _MAX_INTERVALS:
+                self._step.read_marks(self._clock)
 
     def wait_begins(self, axis: str, label: str) -> Any:
-        """Returns a mark for the moment before a wait for the ranks along ``axis``."""
+        """Returns the mark at the start of a wait for the ranks along ``axis``."""
         return self._clock.mark()
 
     def wait_ends(self, axis: str, mark: Any) -> None:
-        """Takes a wait for the ranks along ``axis`` that began at ``mark``."""
+        """Records a wait for the ranks along ``axis`` that started at ``mark``."""
         self._step.waits.append((self._outermost(), axis, mark, self._clock.mark()))
 
     def _outermost(self) -> str:
-        """Returns the open phase that time counts for: the outermost, but a phase inside a schedule before that."""
+        """Returns the open phase that time counts for: the outermost one that is not a schedule, else the schedule."""
         names = [name for name, _ in self._phases]
         return next((name for name in names if name != SCHEDULE), names[0] if names else OUTSIDE)
 
@@ -181,10 +184,10 @@ class StepRecorder(StepTracker):
     def end_step(self, info: StepInfo, loss: torch.Tensor | None) -> None:
         step, sent = self._step, _bytes_by_axis()
         step.ended = self._clock.mark()
-        for place, (phase, started) in enumerate(self._phases):  # the update is inside the schedule
+        for index, (phase, started) in enumerate(self._phases):  # the update is inside the schedule
             if phase == SCHEDULE:
                 step.intervals.append((phase, started, step.ended))
-                self._phases[place] = (phase, step.ended)
+                self._phases[index] = (phase, step.ended)
         step.values = {
             "step": info.step,
             "samples": info.samples,
@@ -218,7 +221,7 @@ class StepRecorder(StepTracker):
         self.flush()
 
     def flush(self) -> None:
-        """Brings what is written to where a reader sees it."""
+        """Flushes all lines to the file, where readers see them."""
         self._writer.file.flush()
 
     @override
@@ -229,7 +232,7 @@ class StepRecorder(StepTracker):
 
 
 def _bytes_by_axis() -> dict[str, int]:
-    """Returns the bytes that this rank has sent so far."""
+    """Returns the bytes that this rank has sent so far, by axis."""
     total: dict[str, int] = defaultdict(int)
     for (_, axis), tally in traffic.ran_along.items():
         total[axis] += tally.nbytes
@@ -237,5 +240,5 @@ def _bytes_by_axis() -> dict[str, int]:
 
 
 def _rounded(value: Any) -> Any:
-    """Returns the seconds to the microsecond, at any depth of dicts."""
+    """Returns seconds rounded to microseconds, in dicts of any depth."""
     return {name: _rounded(inner) for name, inner in value.items()} if isinstance(value, dict) else round(value, 6)

@@ -1,4 +1,4 @@
-"""Reads the files of a run's ranks, also of a run that continues or has crashed."""
+"""Reads the files of a run's ranks, even if the run continues or has crashed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class RankRun:
         rank: Its number.
         facts: The facts of the latest start.
         starts: Times of all starts, in seconds since the epoch.
-        steps: By number; of a step that ran again after a restart, the latest.
-        events: In order of time.
+        steps: Lines of steps by number; the latest line of a step that ran again after a restart.
+        events: Lines of events in order of time.
         has_ended: Whether the program closed the file after the latest start.
         last_line: ``time`` and, if known, ``step`` of the last line after the latest start.
-        breaks: The same of earlier starts whose program did not close the file.
+        breaks: The ``last_line`` of each earlier start whose program did not close the file.
     """
 
     rank: int
@@ -41,10 +41,10 @@ class RankRun:
     breaks: list[Line] = field(default_factory=list)
 
     def take(self, line: Line) -> None:
-        """Takes one line of the file; lines of unknown kinds are left out."""
+        """Adds one line of the file; ignores lines of unknown kinds."""
         kind = line.get("kind")
         if kind == "start":
-            # A second engine of the same program starts beside the first one.
+            # Another engine of the same process is not a restart.
             if self.starts and not self.has_ended and line.get("pid") != self.facts.get("pid"):
                 self.breaks.append(self.last_line)
             self.last_line = {}
@@ -64,11 +64,11 @@ class RankRun:
 
 @dataclass
 class RunData:
-    """A run, as recorded in its files.
+    """The lines of all ranks of a run.
 
     Attributes:
-        ranks: By number.
-        torn_lines: Lines that are not whole, as a killed rank leaves one; they are left out.
+        ranks: The files of ranks by rank number.
+        torn_lines: Number of incomplete lines, which are ignored; a killed rank leaves one.
         plan: Result of ``ds_plan --json`` for the run, if there is one.
     """
 
@@ -83,13 +83,13 @@ class RunData:
 
     @property
     def began(self) -> float:
-        """Time of the first line of the first rank, in seconds since the epoch."""
+        """Time of the first line of the lowest rank, in seconds since the epoch."""
         lines = [*self.first.steps.values(), *self.first.events]
         return min([*self.first.starts, *(line["time"] for line in lines)], default=0.0)
 
     @property
     def step_numbers(self) -> list[int]:
-        """Steps that any rank has written, in order."""
+        """Numbers of the steps that any rank has written, in order."""
         return sorted({number for run in self.ranks.values() for number in run.steps})
 
 
@@ -100,7 +100,7 @@ def read_run(folder: Path) -> RunData:
         folder: ``run_report.path`` of the run. Folders of several nodes may be copied into one.
 
     Raises:
-        DeepSpeedError: There is no file of a rank.
+        DeepSpeedError: There is no file of a rank, or the plan is damaged.
     """
     ranks: dict[int, RankRun] = {}
     torn = 0
@@ -117,7 +117,7 @@ def read_run(folder: Path) -> RunData:
     if not ranks:
         raise DeepSpeedError(
             f"{folder}: expected files {PATTERN}, which a run with run_report.path writes; found none. Give the folder "
-            "that the configuration named"
+            "in run_report.path"
         )
     return RunData(ranks, torn, _read_plan(folder / PLAN))
 
@@ -129,6 +129,6 @@ def _read_plan(path: Path) -> Line | None:
         plan: Line = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DeepSpeedError(
-            f"{path}: expected what ds_plan --json writes, found: {error}. Copy the file again, or remove it"
+            f"{path}: expected the output of ds_plan --json, found: {error}. Copy the file again, or remove it"
         ) from error
     return plan

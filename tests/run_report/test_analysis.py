@@ -116,6 +116,6 @@ def test_a_plan_that_is_cut_off_is_named(tmp_path):
     write_rank(tmp_path, 0, [step_line(1)])
     (tmp_path / "plan.json").write_text('{"a":')
     with pytest.raises(
-        DeepSpeedError, match=r"plan\.json: expected what ds_plan --json writes, found: .*Copy the file again"
+        DeepSpeedError, match=r"plan\.json: expected the output of ds_plan --json, found: .*Copy the file again"
     ):
         read_run(tmp_path)

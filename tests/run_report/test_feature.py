@@ -108,7 +108,7 @@ def test_a_look_that_costs_much_is_rare(run, monkeypatch):
 
 
 def test_many_ranks_are_compared_in_turns(run, texts, monkeypatch):
-    monkeypatch.setattr(feature, "_AT_ONCE", 2)
+    monkeypatch.setattr(feature, "_MAX_COMPARED", 2)
     for rank in range(2, 5):
         file = RankFile(run.folder, rank)
         file.write("start", rank=rank, host=f"node{rank}")
@@ -188,8 +188,8 @@ def _train_with_posts():
     texts, clock = [], Ticks()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feature, "log_dist", texts.append)
-        patch.setattr(feature, "_PAUSE", 0.0)
-        patch.setattr(feature, "_COST", 1e9)  # however long a look takes
+        patch.setattr(feature, "_MIN_PAUSE", 0.0)
+        patch.setattr(feature, "_MAX_TIME_SHARE", 1e9)  # however long a look takes
         patch.setattr(feature, "WINDOW", 3)
         patch.setattr(recorder, "phase_clock", lambda: clock)
         engine = engine_of(tower(), 2, run_report={"stragglers": True})

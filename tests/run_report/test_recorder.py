@@ -181,9 +181,7 @@ def _refused(folder):
     before = [id(parameter) for parameter in model.parameters()]
     with pytest.raises(DeepSpeedConfigError, match=r"run_report\.plan='.*nowhere\.json': expected the file of ds_plan"):
         engine_of(model, 3, **config)
-    with pytest.raises(
-        DeepSpeedConfigError, match=r"run_report\.plan='plan\.json': expected run_report\.path beside it"
-    ):
+    with pytest.raises(DeepSpeedConfigError, match=r"run_report\.plan='plan\.json': expected run_report\.path too"):
         engine_of(model, 3, run_report={"plan": "plan.json"})
     assert [id(parameter) for parameter in model.parameters()] == before
 
