@@ -1,4 +1,4 @@
-"""Clipping gradients by their global norm, for programs that step their own optimizer."""
+"""Clips gradients by their global norm, for programs that step their own optimizer."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales gradients in place so that their global norm is at most ``max_norm``.
 
-    Do not use it on parameters of a ZeRO engine, whose optimizer clips by itself (``gradient_clipping``).
+    Do not use it on parameters of a ZeRO engine: its optimizer clips them (``gradient_clipping``).
 
     Args:
-        parameters: Parameters, of any shape, whose ``.grad`` counts.
+        parameters: Parameters of any shape; those without ``.grad`` are left out.
         max_norm: The largest norm allowed.
         norm_type: The p of the p-norm; ``inf`` for the largest element.
-        mpu: Model-parallel unit. The norm then spans its model-parallel group, where a parameter with
-            ``model_parallel`` set counts on every rank and any other only once. All ranks of the group must call.
+        mpu: Model-parallel unit. The norm is then that of its model-parallel group: parameters with ``model_parallel``
+            set count on every rank, others only on the first. All ranks of the group must call.
 
     Returns:
         The norm before clipping, a 0-dim tensor.
     """
-    everything = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    with_grad = [parameter for parameter in everything if parameter.grad is not None]
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    with_grad = [parameter for parameter in tensors if parameter.grad is not None]
     gradients = [parameter.grad for parameter in with_grad if parameter.grad is not None]
     if mpu is None:
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)

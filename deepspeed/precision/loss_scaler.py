@@ -1,11 +1,11 @@
-"""Loss scaling for fp16: static, and dynamic by a small state machine.
+"""Scales the loss for fp16, by a static or a dynamic factor.
 
 Small gradients vanish in fp16, so the loss is multiplied by a scale before the backward pass and the gradients are
 divided by it before the update (`Micikevicius et al. <https://arxiv.org/abs/1710.03740>`_). The dynamic scale is
-halved after an overflow and doubled after ``scale_window`` good steps; ``delayed_shift`` (the hysteresis) is how many
-overflows it takes until it is halved.
+halved after overflows and doubled after ``scale_window`` good steps; ``delayed_shift`` (the hysteresis) is the number
+of overflows after which it is halved.
 
-The objects hold plain attributes only, because they are pickled inside checkpoints.
+The objects have only plain attributes, because they are pickled inside checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DELAYED_SHIFT = "delayed_shift"
 CONSECUTIVE_HYSTERESIS = "consecutive_hysteresis"
 MIN_LOSS_SCALE = "min_scale"
 
-#: The scale is handed to kernels as fp32; growth stops before it stops being finite there, as torch's scaler does.
+#: Kernels take the scale as fp32, where it must stay finite; torch's scaler has the same limit.
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
@@ -32,8 +32,8 @@ class LossScalerBase:
     """Base class of both scalers: holds the scale and applies it to a loss.
 
     Attributes:
-        cur_scale: The scale now.
-        dtype: The dtype of the gradients it protects.
+        cur_scale: The present scale.
+        dtype: Dtype of the scaled gradients.
         dynamic: Whether ``update_scale`` changes the scale.
 
     Raises:
@@ -44,7 +44,7 @@ class LossScalerBase:
 
     def __init__(self, scale_value: float, dtype: torch.dtype = torch.half) -> None:
         if not (math.isfinite(scale_value) and scale_value > 0):
-            raise ValueError(f"the loss scale must be positive and finite, but is {scale_value}")
+            raise ValueError(f"loss scale {scale_value}: must be positive and finite; use for example 1024")
         self.cur_scale: float = scale_value
         self.dtype = dtype
 
@@ -54,11 +54,11 @@ class LossScalerBase:
         return self.cur_scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Multiplies ``loss`` (a scalar) by the scale, in fp32 at least: a scaled fp16 loss would overflow."""
+        """Returns ``loss`` (a scalar) times the scale, in fp32 or wider: in fp16 the product would overflow."""
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.cur_scale
 
     def scale_gradient(self, module: Any, grad_in: tuple[Tensor | None, ...], grad_out: Any) -> tuple[Any, ...]:
-        """Scales the gradients with respect to a module's inputs, of any shape, as a module backward hook."""
+        """Returns the scaled gradients of a module's inputs, of any shape; a module backward hook."""
         return tuple(None if grad is None else grad * self.cur_scale for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -69,7 +69,7 @@ class LossScalerBase:
         """Updates the scaler after a step. Every rank must pass the same value."""
 
     def describe_change(self, before: float) -> str:
-        """Returns the sentence for the log about the scale after an overflow.
+        """Returns a sentence for the log on how an overflow changed the scale.
 
         Args:
             before: The scale of the step that overflowed.
@@ -86,7 +86,7 @@ class LossScalerBase:
         return {"cur_scale": self.cur_scale}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores :meth:`state_dict`."""
+        """Restores the state that :meth:`state_dict` returned."""
         self.cur_scale = state_dict["cur_scale"]
 
 
@@ -104,25 +104,24 @@ class LossScaler(LossScalerBase):
 class DynamicLossScaler(LossScalerBase):
     """A scale that follows the gradients.
 
-    States, by what the next overflow does: *tolerant* (``cur_hysteresis > 1``: one less to spare), *strict*
-    (``cur_hysteresis == 1``: the scale is halved), *exhausted* (strict at ``min_scale``: it raises). With
-    ``delayed_shift=1`` and above the minimum the scale is that of ``torch.amp.GradScaler`` with growth 2, backoff 0.5
-    and ``growth_interval=scale_window``.
+    An overflow lowers ``cur_hysteresis`` while it is above 1. At 1 it halves the scale, or raises if the scale is at
+    ``min_scale``. With ``delayed_shift=1`` and above the minimum, the scale is that of ``torch.amp.GradScaler`` with
+    growth 2, backoff 0.5 and ``growth_interval=scale_window``.
 
     Args:
         init_scale: The first scale.
-        scale_window: Good steps in a row before the scale doubles.
-        min_scale: The scale never falls below it.
-        delayed_shift: Overflows that it takes until the scale is halved, at least 1.
-        consecutive_hysteresis: A good step restores the tolerance; otherwise only a full window of good steps does.
-        raise_error_at_min_scale: Raise when the minimum overflows too; False keeps skipping steps.
+        scale_window: Number of good steps in a row after which the scale doubles.
+        min_scale: The smallest scale.
+        delayed_shift: Number of overflows after which the scale is halved, at least 1.
+        consecutive_hysteresis: Every good step resets ``cur_hysteresis``; False: only a full window of good steps does.
+        raise_error_at_min_scale: Raise when gradients overflow at the minimum; False: keep skipping steps.
         dtype: Dtype of the gradients.
 
     Attributes:
-        cur_iter: Steps seen, skipped ones included.
-        last_overflow_iter: The last of them that overflowed; -1 before any.
-        cur_hysteresis: Overflows until the scale is halved.
-        scale_factor: Factor of growth, and divisor after an overflow.
+        cur_iter: Number of steps so far, skipped ones included.
+        last_overflow_iter: Index of the last step that overflowed; -1: none did.
+        cur_hysteresis: Number of overflows after which the scale is halved.
+        scale_factor: Factor of growth, and divisor after overflows.
 
     Raises:
         ValueError: A number is out of range.
@@ -147,11 +146,11 @@ class DynamicLossScaler(LossScalerBase):
             "delayed_shift": delayed_shift,
         }.items():
             if not value > 0:
-                raise ValueError(f"the dynamic loss scale needs {name} above 0, but got {value}")
+                raise ValueError(f"DynamicLossScaler({name}={value}): must be above 0; raise it")
         if init_scale < min_scale:
             raise ValueError(
-                f"the dynamic loss scale starts at {init_scale}, below its minimum min_scale={min_scale}; "
-                "raise init_scale, or lower min_scale"
+                f"DynamicLossScaler(init_scale={init_scale}): must not be below min_scale ({min_scale}); raise "
+                "init_scale, or lower min_scale"
             )
         self.cur_iter = 0
         self.last_overflow_iter = -1
@@ -170,8 +169,8 @@ class DynamicLossScaler(LossScalerBase):
             overflow: Whether the gradients held an infinity or NaN. Must be equal on all ranks.
 
         Raises:
-            NonFiniteError: The scale is at its minimum, the tolerance is used up, and it still overflowed; only with
-                ``raise_error_at_min_scale``.
+            NonFiniteError: The gradients overflowed with the scale at its minimum and ``cur_hysteresis`` at 1, and
+                ``raise_error_at_min_scale`` is set.
         """
         if overflow:
             self._after_overflow()
@@ -203,13 +202,13 @@ class DynamicLossScaler(LossScalerBase):
     def _why_unchanged(self) -> str:
         if self.cur_scale <= self.min_scale:
             return "it is at fp16.min_loss_scale"
-        return f"fp16.hysteresis is {self.delayed_shift}, the scale is halved at overflow {self.delayed_shift}"
+        return f"fp16.hysteresis is {self.delayed_shift}, so the scale is halved at overflow {self.delayed_shift}"
 
     def _last_overflow(self) -> str:
         return "none" if self.last_overflow_iter < 0 else f"step {self.last_overflow_iter}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs: the position of the state machine, not its settings."""
+        """Returns the state that a resumed run needs, without the settings."""
         return {
             "cur_scale": self.cur_scale,
             "cur_iter": self.cur_iter,
@@ -218,7 +217,7 @@ class DynamicLossScaler(LossScalerBase):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores :meth:`state_dict`; a tolerance above the current setting is reduced to it."""
+        """Restores the state; a ``cur_hysteresis`` above the present ``delayed_shift`` is reduced to it."""
         super().load_state_dict(state_dict)
         self.cur_iter = state_dict["cur_iter"]
         self.last_overflow_iter = state_dict["last_overflow_iter"]
@@ -235,9 +234,9 @@ def CreateLossScaler(  # noqa: N802 - the public name
 
     Args:
         dtype: Compute dtype.
-        static_loss_scale: The scale without ``dynamic_scaling``.
-        dynamic_scaling: Let the scale follow the gradients.
-        dynamic_loss_args: Arguments of :class:`DynamicLossScaler` by name; None means the config's defaults.
+        static_loss_scale: The scale if ``dynamic_scaling`` is False.
+        dynamic_scaling: Whether the scale follows the gradients.
+        dynamic_loss_args: Arguments of :class:`DynamicLossScaler` by name; None: the configuration's defaults.
     """
     if dtype is not torch.half:
         return LossScaler(scale=1.0)

@@ -1,4 +1,4 @@
-"""Building modules with a chosen dtype on a chosen device."""
+"""Builds modules with a chosen dtype on a chosen device: :class:`OnDevice`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OnDevice:
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str = "meta", enabled: bool = True) -> None:
         if enabled and not dtype.is_floating_point:
-            raise ValueError(f"OnDevice(dtype={dtype}): the dtype of new parameters must be a floating one")
+            raise ValueError(f"OnDevice(dtype={dtype}): must be a floating dtype; use for example torch.bfloat16")
         self.dtype = dtype
         self.device = device
         self.enabled = enabled

@@ -1,4 +1,4 @@
-"""The dtype of each tensor of a training run, chosen once from the configuration and checked against the device."""
+"""Chooses the dtype of each tensor of a training run from the configuration, and checks that the device has it."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class PrecisionPolicy:
         compute_dtype: Dtype of floating parameters in forward and backward; None keeps the model's own.
         buffer_dtype: Dtype of floating buffers; None keeps the model's own.
         accumulate_dtype: Dtype of the sum over micro-batches.
-        communication_dtype: Dtype in which gradients are sent; None is the gradient's own.
-        autocast_dtype: Dtype of ``torch.autocast`` around forward, or None for none.
+        communication_dtype: Dtype in which gradients are sent; None: the gradient's own.
+        autocast_dtype: Dtype of ``torch.autocast`` around forward; None: no autocast.
         cast_inputs: Cast floating inputs of forward to the compute dtype (``auto_cast``).
         skip_non_finite: Skip an update whose gradient is not finite.
-        fp32_modules: Name parts of modules whose parameters stay fp32.
+        fp32_modules: Parts of the names of modules whose parameters stay fp32, such as "norm" or "mlp.gate".
     """
 
     compute_dtype: torch.dtype | None
@@ -60,7 +60,7 @@ class PrecisionPolicy:
 
     @property
     def name(self) -> str:
-        """``fp16``, ``bf16``, or ``fp32`` where the model keeps its own dtype."""
+        """``fp16`` or ``bf16``; ``fp32`` if the model keeps its own dtype."""
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.compute_dtype, "fp32")  # type: ignore[arg-type]
 
     @classmethod
@@ -104,7 +104,7 @@ class PrecisionPolicy:
 
     @property
     def needs_loss_scale(self) -> bool:
-        """Whether some gradient is fp16."""
+        """Whether some gradients are fp16."""
         return torch.float16 in (self.compute_dtype, self.autocast_dtype)
 
     @property
@@ -176,7 +176,7 @@ def create_loss_scaler(root: Root, policy: PrecisionPolicy) -> Any:
 
 
 def check_device(precision: PrecisionPolicy) -> None:
-    """Raises for dtypes that the accelerator does not have; warns of those that it emulates.
+    """Checks that the accelerator has the configured dtypes; warns of those that it emulates.
 
     Raises:
         DeepSpeedConfigError: The accelerator does not support a configured dtype.

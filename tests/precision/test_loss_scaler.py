@@ -200,7 +200,7 @@ def test_log_lines_after_an_overflow():
         scaler.update_scale(overflow=True)
         texts.append(scaler.describe_change(before))
     assert texts == [
-        "Loss scale stays 65536: fp16.hysteresis is 2, the scale is halved at overflow 2",
+        "Loss scale stays 65536: fp16.hysteresis is 2, so the scale is halved at overflow 2",
         "Loss scale 65536 -> 32768",
         "Loss scale stays 32768: it is at fp16.min_loss_scale",
         "Loss scale stays 32768: it is at fp16.min_loss_scale",
