@@ -1,10 +1,9 @@
 """Features that this release does not have: their public names, and their configuration keys.
 
-Programs import names they may never use. Each such name can be imported, and raises one sentence
-(:class:`~deepspeed.errors.NotYetSupportedError`) when it is used: called, instantiated or subclassed. ``isinstance``
-against it is False.
+Programs import names that they may never use. Each such name can be imported. Calling, instantiating or subclassing it
+raises :class:`~deepspeed.errors.NotYetSupportedError`; ``isinstance`` against it is False.
 
-:data:`FEATURES` is the only list; the placeholders, the refusals of a configuration (``config.unavailable``),
+:data:`FEATURES` is the only list. The placeholders, the refusals of configurations (``config.unavailable``),
 ``docs/reference/missing-features.md`` and ``ds_report`` are made from it.
 ``python -m deepspeed.missing_features [FILE]`` writes the page.
 """
@@ -23,11 +22,11 @@ _placeholders: dict[str, Any] = {}
 
 
 class _MissingAttributeError(NotYetSupportedError, AttributeError):
-    """An attribute of a placeholder: an error with a sentence on use, False for ``hasattr``."""
+    """Raised for an attribute of a placeholder; an AttributeError too, so that ``hasattr`` is False."""
 
 
 class _MissingClass(ABCMeta):
-    """The metaclass of placeholder classes: instantiating, subclassing and attribute access raise the sentence."""
+    """The metaclass of placeholder classes: instantiation, subclassing and attribute access raise an error."""
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **extra: Any) -> Any:
         for base in bases:
@@ -68,7 +67,7 @@ def missing_names(module: str) -> list[str]:
 
 
 def unavailable(full_name: str) -> Any:
-    """Returns the placeholder of a missing name: a class if it is spelt like one, else a function.
+    """Returns the placeholder of a missing name: a class if the name begins with a capital, otherwise a function.
 
     Raises:
         KeyError: ``full_name`` is not in :data:`FEATURES`.

@@ -1,6 +1,6 @@
-"""The list of what is missing: one :class:`Feature` per thing, with its public names and its configuration keys.
+"""Lists the missing features, each with its public names and its configuration keys.
 
-A feature that comes into being deletes its row here and nothing else.
+Whoever implements a feature deletes its row here, and nothing else.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Key:
-    """A configuration key that would switch a missing feature on. Its section may stand in the file switched off.
+    """A configuration key that would switch a missing feature on. A file may have it switched off.
 
     Attributes:
-        name: With dots.
-        switched_on: Whether a value of the key does; not called for an absent section.
-        off: How to switch it off.
+        name: The key, with dots.
+        switched_on: Returns whether a value switches the feature on; not called if the section is absent.
+        off: How to switch it off, for messages.
     """
 
     name: str
@@ -31,23 +31,23 @@ class Key:
 
 
 def switch(name: str) -> Key:
-    """Returns a key that is true or false."""
+    """Returns the row of a key that is true or false."""
     off = "set it to false or leave the section out" if name.endswith(".enabled") else "set it to false"
     return Key(name, lambda value: value is True, off)
 
 
 def section(name: str) -> Key:
-    """Returns a section that switches a feature on by being there."""
+    """Returns the row of a section whose presence switches a feature on."""
     return Key(name, lambda value: value is not None, "leave the section out")
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One thing that is missing.
+    """A missing feature.
 
     Attributes:
-        title: What it is, as the subject of a sentence.
-        instead: What to do today: one sentence.
+        title: What is missing, as the subject of a sentence.
+        instead: One sentence that says what to use instead.
         names: Its public names, by module.
         keys: The configuration keys that would switch it on.
     """
@@ -75,7 +75,7 @@ class Feature:
 
         Args:
             key: One of :attr:`keys`.
-            found: Its value as it shall be shown; empty: not at all.
+            found: Its value as text; empty: the value is not shown.
         """
         value = f" ({found})" if found else ""
         return f"{self.heading}{value} does not exist here yet; {key.off}. {self.instead}"

@@ -1,4 +1,4 @@
-"""The feature of the section ``preemption``: checks after each update whether a rank received a stop signal."""
+"""The engine feature of the section ``preemption``: saves and exits after a step in which a rank got a stop signal."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.zero.runtime import ZeroRuntime
 
-# Longer than a launcher on a busy machine needs to hand a signal on.
+# Longer than a launcher on a busy machine needs to forward a signal.
 _ONE_SIGNAL_SECONDS = 5.0
 
 
 class StopRequest:
-    """Records the first of some signals until the step is over. A repeated signal has its original effect.
+    """Records the first signal received, so that the step can end. A repeated signal has its original effect.
 
-    Slurm sends a signal to all processes of a step, and a launcher among them forwards it: within a few seconds both
+    Slurm signals all processes of a step, and a launcher among them forwards the signal: signals within a few seconds
     count as one.
 
     Args:
-        names: Signals, such as ``SIGTERM``.
+        names: Names of the signals, such as ``SIGTERM``.
 
     Attributes:
         reason: Name of the first signal received; None before that.
@@ -64,7 +64,7 @@ class StopRequest:
         signal.raise_signal(number)
 
     def release(self) -> None:
-        """Restores the earlier handlers of signals that have not arrived."""
+        """Restores the previous handlers, unless the program has set others since."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._remember:
                 signal.signal(number, handler)
@@ -76,7 +76,7 @@ def signals_of(section: Preemption, further: str) -> list[str]:
 
     Args:
         section: The configuration.
-        further: Value of :data:`~deepspeed.config.sections.checkpoint.SIGNAL_VARIABLE`; empty: not set.
+        further: Value of the variable ``SIGNAL_VARIABLE``, which the launcher sets; empty: not set.
 
     Raises:
         DeepSpeedConfigError: ``further`` is not the name of a signal that a program can handle.
@@ -97,7 +97,7 @@ class PreemptionHooks(EngineHooks):
     """
 
     def __init__(self, section: Preemption) -> None:
-        assert section.save_dir is not None, "the rules of the configuration ask for it"
+        assert section.save_dir is not None, "the configuration requires save_dir"
         self._section = section
         self._folder = os.path.abspath(section.save_dir)
         self._request = StopRequest(signals_of(section, os.environ.get(SIGNAL_VARIABLE, "")))
@@ -108,8 +108,8 @@ class PreemptionHooks(EngineHooks):
         """Loads the last checkpoint of ``preemption.save_dir`` if ``resume`` is set. All ranks must call it."""
         self._engine = engine
         self._exchange = Exchange()
-        is_there = self._exchange.gather(os.path.isdir(self._folder), "the search for a checkpoint (preemption)")
-        if self._section.resume and any(is_there):
+        found = self._exchange.gather(os.path.isdir(self._folder), "the search for a checkpoint (preemption)")
+        if self._section.resume and any(found):
             folder, _ = engine.load_checkpoint(self._folder)
             if folder is not None:
                 log_dist(f"preemption: resumes from {folder}, after step {engine.global_steps}")
@@ -117,17 +117,17 @@ class PreemptionHooks(EngineHooks):
     @override
     def after_step(self, global_steps: int) -> None:
         assert self._exchange is not None, "begin() was not called"
-        mine = self._request.reason
+        own_reason = self._request.reason
         reasons_by_rank = self._exchange.gather(
-            None if mine is None else f"{mine} on rank {self._exchange.rank} (host {socket.gethostname()})",
-            "the question whether a rank got a signal to stop (preemption)",
+            None if own_reason is None else f"{own_reason} on rank {self._exchange.rank} (host {socket.gethostname()})",
+            "the check for stop signals (preemption)",
         )
         reasons = [reason for reason in reasons_by_rank if reason is not None]
         if reasons:
-            self._leave(reasons[0], global_steps)
+            self._save_and_exit(reasons[0], global_steps)
 
-    def _leave(self, reason: str, global_steps: int) -> None:
-        """Saves and ends this process; all ranks do it together."""
+    def _save_and_exit(self, reason: str, global_steps: int) -> None:
+        """Saves a checkpoint and exits this process. All ranks must call it."""
         started = monotonic()
         self._engine.save_checkpoint(self._folder, async_save=False)
         seconds = monotonic() - started
@@ -144,7 +144,7 @@ class PreemptionHooks(EngineHooks):
 
 
 class PreemptionFeature(EngineFeature):
-    """A run that a scheduler may end and start again."""
+    """Lets a scheduler end a run and start it again."""
 
     title = "preemption"
     setting = "preemption"
