@@ -1,6 +1,6 @@
 """Writes training curves: TensorBoard, CSV, Weights & Biases, Comet. Each is one section of the configuration.
 
-Start with ``monitor`` (all of them behind one call) and ``sink`` (what one of them is).
+:mod:`.monitor` has the base class, one class for each destination, and :class:`MonitorMaster` for all of them.
 """
 
 from __future__ import annotations

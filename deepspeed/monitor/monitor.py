@@ -1,4 +1,4 @@
-"""All monitors behind one call: ``MonitorMaster(config).write_events([(name, value, step), ...])``."""
+"""Writes events to all monitors: ``MonitorMaster(config).write_events([(name, value, step), ...])``."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger
 
 Event: TypeAlias = tuple[str, float, int]
-"""``(name, value, step)``. The engine's steps are samples seen so far, over all ranks."""
+"""``(name, value, step)``. The engine passes the number of samples so far, over all ranks, as step."""
 
 
 class Monitor:
-    """One destination of events; writes on rank 0 only.
+    """Writes events to one destination, on rank 0 only.
 
-    The public methods own the question whether anything is written at all and the handling of failures; a subclass
-    writes its own ``_open``, ``_write``, ``_flush`` and ``_close``. The place is opened with the first event, so that
-    an engine which never trains leaves nothing behind.
+    The public methods decide whether anything is written, and handle failures. A subclass implements ``_open``,
+    ``_write``, ``_flush`` and ``_close``. The first event opens the destination, so that an engine that never trains
+    creates no files.
 
     Attributes:
-        section: Name of its section of the configuration.
+        section: Name of the monitor's section of the configuration.
         enabled: Whether events are written; False after the first failure.
     """
 
@@ -45,8 +45,8 @@ class Monitor:
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Writes events, oldest first.
 
-        A failure (a full disk, a service that cannot be reached) is logged once and switches this monitor off: it is
-        no reason to lose the training.
+        A failure (a full disk, a service that cannot be reached) is logged and disables this monitor, so that the
+        training continues.
         """
         if self.enabled and event_list:
             with self._giving_up_on_failure():
@@ -54,13 +54,13 @@ class Monitor:
                 self._write(event_list)
 
     def flush(self) -> None:
-        """Brings everything written so far to where a reader sees it."""
+        """Makes all events written so far visible to readers."""
         if self.enabled and self._is_open:
             with self._giving_up_on_failure():
                 self._flush()
 
     def close(self) -> None:
-        """Flushes and lets go of files and connections; the next event opens them again."""
+        """Flushes and closes files and connections; the next event opens them again."""
         if self.enabled and self._is_open:
             self._is_open = False
             with self._giving_up_on_failure():
@@ -68,14 +68,14 @@ class Monitor:
 
     @contextmanager
     def _giving_up_on_failure(self) -> Iterator[None]:
-        """Switches this monitor off, with one line, if anything inside fails."""
+        """Disables this monitor and logs a warning if anything inside the context fails."""
         try:
             yield
         except Exception as error:
             self.enabled = False
             logger.warning(
-                f"{self.section}: writing failed with {type(error).__name__}: {error}. This monitor is off from now "
-                "on; training continues"
+                f"{self.section}: writing failed with {type(error).__name__}: {error}. This monitor is disabled; "
+                "training continues"
             )
 
     def _ensure_open(self) -> None:
@@ -98,39 +98,39 @@ class Monitor:
 
 
 def log_folder(section: Any) -> Path:
-    """Returns ``<output_path>/<job_name>`` of a section, absolute: the program may change its working directory."""
+    """Returns ``<output_path>/<job_name>`` of a section, absolute, as the program may change its working directory."""
     return (Path(section.output_path or ".") / section.job_name).absolute()
 
 
 def require_package(package: str, section: str) -> None:
-    """Refuses a monitor whose package is missing. Called on every rank, so that all decide alike.
+    """Checks that the package of a monitor is installed. Every rank calls it, so that all raise together.
 
     Raises:
-        DeepSpeedConfigError: It cannot be imported.
+        DeepSpeedConfigError: The package is not installed.
     """
     if package not in sys.modules and find_spec(package) is None:
         raise DeepSpeedConfigError(
-            f"{section}.enabled is true, but the package {package} is not installed; run `pip install {package}`, or "
-            f"set {section}.enabled to false"
+            f"{section}.enabled: expected the package {package}, which is not installed; run `pip install {package}`, "
+            f"or set {section}.enabled to false"
         )
 
 
 def by_step(events: Sequence[Event]) -> Iterator[tuple[int, dict[str, float]]]:
     """Yields ``(step, {name: value})`` for each group of events with the same step."""
-    at, values = None, {}
+    current, values = None, {}
     for name, value, step in events:
-        if at is not None and step != at:
-            yield at, values
+        if current is not None and step != current:
+            yield current, values
             values = {}
-        at = step
+        current = step
         values[name] = value
-    if at is not None:
-        yield at, values
+    if current is not None:
+        yield current, values
 
 
 @dataclass(frozen=True)
 class DeepSpeedMonitorConfig:
-    """The four sections; what :class:`~deepspeed.monitor.monitor.MonitorMaster` reads."""
+    """The sections that :class:`~deepspeed.monitor.monitor.MonitorMaster` reads."""
 
     tensorboard: TensorBoardConfig
     csv_monitor: CSVConfig
@@ -139,12 +139,12 @@ class DeepSpeedMonitorConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether any of them is switched on."""
+        """Whether any monitor is enabled."""
         return any(each.enabled for each in (self.tensorboard, self.csv_monitor, self.wandb, self.comet))
 
 
 def get_monitor_config(param_dict: Any) -> DeepSpeedMonitorConfig:
-    """Returns the sections of a configuration (dict, path, base64 or parsed); absent ones are switched off."""
+    """Returns the sections of a configuration (dict, path, base64 or parsed); absent ones are disabled."""
 
     def read(name: str, section: type[Any]) -> Any:
         return parse_section(param_dict, name) or section()
@@ -158,7 +158,7 @@ def get_monitor_config(param_dict: Any) -> DeepSpeedMonitorConfig:
 
 
 class WandbMonitor(Monitor):
-    """Logs to the run that is open, else opens one with ``wandb.init``.
+    """Logs to the present run of wandb, or to a new one of ``wandb.init``.
 
     Args:
         wandb_config: The section: ``enabled``, ``group``, ``team``, ``project``.
@@ -185,7 +185,7 @@ class WandbMonitor(Monitor):
             self._run = wandb.init(project=self.project, group=self.group, entity=self.team)
 
     def log(self, data: dict[str, float], step: int | None = None, commit: bool | None = None) -> None:
-        """``Run.log`` of the run, for a script's own values; does nothing on other ranks."""
+        """Logs a script's own values with ``Run.log``; does nothing on other ranks than 0."""
         if self.enabled:
             self._ensure_open()
             self._run.log(data, step=step, commit=commit)
@@ -200,7 +200,7 @@ class WandbMonitor(Monitor):
 
 
 FLUSH_SECONDS = 10
-"""TensorBoard's own thread writes at least this often."""
+"""Seconds after which TensorBoard's own thread flushes its queue."""
 
 
 class TensorBoardMonitor(Monitor):
@@ -240,8 +240,8 @@ class TensorBoardMonitor(Monitor):
 class csvMonitor(Monitor):  # noqa: N801 - the name that programs import
     """Writes ``<output_path>/<job_name>/<name>.csv`` with the columns ``step`` and the name's last part.
 
-    Slashes in a file's name become underscores. Files that exist are continued, so a resumed run continues where it
-    stopped; each call's rows are in the file when it returns.
+    Slashes in names become underscores. Rows are appended to existing files, so a resumed run continues them. The rows
+    of a call are in the file when it returns.
 
     Args:
         csv_config: The section: ``enabled``, ``output_path``, ``job_name``.
@@ -286,8 +286,8 @@ class csvMonitor(Monitor):  # noqa: N801 - the name that programs import
 class CometMonitor(Monitor):
     """Logs to an experiment that ``comet_ml.start`` opens or continues.
 
-    The engine's events are reported once ``samples_log_interval`` samples have passed since those reported last;
-    values in between are left out.
+    Events are reported when ``samples_log_interval`` samples have passed since the last report; values in between are
+    left out.
 
     Args:
         comet_config: The section.
@@ -317,7 +317,7 @@ class CometMonitor(Monitor):
     def _open(self) -> None:
         import comet_ml
 
-        if self._experiment is not None:  # it was closed; continue with it
+        if self._experiment is not None:  # it was closed: continue the same experiment
             self._settings["experiment_key"] = self._experiment.get_key()
         self._experiment = comet_ml.start(**self._settings)
         if self._name is not None:
@@ -356,26 +356,26 @@ def _close_all(monitors: Sequence[Monitor]) -> None:
 
 
 class MonitorMaster:
-    """Writes events to every monitor that the configuration switches on, from rank 0.
+    """Writes events to every monitor that the configuration enables, from rank 0.
 
     Args:
         monitor_config: A ``ds_config`` (dict, path, base64 or parsed), or any object with the attributes
             ``tensorboard``, ``csv_monitor``, ``wandb`` and ``comet``.
 
     Attributes:
-        enabled: Whether any monitor is switched on; the same on every rank.
-        tb_monitor: The TensorBoard monitor, or None; so are ``csv_monitor``, ``wandb_monitor`` and ``comet_monitor``.
+        enabled: Whether any monitor is enabled in the configuration; the same on every rank.
+        tb_monitor: The TensorBoard monitor, or None; likewise ``csv_monitor``, ``wandb_monitor`` and ``comet_monitor``.
 
     Raises:
-        DeepSpeedConfigError: On every rank, if the package of a monitor is not installed.
+        DeepSpeedConfigError: The package of a monitor is not installed; raised on every rank.
     """
 
     def __init__(self, monitor_config: Any) -> None:
         sections = {name: _section(monitor_config, name) for name in _KINDS}
-        wanted = {name: section for name, section in sections.items() if section is not None and section.enabled}
-        self.enabled = bool(wanted)
-        # Built on every rank, for the check of their packages; written to on rank 0 only.
-        built: dict[str, Monitor] = {name: _KINDS[name](section) for name, section in wanted.items()}
+        enabled = {name: section for name, section in sections.items() if section is not None and section.enabled}
+        self.enabled = bool(enabled)
+        # Built on every rank to check their packages; only rank 0 writes.
+        built: dict[str, Monitor] = {name: _KINDS[name](section) for name, section in enabled.items()}
         self.tb_monitor = built.get("tensorboard")
         self.csv_monitor = built.get("csv_monitor")
         self.wandb_monitor = built.get("wandb")
@@ -384,7 +384,7 @@ class MonitorMaster:
         for monitor in built.values():
             monitor.enabled = self._writes
         self._monitors = tuple(built.values()) if self._writes else ()
-        # Also runs when the interpreter exits: TensorBoard's thread would take its last events with it.
+        # Also at exit: otherwise TensorBoard's thread ends with unwritten events.
         weakref.finalize(self, _close_all, self._monitors)
 
     @property
@@ -393,17 +393,17 @@ class MonitorMaster:
         return bool(self._monitors)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Writes ``(name, value, step)`` events on rank 0; other ranks may call it too and do nothing."""
+        """Writes ``(name, value, step)`` events on rank 0; does nothing on other ranks."""
         for monitor in self._monitors:
             monitor.write_events(event_list)
 
     def flush(self) -> None:
-        """Brings everything written so far to where a reader sees it."""
+        """Makes all events written so far visible to readers."""
         for monitor in self._monitors:
             monitor.flush()
 
     def close(self) -> None:
-        """Flushes and lets go of files and connections; the next event opens them again."""
+        """Flushes and closes files and connections; the next event opens them again."""
         _close_all(self._monitors)
 
 

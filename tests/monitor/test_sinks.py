@@ -108,7 +108,9 @@ def test_comet(monkeypatch):
 def test_a_missing_package_is_named(section, package, monkeypatch):
     monkeypatch.setattr(monitor, "find_spec", lambda name: None)
     monkeypatch.delitem(__import__("sys").modules, package, raising=False)
-    with pytest.raises(DeepSpeedConfigError, match=rf"{section}.enabled is true.*pip install {package}"):
+    with pytest.raises(
+        DeepSpeedConfigError, match=rf"{section}.enabled: expected the package {package}.*pip install {package}"
+    ):
         MonitorMaster({section: {"enabled": True}})
     assert not MonitorMaster({section: {"enabled": False}}).enabled
 
