@@ -10,7 +10,7 @@
         engine.backward(loss)
         engine.step()
 
-Everything below is imported when it is first requested, so that ``import deepspeed`` costs next to nothing.
+All names are imported at first use, so that ``import deepspeed`` is fast.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ install()
 
 def __getattr__(name: str) -> Any:
     if name == "dist":
-        return _communication_in_use()
+        return _initialized_comm()
     if name == "HAS_TRITON":
         from importlib.util import find_spec
 
@@ -121,8 +121,8 @@ def __getattr__(name: str) -> Any:
     return _find(name)
 
 
-def _communication_in_use() -> ModuleType | None:
-    """Returns ``deepspeed.comm`` once there is a process group, None before."""
+def _initialized_comm() -> ModuleType | None:
+    """Returns ``deepspeed.comm`` if the process group is initialized, otherwise None."""
     from deepspeed import comm
 
     return comm if comm.is_initialized() else None

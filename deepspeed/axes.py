@@ -1,19 +1,18 @@
-"""Table of the parallel axes, one row each: what the ranks along an axis divide, and what follows from that.
+"""The table of the parallel axes, one row each: what the ranks along an axis divide, and what follows from that.
 
-Ranks that differ in one axis only do one thing together: along ``data`` they see different samples, along ``tensor``
-they hold different parts of the same layers, along ``pipe`` different layers. All code that depends on the axes reads
-:data:`ROWS`: the mesh, process groups, batch sizes, the divisor of gradients, names of checkpoint files, features,
-plans and reports. A new axis is a row here, the key of its size in the configuration, and a feature in a subpackage of
-its own.
+The ranks along ``data`` have different samples, those along ``tensor`` different parts of the same layers, those along
+``pipe`` different layers. All code that depends on the axes reads :data:`ROWS`: the mesh, process groups, batch sizes,
+the divisor of gradients, names of checkpoint files, features, plans and reports. A new axis needs a row here, a
+configuration key for its size, and a feature in a subpackage of its own.
 
 =============  ==================  ===================  =======================  ============================
-``divides``    samples             parameters           batch size               a sum of gradients over them
+``divides``    samples of a rank   parameters           factor of batch size     sum of gradients over ranks
 =============  ==================  ===================  =======================  ============================
-``"batch"``    each has others     ZeRO shards them     times these ranks        is divided by their number
-``"sample"``   a part of each      ZeRO shards them     as of one rank           by their number, or not: see
-                                                                                 ``gradient_divisor``
-``"model"``    the same            each has a part      as of one rank           is never made
-``"nothing"``  the same            ZeRO shards them     as of one rank           is divided by their number
+``"batch"``    its own             sharded by ZeRO      number of ranks          divided by number of ranks
+``"sample"``   a part of each      sharded by ZeRO      1                        divided by number of ranks or
+                                                                                 not: ``gradient_divisor``
+``"model"``    the same            a part on each rank  1                        not computed
+``"nothing"``  the same            sharded by ZeRO      1                        divided by number of ranks
 =============  ==================  ===================  =======================  ============================
 """
 
@@ -25,18 +24,18 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class AxisRow:
-    """What one axis means.
+    """Describes one axis.
 
     Attributes:
-        name: In a mesh, in traffic counters and in messages.
+        name: Its name in a mesh, in traffic counters and in messages.
         divides: What its ranks divide among themselves; see the table above.
-        aliases: Other names in a torch ``DeviceMesh``; the first one is the usual short one.
-        key: The configuration key of its size. None: no key requests it. ``data`` has the ranks that are left,
-            and the model itself has the number of its stages.
+        aliases: Its other names in a torch ``DeviceMesh``, the usual short one first.
+        key: The configuration key of its size. None for ``data``, which has the remaining ranks, and for ``pipe``,
+            whose size is the number of the model's stages.
         counts: What its size counts, for messages and help texts.
         option: The keyword of ``deepspeed.plan`` and the option of ``ds_plan`` for its size; None: there is none.
-        feature: The module of its feature, which a mesh with several ranks along it loads; None: it needs none.
-        advice: How to make its collectives cost less, for reports of a run.
+        feature: The module of its feature, loaded if the axis has several ranks; None: it has no feature.
+        advice: How to reduce the cost of its collectives, for reports of a run.
     """
 
     name: str
@@ -71,7 +70,7 @@ ROWS = (
     ),
     AxisRow(
         EXPERT,
-        "batch",  # of other layers than the experts', its ranks hold the same part
+        "batch",  # its ranks hold the same part of all layers but the experts
         aliases=("ep", "expert_parallel"),
         key="expert_parallel.autoep_size",
         counts="expert-parallel ranks",
@@ -100,7 +99,7 @@ ROWS = (
         advice="keep tensor_parallel.autotp_size within one node, or make it smaller",
     ),
 )
-"""All axes, outermost first: ranks along the last one have consecutive numbers, most often on one node."""
+"""All axes, outermost first: ranks along the last axis are consecutive, usually on one node."""
 
 
 def _that_divide(*what: str) -> tuple[str, ...]:
@@ -110,18 +109,18 @@ def _that_divide(*what: str) -> tuple[str, ...]:
 AXES = tuple(row.name for row in ROWS)
 """Names of all axes, outermost first."""
 KEYS = {row.name: row.key for row in ROWS if row.key is not None}
-"""Axis name to the configuration key of its size; axes without such a key are left out."""
+"""The configuration key of the size of each axis, by name; axes without a key are left out."""
 SAMPLES = _that_divide("batch")
 """Axes whose ranks train on different samples."""
 PARTS_OF_SAMPLES = _that_divide("sample")
 """Axes whose ranks hold different parts of the same samples and replicate the dense parameters."""
 SAME_SAMPLES = _that_divide("sample", "model", "nothing")
-"""Axes whose ranks train on the same samples or parts of them. All ranks along them count once in the batch size."""
+"""Axes whose ranks train on the same samples or parts of them. They do not multiply the batch size."""
 SAME_PART = _that_divide("batch", "sample", "nothing")
-"""Axes whose ranks replicate the dense parameters. ZeRO shards over these, and experts are spread over them."""
+"""Axes whose ranks replicate the dense parameters. ZeRO shards and experts are spread over these ranks."""
 SAME_EXPERTS = tuple(name for name in SAME_PART if name != EXPERT)
-"""Axes whose ranks replicate the same experts, where experts have an axis of their own."""
+"""Axes whose ranks replicate the same experts if experts have an axis of their own."""
 OTHER_PARTS = _that_divide("model")
-"""Axes whose ranks hold different parts of one model replica. Their ranks give ``mp_rank`` in checkpoint files."""
+"""Axes whose ranks hold different parts of one model replica: the ``mp_rank`` in names of checkpoint files."""
 PARTS_OF_LAYERS = tuple(name for name in OTHER_PARTS if name != PIPE)
-"""Axes whose ranks hold different parts of the same layers. A parameter that all of them hold whole is counted once."""
+"""Axes whose ranks hold different parts of the same layers. A parameter that all ranks hold whole counts once."""

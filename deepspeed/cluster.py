@@ -1,8 +1,8 @@
-"""Finds which machine of a cluster this is, from the variables of the program that starts the commands.
+"""Finds which machine of a cluster this is, from environment variables.
 
-Kubernetes' torch runtimes (``PET_*``), SkyPilot and SageMaker start the same command on every machine and set in the
-environment which machine it is. Schedulers that start one process per rank are read by
-:mod:`deepspeed.comm.start.environment`.
+Kubernetes' torch runtimes (``PET_*``), SkyPilot and SageMaker start the same command on every machine and set variables
+that say which machine it is. :mod:`deepspeed.comm.start.environment` reads the variables of schedulers that start one
+process per rank.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class ClusterNode:
     Attributes:
         index: Number of the machine, from 0; rank 0 runs on machine 0.
         count: Number of machines.
-        devices: Ranks per machine; None if unknown.
+        devices: Number of ranks per machine; None if unknown.
         address: Name or address of machine 0.
         port: Port where rank 0 listens; None if unknown.
         hosts: Names or addresses of all machines in order; empty if unknown.
-        source: Whose variables these are, for the log.
+        source: Whose variables these are, for messages.
         run: Name of the run, the same on all its machines and for no other run; empty if unknown.
     """
 
@@ -40,10 +40,10 @@ class ClusterNode:
 
 
 def find_cluster_node(environ: Mapping[str, str]) -> ClusterNode | None:
-    """Returns this machine's place among several; None where no variables of a cluster are set, or for one machine.
+    """Returns which of several machines this is; None without variables of a cluster, or for one machine.
 
     Raises:
-        CommunicationError: A variable is missing or makes no sense.
+        CommunicationError: A variable is missing or has an invalid value.
     """
     for read in _READERS:
         node = read(environ)
@@ -58,7 +58,7 @@ def find_cluster_node(environ: Mapping[str, str]) -> ClusterNode | None:
 
 
 def _torch_runtime(environ: Mapping[str, str]) -> ClusterNode | None:
-    """Reads the arguments of torchrun that torch runtimes give as variables."""
+    """Reads the arguments of torchrun that torch runtimes pass as variables."""
     source = "PET_* variables of a torch runtime"
     text = environ.get("PET_NNODES", "")
     if not text or text == "1":

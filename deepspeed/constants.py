@@ -1,4 +1,4 @@
-"""Constants at upstream's import path."""
+"""Constants under the import path of upstream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed import TORCH_DISTRIBUTED_DEFAULT_PORT
 
 default_pg_timeout: timedelta  # see __getattr__
-# What a data loader is for, as ``engine.deepspeed_io(dataset, route=...)`` takes it.
+# Values of ``route`` in ``engine.deepspeed_io(dataset, route=...)``: the purpose of a data loader.
 ROUTE_TRAIN = "train"
 ROUTE_EVAL = "eval"
 ROUTE_PREDICT = "predict"
@@ -17,7 +17,7 @@ __all__ = ["TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "default_pg_timeout":  # DEEPSPEED_TIMEOUT decides it, so it is read when it is requested
+    if name == "default_pg_timeout":  # read at each access, as DEEPSPEED_TIMEOUT sets it
         from deepspeed.comm import default_timeout
 
         return default_timeout()

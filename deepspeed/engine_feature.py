@@ -1,7 +1,7 @@
-"""The base class of features: what a subpackage adds to an engine if a configuration or a model requests it.
+"""The base class of features, which subpackages add to an engine if a configuration or a model requests them.
 
 A feature is an object named ``FEATURE`` in the module ``feature`` of its subpackage. ``deepspeed.engine.features``
-lists these modules in the order in which they change a model. It imports one only where it is requested: by a section
+lists these modules in the order in which they change a model. It imports only those that are requested: by a section
 of the configuration (:func:`~deepspeed.config.section.features_of`), by an axis of the job's mesh, or by a mark on
 the classes of the model, the mpu or the optimizer (:func:`marks_of`).
 """
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from deepspeed.zero.runtime import ZeroRuntime
 
 MARK = "_ds_features"
-"""Attribute of a class, a module or an object: the features that it requests, as a tuple of modules' names."""
+"""Attribute of classes and objects with the features that they request, as a tuple of names of modules."""
 
 _BY_METHOD = {"set_deepspeed_parallelism": "deepspeed.parallel.expert.feature"}
-"""Methods of programs' own classes that do what a mark does: this one needs the groups of experts."""
+"""Methods of programs' classes that request a feature: this one needs the groups of experts."""
 
 
 def mark(thing: Any, feature: str) -> None:
-    """Makes one object, such as a module of a model, request a feature.
+    """Marks an object, such as a module of a model, so that it requests a feature.
 
     Args:
         thing: Any object with a ``__dict__``.
@@ -44,10 +44,10 @@ def mark(thing: Any, feature: str) -> None:
 
 
 def marks_of(*things: Any) -> set[str]:
-    """Returns the features that objects request: by marks of their own, or of their classes and base classes.
+    """Returns the features that objects request, by their own marks or those of their classes and base classes.
 
     Args:
-        *things: Modules (their submodules count too) and other objects.
+        *things: Modules, with their submodules, and other objects.
     """
     found: set[str] = set()
     classes: set[type] = set()
@@ -68,10 +68,10 @@ class EngineSetup:
     Attributes:
         root: The configuration.
         model: The model.
-        optimizer: What the caller of ``initialize`` gave.
-        ranks: Where this rank stands.
-        device: Where the model is to be.
-        mesh_is_ours: The ranks that share a sequence come from the configuration, not from the caller's mpu.
+        optimizer: The argument of ``initialize``.
+        ranks: The coordinates of this rank.
+        device: The device that the model is moved to.
+        mesh_is_ours: The configuration sets the ranks that share a sequence, not the caller's mpu.
     """
 
     root: Root
@@ -92,11 +92,11 @@ Test = Callable[[EngineSetup], bool]
 
 @dataclass(frozen=True)
 class ConflictKey:
-    """Something that a feature may be in conflict with.
+    """Something that features may conflict with, such as pipelines.
 
     Attributes:
-        title: As the table of the documentation names it.
-        words: Returns the words by which messages name the active feature; None where it is inactive.
+        title: Its name in the table of the documentation.
+        words: Returns its description for messages if it is active, otherwise None.
     """
 
     title: str
@@ -118,8 +118,8 @@ def _stages(setup: EngineSetup) -> str | None:
 
 
 def _islands(setup: EngineSetup) -> str | None:
-    given = setup.root.communication_compression.islands is not None
-    return "with communication_compression.islands" if given else None
+    has_islands = setup.root.communication_compression.islands is not None
+    return "with communication_compression.islands" if has_islands else None
 
 
 def _sharded_parameters(setup: EngineSetup) -> str | None:
@@ -129,8 +129,8 @@ def _sharded_parameters(setup: EngineSetup) -> str | None:
 def _experts(setup: EngineSetup) -> str | None:
     section = setup.root.expert_parallel
     marked = any(getattr(parameter, "allreduce", True) is False for parameter in setup.model.parameters())
-    is_there = marked or (section is not None and section.enabled)
-    return "with experts that are spread over ranks" if is_there else None
+    has_experts = marked or (section is not None and section.enabled)
+    return "with experts that are spread over ranks" if has_experts else None
 
 
 SEQUENCE_RANKS = ConflictKey("sequence parallelism", _shared_sequences)
@@ -140,19 +140,19 @@ ISLANDS = ConflictKey("islands", _islands)
 STAGE_3 = ConflictKey("ZeRO stage 3", _sharded_parameters)
 EXPERTS = ConflictKey("spread experts", _experts)
 OTHERS = (STAGES, TENSOR_RANKS, SEQUENCE_RANKS, EXPERTS, ISLANDS, STAGE_3)
-"""The columns of the table of the documentation."""
+"""The columns of the table of conflicts in the documentation."""
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Something that a feature cannot be used together with; ``initialize`` refuses it.
+    """A setting that cannot be combined with something else; ``initialize`` refuses both together.
 
     Attributes:
         part: The setting of the feature, as messages name it.
-        is_on: Whether that setting is used.
-        other: What it does not go with.
-        why: The reason.
-        instead: What to change.
+        is_on: Returns whether that setting is used.
+        other: What it cannot be combined with.
+        why: The reason, for messages.
+        instead: What to change, for messages.
     """
 
     part: str
@@ -162,13 +162,13 @@ class Conflict:
     instead: str
 
     def problem(self, setup: EngineSetup) -> str | None:
-        """Returns the message where both are used; None where they are not."""
+        """Returns the message if both are used, otherwise None."""
         words = self.other.words(setup) if self.is_on(setup) else None
         return f"{self.part} {words}: {self.why}; {self.instead}" if words is not None else None
 
 
 def takes_keyword(model: nn.Module, name: str, *, by_name: bool = False) -> bool:
-    """Returns whether the forward of ``model`` takes a keyword; ``by_name``: not among its ``**kwargs``."""
+    """Returns whether the forward of ``model`` takes a keyword; with ``by_name``, ``**kwargs`` do not count."""
     parameters = inspect.signature(model.forward).parameters
     any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return name in parameters or (any_name and not by_name)
@@ -180,14 +180,14 @@ class StepInfo:
 
     Attributes:
         step: Number of the update, from 1.
-        samples: Samples seen so far, over all ranks.
-        batch: Samples of this update, over all ranks.
-        own_batch: Those of them that this rank has seen.
-        skipped: Updates skipped so far.
+        samples: Number of samples so far, over all ranks.
+        batch: Number of samples of this update, over all ranks.
+        own_batch: Number of samples of this update on this rank.
+        skipped: Number of skipped updates so far.
         lr: Learning rate of each param group, after the schedule has advanced.
         norm: Norm of the gradients before clipping; None if it was not computed.
         loss_scale: The loss scale under fp16; None otherwise.
-        more: Name and value of further events.
+        more: Names and values of further events.
     """
 
     step: int
@@ -202,28 +202,28 @@ class StepInfo:
 
 
 SCHEDULE = "schedule"
-"""Phase of all instructions of a pipeline's stage: forward, backward and step lie inside and count for themselves."""
+"""The phase of all instructions of a pipeline stage. Forward, backward and step are phases inside it."""
 
 
 class StepTracker:
-    """Records what one rank does and when; the methods of this class do nothing.
+    """Records the phases and steps of one rank; the methods of this base class do nothing.
 
     Attributes:
-        uses_loss: Whether :meth:`end_step` has a use for the loss.
-        uses_events: Whether it has a use for the events of features.
+        uses_loss: Whether :meth:`end_step` uses the loss.
+        uses_events: Whether it uses the events of features.
     """
 
     uses_loss = uses_events = False
 
     def begin(self, phase: str) -> None:
-        """Records that a phase begins (forward, backward, step, ...); one may lie inside another."""
+        """Records the start of a phase (forward, backward, step, ...); phases may be nested."""
 
     def end(self, phase: str) -> None:
-        """Records that a phase has ended."""
+        """Records the end of a phase."""
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Records a phase that lasts as long as the block."""
+        """Records a phase that lasts as long as the context."""
         self.begin(phase)
         try:
             yield
@@ -231,39 +231,40 @@ class StepTracker:
             self.end(phase)
 
     def named(self, name: str) -> AbstractContextManager[None]:
-        """Returns a context for a part of a phase, such as one micro-batch of a pipeline's stage."""
+        """Returns a context for a part of a phase, such as one micro-batch of a pipeline stage."""
         return nullcontext()
 
     def add_tokens(self, count: int) -> None:
-        """Takes the number of tokens of one more micro-batch of this rank."""
+        """Adds the number of tokens of a micro-batch of this rank."""
 
     def event(self, name: str, **values: Any) -> None:
-        """Records something that is no step, such as a save."""
+        """Records an event beside the steps, such as a save."""
 
     def take_memory(self, rows: Callable[[], Sequence[tuple[str, int, int, str]]]) -> None:
-        """Called after each update with what returns the rows of ``engine.memory_report()``."""
+        """Called after each update with a function that returns the rows of ``engine.memory_report()``."""
 
     def end_step(self, info: StepInfo, loss: torch.Tensor | None) -> None:
         """Called after each update.
 
         Args:
-            info: What is known of it.
-            loss: The loss of the update, 0-dim, on any device; None: not known on this rank, or not wanted.
+            info: Describes the update.
+            loss: The loss of the update, 0-dim, on any device; None if this rank does not know it, or without
+                ``uses_loss``.
         """
 
     def close(self) -> None:
-        """Ends what was started. Called when the engine is destroyed; may be called twice."""
+        """Closes the tracker. Called when the engine is destroyed; may be called twice."""
 
 
 class UnevenBatch(Protocol):
-    """The micro-batches of this rank in one update, where ranks have different numbers of them."""
+    """The micro-batches of this rank in one update in which ranks have different numbers of micro-batches."""
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns ``loss`` (0-dim) scaled so that the gradients' mean over ranks is that over all micro-batches."""
+        """Returns ``loss`` (0-dim), scaled so that the mean of gradients over ranks is the mean over micro-batches."""
         ...
 
     def numbers(self) -> Sequence[float]:
-        """Returns numbers that the update sends to all ranks; equally many on each rank."""
+        """Returns numbers that the update sends to all ranks; their count is equal on all ranks."""
         ...
 
     def take(self, rows: torch.Tensor) -> None:
@@ -272,10 +273,10 @@ class UnevenBatch(Protocol):
 
 
 class EngineHooks:
-    """Base class of the hooks of a feature in the steps of one engine; its methods do nothing.
+    """Hooks of a feature in the steps of one engine; the methods of this base class do nothing.
 
     Attributes:
-        tracker: Records the engine's phases and steps on this rank; None: nothing does.
+        tracker: Records the engine's phases and steps on this rank; None: they are not recorded.
     """
 
     tracker: StepTracker | None = None
@@ -285,8 +286,8 @@ class EngineHooks:
 
         Args:
             is_training: Whether the model is in training mode.
-            global_steps: Updates so far.
-            micro_steps: Micro-steps so far.
+            global_steps: Number of updates so far.
+            micro_steps: Number of micro-steps so far.
 
         Returns:
             Further keyword arguments of the model's forward.
@@ -297,19 +298,19 @@ class EngineHooks:
         """Called before a backward that an update follows.
 
         Args:
-            loss: 0-dim, as the backward gets it.
-            scale: What the program's loss was multiplied by.
-            global_steps: Updates so far.
+            loss: The loss, 0-dim, of which backward is called.
+            scale: The factor by which the program's loss was multiplied.
+            global_steps: Number of updates so far.
         """
 
     @property
     def needs_graph(self) -> bool:
-        """Whether :meth:`before_backward` has a use for the loss."""
+        """Whether :meth:`before_backward` uses the graph of the loss."""
         return False
 
     @property
     def runs_backward(self) -> bool:
-        """Whether gradients that are computed now are the feature's own, not those of the training."""
+        """Whether the present backward pass computes gradients for the feature itself, not for the training."""
         return False
 
     @property
@@ -321,30 +322,30 @@ class EngineHooks:
         """Called before each update.
 
         Args:
-            global_steps: Updates so far.
-            has_run_backward: Since the update before.
+            global_steps: Number of updates so far.
+            has_run_backward: Whether backward has run since the last update.
         """
 
     def after_update(self, global_steps: int, *, was_skipped: bool) -> None:
         """Called after each update.
 
         Args:
-            global_steps: Updates so far, this one included.
-            was_skipped: A gradient was not finite.
+            global_steps: Number of updates so far, this one included.
+            was_skipped: Whether the update was skipped, as a gradient was not finite.
         """
 
     def after_step(self, global_steps: int) -> None:
         """Called at the end of each step with an update, when the engine can be saved. It may end the process.
 
         Args:
-            global_steps: Updates so far.
+            global_steps: Number of updates so far.
         """
 
     def close(self) -> None:
-        """Gives back what belongs to the process. Called when the engine is destroyed; may be called twice."""
+        """Releases resources such as signal handlers. Called when the engine is destroyed; may be called twice."""
 
     def resume(self, global_steps: int, skipped_steps: int) -> None:
-        """Goes to the moment after this many updates; called when a checkpoint was loaded."""
+        """Sets the state after this many updates; called when a checkpoint was loaded."""
 
     def events(self) -> Sequence[tuple[str, float]]:
         """Returns names and values for the monitors."""
@@ -359,13 +360,13 @@ class TrackingHooks(EngineHooks):
 
 
 class EngineFeature:
-    """One feature of an engine; the methods of this class do nothing.
+    """A feature of an engine; the methods of this base class do nothing.
 
     Attributes:
-        title: As the documentation names it.
-        setting: What switches it on.
-        conflicts: What it does not go with.
-        only_watches: Whether it changes nothing of the training, so that it goes with every other feature.
+        title: Its name in the documentation.
+        setting: The setting that enables it.
+        conflicts: What it cannot be combined with.
+        only_watches: Whether it does not change the training, so that it can be combined with every other feature.
     """
 
     title: str
@@ -374,34 +375,34 @@ class EngineFeature:
     only_watches: bool = False
 
     def read_config(self, config: Any, mpu: Any) -> Any:
-        """Returns what ``initialize`` got as configuration, as the feature's mpu means it."""
+        """Returns the ``config`` argument of ``initialize``, changed as the feature's mpu requires."""
         return config
 
     def complete(self, root: Root, model: nn.Module, mpu: Any) -> Root:
-        """Returns the configuration together with the program's settings of the model."""
+        """Returns the configuration, completed by settings that the program made on the model."""
         return root
 
     def problems(self, setup: EngineSetup) -> Iterator[str]:
-        """Yields a message for each of :attr:`conflicts` that there is."""
+        """Yields a message for each of :attr:`conflicts` whose two sides are used."""
         for conflict in self.conflicts:
             if (problem := conflict.problem(setup)) is not None:
                 yield problem
 
     def prepare(self, setup: EngineSetup) -> None:
-        """Gives the model the layers that the other features look at. Every rank must call it."""
+        """Gives the model layers that other features read. Every rank must call it."""
 
     def refuse(self, setup: EngineSetup) -> None:
-        """Raises what cannot be done, before anything is changed.
+        """Checks the setup before anything is changed.
 
         Raises:
-            DeepSpeedConfigError: Names what is wrong, and what to change.
+            DeepSpeedConfigError: The feature cannot be used with this setup.
         """
 
     def reshape(self, setup: EngineSetup) -> Mapping[int, nn.Parameter]:
-        """Changes the model before its parameters get their places. Every rank must call it.
+        """Changes the model before ZeRO takes its parameters. Every rank must call it.
 
         Returns:
-            New parameters by the ``id`` of those whose places they took.
+            New parameters by the ``id`` of the parameters that they replace.
         """
         return {}
 
@@ -415,24 +416,24 @@ class EngineFeature:
         return {}
 
     def engine_class(self, setup: EngineSetup) -> str | None:
-        """Returns the dotted name of the class of the engine; None: the ordinary one."""
+        """Returns the dotted name of the engine's class; None: the default one."""
         return None
 
     def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Groups, batch_size: int) -> EngineHooks | None:
-        """Returns what the feature does in the steps of an engine.
+        """Returns the feature's hooks in the steps of an engine; None: it has none.
 
         Args:
-            setup: What was requested, with the model as it is now.
-            runtime: The parameters of the model.
+            setup: The setup, with the model as all features have changed it.
+            runtime: ZeRO's state of the parameters.
             groups: The engine's groups.
-            batch_size: Samples of an update, over all ranks.
+            batch_size: Number of samples of an update, over all ranks.
         """
         return None
 
     def finish(self, engine: Any, training_data: Any) -> None:
-        """Called when the engine stands. Every rank must call it.
+        """Called when the engine is complete. Every rank must call it.
 
         Args:
             engine: The engine.
-            training_data: What the caller of ``initialize`` gave.
+            training_data: The argument of ``initialize``.
         """

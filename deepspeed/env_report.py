@@ -1,4 +1,4 @@
-"""The report of ``ds_report`` at upstream's import path; ``python -m deepspeed.env_report`` prints it too."""
+"""Prints the report of ``ds_report``, under the import path of upstream and by ``python -m deepspeed.env_report``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = Fa
     """Prints the report.
 
     Args:
-        hide_operator_status: Leave out what can be used and what not.
+        hide_operator_status: Leave out the list of what can be used.
         hide_errors_and_warnings: Leave out the warnings.
     """
-    given = {"--hide_operator_status": hide_operator_status, "--hide_errors_and_warnings": hide_errors_and_warnings}
-    cli_main([option for option, is_given in given.items() if is_given])
+    options = {"--hide_operator_status": hide_operator_status, "--hide_errors_and_warnings": hide_errors_and_warnings}
+    cli_main([option for option, is_set in options.items() if is_set])
 
 
 __all__ = ["cli_main", "main"]

@@ -7,9 +7,10 @@
     |-- NotYetSupportedError (NotImplementedError)  a known feature that this release does not have
     |-- CallOrderError (RuntimeError)            a call that the present state does not allow
     |-- ShardedAccessError (RuntimeError)        computing on, or writing to, a parameter that is not gathered
-    |-- DivergenceError (RuntimeError)           ranks took different branches
+    |-- DivergenceError (RuntimeError)           ranks did different things in the same collective
     |-- NonFiniteError (RuntimeError)            gradients stayed NaN or infinite for too long
     |-- CommunicationError (RuntimeError)        a peer died or a collective failed
+    |-- PipelineError (RuntimeError)             a stage of a pipeline failed, or cannot do a call alone
     |-- CheckpointError (RuntimeError)           a checkpoint is missing, damaged or does not fit
     |-- ElasticityError                          no batch suits the numbers of ranks that section elasticity allows
     `-- OffloadError (RuntimeError)              files of offloaded states cannot be made, read or written
@@ -25,7 +26,7 @@ class DeepSpeedError(Exception):
 
 
 class DeepSpeedConfigError(DeepSpeedError, ValueError):
-    """The configuration is wrong.
+    """The configuration cannot be used.
 
     Attributes:
         problems: One sentence per problem, in the order of the configuration.
@@ -49,7 +50,7 @@ class ShardedAccessError(DeepSpeedError, RuntimeError):
 
 
 class DivergenceError(DeepSpeedError, RuntimeError):
-    """Ranks wanted different things from the same collective."""
+    """Ranks did different things where all must do the same."""
 
 
 class NonFiniteError(DeepSpeedError, RuntimeError):
@@ -85,4 +86,4 @@ class OffloadError(DeepSpeedError, RuntimeError):
 
 
 class DeprecatedException(DeepSpeedError):  # noqa: N818 - the name that programs catch
-    """A call that has gone: what replaces it."""
+    """A call that was removed; the message says what replaces it."""

@@ -1,4 +1,4 @@
-"""Files through which ranks and launcher exchange how ranks ended, which ones the others lost, and reports.
+"""Exchanges by files, between ranks and launcher, how ranks ended, who continues without them, and missing reports.
 
 Without a launcher of this package there is no folder, and nothing is written.
 """
@@ -19,7 +19,7 @@ LOST_PEER = re.compile(
     rb"DistStoreError|DistBackendError|remote process exited|NCCL communicator was aborted|KeyboardInterrupt|recvBytes|"
     rb"recvValue|Socket Timeout|Timed out waiting|gloo.*[Tt]imeout",
 )
-"""Matches the errors that a rank gets because another one is gone."""
+"""Matches errors of a rank whose cause is that another rank is gone."""
 
 _CONTINUES = "continues"
 _EXIT, _RECOVERED = "exit-", "recovered-"
@@ -28,10 +28,10 @@ _WAIT_SECONDS, _PAUSE = 0.3, 0.02
 
 
 class ExitNotes:
-    """The folder.
+    """Reads and writes the files.
 
     Args:
-        folder: Where it is; None: there is none.
+        folder: The folder of the files; None: there is none.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -39,28 +39,28 @@ class ExitNotes:
 
     @classmethod
     def here(cls) -> ExitNotes:
-        """Returns that of this process's launcher."""
+        """Returns the notes in the folder of this process's launcher."""
         found = os.environ.get(NOTES)
         return cls(Path(found) if found else None)
 
     @property
     def has_launcher(self) -> bool:
-        """Whether a launcher of this package reads what the ranks write."""
+        """Whether a launcher of this package reads the files."""
         return self._folder is not None
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
     def continues(self) -> None:
-        """Prints that the other ranks continue when one is lost."""
+        """Writes that the other ranks continue when one is lost."""
         self._write(_CONTINUES, "")
 
     def recovered(self, pids: Sequence[int]) -> None:
-        """Prints that the run continues without these processes."""
+        """Writes that the run continues without these processes."""
         for pid in pids:
             self._write(f"{_RECOVERED}{pid}", "")
 
     def cause_of(self, pid: int) -> str:
-        """Returns how a process has ended, in the launcher's words; empty if unknown."""
+        """Returns how a process has ended, as its launcher wrote; waits up to 0.3 s. Empty if unknown."""
         if self._folder is None:
             return ""
         path, deadline = self._folder / f"{_EXIT}{pid}", time.monotonic() + _WAIT_SECONDS
@@ -69,32 +69,32 @@ class ExitNotes:
         return path.read_text() if path.exists() else ""
 
     def run_report_missing(self, folder: Path) -> None:
-        """Prints that the page of the run report in ``folder`` has not been written yet."""
+        """Writes that the page of the run report in ``folder`` is missing."""
         self._write(_REPORT, str(folder.resolve()))
 
     def run_report_written(self) -> None:
-        """Prints that the page of the run report has been written."""
+        """Removes the note of :meth:`run_report_missing`."""
         if self._folder is not None:
             (self._folder / _REPORT).unlink(missing_ok=True)
 
     # -- the launcher --------------------------------------------------------------------------------------------------
 
     def note_exit(self, pid: int, cause: str) -> None:
-        """Describes how a process has ended."""
+        """Writes how a process has ended."""
         self._write(f"{_EXIT}{pid}", cause)
 
     @property
     def do_continue(self) -> bool:
-        """Whether the ranks have announced that the others continue when one is lost."""
+        """Whether a rank has written that the others continue when one is lost."""
         return self._folder is not None and (self._folder / _CONTINUES).exists()
 
     def is_recovered(self, pid: int) -> bool:
-        """Returns whether the run continues without a process."""
+        """Returns whether a rank has written that the run continues without this process."""
         return self._folder is not None and (self._folder / f"{_RECOVERED}{pid}").exists()
 
     @property
     def missing_run_report(self) -> Path | None:
-        """The folder of a run report whose page the ranks have not written; None: there is none."""
+        """The folder of the run report whose page is missing; None: no page is missing."""
         path = None if self._folder is None else self._folder / _REPORT
         return Path(path.read_text()) if path is not None and path.exists() else None
 

@@ -1,4 +1,4 @@
-"""The version, torch and the operators at upstream's import path."""
+"""The versions of this package and of torch, and the operators, under the import path of upstream."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from deepspeed.ops.op_builder.all_ops import COMPATIBLE
 
 
 def _major_minor(text: str | None) -> str:
-    """Returns ``"2.13"`` of ``"2.13.0+cpu"``; ``"0.0"`` for nothing."""
+    """Returns ``"2.13"`` for ``"2.13.0+cpu"``; ``"0.0"`` for None."""
     return ".".join(text.split("+")[0].split(".")[:2]) if text else "0.0"
 
 
-compatible_ops = installed_ops = COMPATIBLE  # what is compatible needs no installation
+compatible_ops = installed_ops = COMPATIBLE  # nothing needs to be installed
 torch_info = {
     "version": _major_minor(torch.__version__),
     "cuda_version": _major_minor(torch.version.cuda),
@@ -23,17 +23,19 @@ torch_info = {
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
-    """Returns whether torch is within two versions, both inclusive; builds of one release (``+cpu``) are equal.
+    """Returns whether torch's release is in a range, both ends included; suffixes of builds (``+cpu``) do not count.
 
     Args:
-        min_version: Least version, as ``2.4`` or ``"2.10"``; None: any.
-        max_version: Greatest version; None: any.
+        min_version: The lowest version, such as ``2.4`` or ``"2.10"``; None: any.
+        max_version: The highest version; None: any.
 
     Raises:
-        ValueError: Neither is given, so the result would have no meaning.
+        ValueError: Neither is given.
     """
     if min_version is None and max_version is None:
-        raise ValueError("required_torch_version(): give min_version, max_version or both")
+        raise ValueError(
+            "required_torch_version(): expected a version, found none; give min_version, max_version or both"
+        )
     present = Version(Version(torch.__version__).base_version)
     return (min_version is None or present >= Version(str(min_version))) and (
         max_version is None or present <= Version(str(max_version))

@@ -22,16 +22,16 @@ _joined: Any = cache(_join)
 
 
 def give_base(module: nn.Module, mixin: type[T]) -> T:
-    """Puts ``mixin`` in front of the class of ``module`` and returns the module; a second time changes nothing.
+    """Makes ``mixin`` the first base class of ``module`` and returns the module; does nothing the second time.
 
-    Wrapping it in another module instead would change the names of its parameters. A new ``forward`` of the object
-    would come too late for what must be decided before hooks run, and two of them would have no order. A ``forward``
-    that the object has of its own already becomes its class's, so that the one of ``mixin`` calls it.
+    A wrapper module would change the names of parameters. A ``forward`` set on the object would run after the hooks,
+    and two of these would have no order. If the object already has such a ``forward``, it is moved to the class, so
+    that the one of ``mixin`` calls it.
 
     Args:
-        module: Changed in place.
-        mixin: A class whose methods call those of ``super()``. A copy of the module has it too, so it must find what it
-            needs by the module, and not in values that cannot be copied.
+        module: The module; changed in place.
+        mixin: A class whose methods call those of ``super()``. Copies of the module have it too, so its state must be
+            attributes of the module that can be copied.
     """
     if not isinstance(module, mixin):
         own = module.__dict__.pop("forward", None)
@@ -49,10 +49,10 @@ def _with_forward(own: Callable[..., Any]) -> Any:
 
 
 class PlainAttributes:
-    """For modules that count and note things in themselves several times in a step; before ``nn.Module`` in the bases.
+    """Speeds up assignments to plain attributes of a module; must precede ``nn.Module`` in the base classes.
 
-    ``nn.Module`` looks for parameters, buffers and modules at every assignment, a dozen calls in each. What is a plain
-    attribute and stays one is set without.
+    ``nn.Module`` checks every assignment for parameters, buffers and modules, by a dozen calls. For modules that set
+    attributes several times per step; an existing plain attribute that stays one is set without these checks.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

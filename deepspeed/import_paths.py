@@ -1,9 +1,9 @@
-"""A table of modules that only re-export names, under the paths by which programs import them.
+"""The table of modules that only re-export names, under the paths by which programs import them.
 
-None of them is a file. ``import deepspeed`` calls :func:`install`, which adds a finder that makes each module when it
-is imported: an ordinary module in ``sys.modules`` whose names are resolved at first use (:mod:`deepspeed.lazy`). So
-``import``, attribute access, pickles and replaced attributes work as with files. The ``.pyi`` files in the packages
-make type checkers accept their modules.
+These modules have no files. ``import deepspeed`` calls :func:`install`, which adds a finder that creates each module at
+its import: an ordinary module in ``sys.modules`` whose names are resolved at first use (:mod:`deepspeed.lazy`). So
+``import``, attribute access, pickles and patched attributes work as with files. The ``.pyi`` files in the packages
+declare these modules to type checkers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from deepspeed.lazy import lazy_names
 
 ROOT = "deepspeed"
 
-# Path below deepspeed -> defining module -> names; "known=defined" where the two names differ. Names of missing
-# features (deepspeed.missing_features) need no mention.
+# Path below deepspeed -> defining module -> names; "public=defined" if the two names differ. Names of missing features
+# (deepspeed.missing_features) are added automatically.
 PATHS: dict[str, dict[str, str]] = {
     "accelerator.abstract_accelerator": {
         "deepspeed.accelerator.base": "DeepSpeedAccelerator",
@@ -448,7 +448,7 @@ PATHS: dict[str, dict[str, str]] = {
     },
 }
 
-# Paths that are other names of a whole module.
+# Paths that are aliases of a whole module.
 MODULES: dict[str, str] = {
     "comm.comm": "deepspeed.comm",
     "runtime.activation_checkpointing.checkpointing": "deepspeed.activation_checkpointing.checkpointing",
@@ -465,10 +465,10 @@ def children_of(path: str) -> list[str]:
 
 
 def install() -> None:
-    """Adds the finder to ``sys.meta_path``; further calls have no effect.
+    """Adds the finder to ``sys.meta_path``, once.
 
-    It is placed before the finder of files, because that would find a folder with only bytecode, left by an earlier
-    version, as a namespace package.
+    It precedes the finder of files, which would find a folder with only bytecode, left by an earlier version, as a
+    namespace package.
     """
     if not any(isinstance(finder, KnownPathFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, KnownPathFinder())
@@ -480,7 +480,7 @@ class KnownPathFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the spec of a module of the table, None for any other."""
+        """Returns the spec of a module of the table; None for any other."""
         inner = _path_of(fullname)
         if inner not in PATHS and inner not in MODULES:
             return None
@@ -497,18 +497,20 @@ class KnownPathFinder(MetaPathFinder, Loader):
                 lines = [
                     "import sys",
                     f"from {home} import main",
-                    f"sys.argv[0] = 'python -m {fullname}'",  # as the usage shows it
+                    f"sys.argv[0] = 'python -m {fullname}'",  # shown in the usage
                     "sys.exit(main())",
                 ]
                 return compile("\n".join(lines), f"<{fullname}>", "exec")
-        raise ImportError(f"{fullname} only gives names to import; it has no command line to run with -m")
+        raise ImportError(
+            f"python -m {fullname}: expected a module with a main(), found none; import its names instead"
+        )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Returns None: an ordinary module."""
+        """Returns None, so that Python creates an ordinary module."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Gives the module its names, or puts another one in its place where the path stands for a whole module."""
+        """Sets the names of the module, or replaces it if the path is an alias of a whole module."""
         inner = _path_of(module.__name__)
         if inner in MODULES:
             sys.modules[module.__name__] = importlib.import_module(MODULES[inner])
@@ -524,7 +526,7 @@ class KnownPathFinder(MetaPathFinder, Loader):
         find, listing, names = lazy_names(module.__name__, sources, submodules=set(children) - set(sources))
         module.__dict__.update(__getattr__=find, __dir__=listing, __all__=names)
         for both in sources.keys() & set(children):
-            # The import of a submodule sets the attribute, once. So it comes first, and the attribute is the name's.
+            # A name and a submodule share this attribute: the import sets it once; afterwards the name is used.
             importlib.import_module(f"{module.__name__}.{both}")
             delattr(module, both)
 

@@ -1,11 +1,11 @@
-"""Module attributes that are imported at first access (PEP 562).
+"""Imports the attributes of modules at first access (PEP 562).
 
-``import deepspeed`` stays cheap and yet every attribute walk works: ``deepspeed.runtime.lr_schedules.WarmupLR`` imports
-what it needs on the way. A package states its names once::
+``import deepspeed`` stays fast, and dotted names work: ``deepspeed.runtime.lr_schedules.WarmupLR`` imports the modules
+that it needs. A package states its names once::
 
     __getattr__, __dir__, __all__ = lazy_names(__name__, {"WarmupLR": "deepspeed.schedulers"}, submodules=["engine"])
 
-Names of missing features (:mod:`deepspeed.missing_features`) need no mention.
+Names of missing features (:mod:`deepspeed.missing_features`) are added automatically.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from deepspeed.missing_features import is_missing, missing_names, unavailable
 def lazy_names(
     package: str, sources: Mapping[str, str] | None = None, *, submodules: Iterable[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Makes the ``__getattr__``, ``__dir__`` and ``__all__`` of a module.
+    """Returns the ``__getattr__``, ``__dir__`` and ``__all__`` of a module.
 
     ``__all__`` leaves out submodules that are named as a module of Python or as torch.
 
     Args:
         package: The module's ``__name__``.
-        sources: Public name -> module that defines it, or ``module:name`` if it has another name there; a bare
-            ``module:`` stands for the module itself.
+        sources: The module that defines each public name, or ``module:name`` if its name there differs; ``module:``
+            is the module itself.
         submodules: Names of the module's submodules.
     """
     sources = dict(sources or {})

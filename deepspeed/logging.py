@@ -1,4 +1,4 @@
-"""The package logger. Readable on one rank: rank 0 speaks unless a caller names others."""
+"""The package logger. Only rank 0 logs, unless a caller names other ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class _CurrentStderr(logging.StreamHandler):
-    """Writes to whatever ``sys.stderr`` is now, so that captured and redirected streams see the lines."""
+    """Writes to the present ``sys.stderr``, so that captured and redirected streams get the lines."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -34,12 +34,12 @@ _COLOURS = {"WARNING": 33, "ERROR": 31, "CRITICAL": 31}
 
 
 def takes_colour(is_terminal: bool) -> bool:
-    """Returns whether lines may be coloured: on a terminal, unless ``NO_COLOR`` is set or it is a dumb one."""
+    """Returns whether lines may be coloured: on a terminal, unless ``NO_COLOR`` is set or ``TERM`` is "dumb"."""
     return is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def with_colour(line: str) -> str:
-    """Returns a log line whose level has a colour, if it is a warning or worse."""
+    """Returns a log line with its level in colour, if it is a warning or worse."""
     for level, colour in _COLOURS.items():
         if f"] [{level}] " in line[:32]:
             return line.replace(f"[{level}]", f"\x1b[{colour}m[{level}]\x1b[0m", 1)
@@ -47,7 +47,7 @@ def with_colour(line: str) -> str:
 
 
 class _LineFormatter(logging.Formatter):
-    """Colours a level where a person reads it, never in a file."""
+    """Colours the level on a terminal, but not in files."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -65,7 +65,7 @@ def _create_logger() -> logging.Logger:
 
 
 def set_default_log_level() -> None:
-    """Sets the level of ``DEEPSPEED_LOG_LEVEL``; info without it."""
+    """Sets the level to that of ``DEEPSPEED_LOG_LEVEL``, or to info without it."""
     logger.setLevel(_LEVELS.get(os.environ.get("DEEPSPEED_LOG_LEVEL", "info").lower(), logging.INFO))
 
 
@@ -83,17 +83,17 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
 
     Args:
         message: The line.
-        ranks: Ranks that speak; None means rank 0 and a list with -1 means all.
+        ranks: Ranks that log; None: rank 0; a list with -1: all.
         level: A level of the ``logging`` module.
     """
-    speaking = list(ranks) if ranks else [0]
+    log_ranks = list(ranks) if ranks else [0]
     rank = _rank()
-    if -1 in speaking or rank in speaking:
-        logger.log(level, message if speaking == [0] else f"[rank {rank}] {message}")
+    if -1 in log_ranks or rank in log_ranks:
+        logger.log(level, message if log_ranks == [0] else f"[rank {rank}] {message}")
 
 
 def log_dist_once(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """Does what :func:`log_dist` does, once per process for the same message."""
+    """Logs ``message`` on the given ranks, once per process; see :func:`log_dist`."""
     if message not in _seen:
         _seen.add(message)
         log_dist(message, ranks, level)
@@ -110,7 +110,7 @@ def set_log_level_from_string(text: str, custom_logger: logging.Logger | None = 
     """Sets the level by name: debug, info, warning, error or critical.
 
     Raises:
-        ValueError: ``text`` is none of them.
+        ValueError: ``text`` is another one.
     """
     level = _LEVELS.get(text.lower())
     if level is None:

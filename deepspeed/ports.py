@@ -1,4 +1,4 @@
-"""TCP ports and addresses of this machine: which ports are free, and which process uses one that is not."""
+"""Finds free TCP ports, the addresses of this machine, and the processes that use a port."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 DEFAULT_PORT = 29500
 """Default rendezvous port."""
 
-_LISTENS = "0A"  # the state as Linux's tables write it
-_MOST_SHOWN = 100
+_LISTENS = "0A"  # the state TCP_LISTEN in Linux's tables
+_MAX_COMMAND = 100  # characters of a command line in messages
 
 
 def free_port() -> int:
-    """Returns a TCP port that is free at this moment."""
+    """Returns a TCP port that is free now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -26,23 +26,23 @@ def free_port() -> int:
 
 def is_free(port: int) -> bool:
     """Returns whether this process could listen at ``port`` on every address of the machine."""
-    for family, anywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+    for family, any_address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # Without this, a port that was in use a minute ago would count as taken.
+                # Without this, a port in TIME_WAIT would count as used.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind((anywhere, port))
+                probe.bind((any_address, port))
         except OSError as error:
             if family == socket.AF_INET or error.errno == errno.EADDRINUSE:
                 return False
-            # Any other error of the second family: this machine has no IPv6.
+            # Any other error of IPv6 means that this machine does not have it.
     return True
 
 
 def is_here(address: str) -> bool:
-    """Returns whether an address is one of this machine; names of others are not looked up."""
+    """Returns whether an address is one of this machine; does not look names up."""
     if address in ("localhost", socket.gethostname()):
         return True
     try:
@@ -55,17 +55,17 @@ def is_here(address: str) -> bool:
 
 
 def addresses_of(name: str) -> list[str]:
-    """Returns the addresses that a host name means on this machine, each once.
+    """Returns the addresses to which this machine resolves a host name, each once.
 
     Raises:
-        OSError: The name is not known.
+        OSError: The name cannot be resolved.
     """
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def first_address(name: str) -> str | None:
-    """Returns the first address that a host name means here, without its scope; None for an unknown name."""
+    """Returns the first address of a host name, without its scope; None if the name cannot be resolved."""
     try:
         return addresses_of(name)[0].partition("%")[0]
     except OSError:
@@ -73,11 +73,11 @@ def first_address(name: str) -> str | None:
 
 
 def why_not_reached(name: str, error: OSError) -> str:
-    """Returns why a connection to ``name`` failed, and what this machine takes the name for, as a clause.
+    """Returns a clause on why a connection to ``name`` failed, with the addresses of the name.
 
     Args:
         name: A host name or an address.
-        error: That of the attempt to connect.
+        error: The error of the attempt to connect.
     """
     here = socket.gethostname()
     try:
@@ -89,10 +89,9 @@ def why_not_reached(name: str, error: OSError) -> str:
 
 
 def address_towards(host: str) -> str | None:
-    """Returns the address of this machine that ``host`` (a name or an address) sees; None if there is no route.
+    """Returns this machine's address on the route to ``host`` (a name or an address); None if there is no route.
 
-    Of a name with addresses of both families, IPv4 counts first. Sends nothing: connecting a datagram socket only looks
-    up the route.
+    IPv4 addresses of a name are tried first. Nothing is sent: connecting a datagram socket only looks up the route.
     """
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
@@ -109,7 +108,7 @@ def address_towards(host: str) -> str | None:
 
 
 def describe_listener(port: int) -> str:
-    """Returns which process uses a port of this machine, in words, as far as it can be found out.
+    """Returns a description of the process that uses a port of this machine, as far as it can be found.
 
     Examples:
         ``"process 4242 on host worker-1 (`python train.py`)"``
@@ -135,14 +134,14 @@ def command_of(pid: int) -> str:
 
 
 def shortened(words: list[str]) -> str:
-    """Returns a command line as one would type it, without the program's folder; a long one without its middle."""
+    """Returns a quoted command line without the program's folder; a long one without its middle."""
     text = " ".join(shlex.join([os.path.basename(word) for word in words[:1]] + words[1:]).split())
-    half = (_MOST_SHOWN - 3) // 2
-    return text if len(text) <= _MOST_SHOWN else f"{text[:half]}...{text[-half:]}"
+    half = (_MAX_COMMAND - 3) // 2
+    return text if len(text) <= _MAX_COMMAND else f"{text[:half]}...{text[-half:]}"
 
 
 def _sockets_at(port: int) -> Iterator[tuple[int, int]]:
-    """Yields (inode, user) of the sockets at a port: those that listen, or all where none does."""
+    """Yields (inode, user) of the sockets at a port: those that listen, or all if none does."""
     found = []
     for table in ("tcp", "tcp6"):
         try:
@@ -158,7 +157,7 @@ def _sockets_at(port: int) -> Iterator[tuple[int, int]]:
 
 
 def _inodes_of(pid: int) -> set[int]:
-    """Returns the sockets that a process holds, as far as this one may see them."""
+    """Returns the inodes of a process's sockets; empty without the permission to read them."""
     inodes = set()
     for name in _names(f"/proc/{pid}/fd"):
         try:
@@ -173,12 +172,12 @@ def _inodes_of(pid: int) -> set[int]:
 def _names(folder: str) -> list[str]:
     try:
         return os.listdir(folder)
-    except OSError:  # another user's, or gone meanwhile
+    except OSError:  # no permission, or the process has ended
         return []
 
 
 def _user(uid: int) -> str:
-    import pwd  # there is none where there is no /proc either
+    import pwd  # missing on systems without /proc
 
     try:
         return pwd.getpwuid(uid).pw_name

@@ -11,25 +11,25 @@ import torch
 
 
 def storage_references(storage: torch.UntypedStorage) -> int:
-    """Returns how many tensors and other owners hold ``storage``, the caller's own reference included."""
+    """Returns the number of references to ``storage``, the caller's own included."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def is_inside_backward() -> bool:
-    """Returns whether the calling thread runs a backward of autograd at the moment."""
+    """Returns whether the calling thread is inside a backward pass of autograd."""
     return torch._C._current_graph_task_id() != -1
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Calls ``callback`` once when the backward that runs now has computed everything.
+    """Calls ``callback`` once at the end of the present backward pass.
 
     Raises:
-        RuntimeError: No backward runs (torch's own message).
+        RuntimeError: No backward pass runs (torch's own message).
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def differentiates_a_function() -> bool:
-    """Returns whether a transform of ``torch.func`` that differentiates runs (``grad``, ``jacrev``, ``jvp``, ...)."""
+    """Returns whether a differentiating transform of ``torch.func`` is active (``grad``, ``jacrev``, ``jvp``, ...)."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)

@@ -1,9 +1,9 @@
-"""Marks functions that ``torch.compile`` leaves alone, without loading the compiler.
+"""Keeps functions out of compiled graphs without loading the compiler.
 
-``torch.compiler.disable``, and each method of ``torch.optim.Optimizer`` that torch keeps out of graphs by itself,
-import ``torch._dynamo`` on the way: 800 modules and 0.7 s, more than all else that ``initialize`` does. What they
-decide in the end is two marks: one on the function, where the compiler meets a call of it, and one on its code, where
-the interpreter is about to run it. Both can be set when the function is defined, and cost nothing per call.
+``torch.compiler.disable``, and the methods of ``torch.optim.Optimizer`` that torch keeps out of graphs, import
+``torch._dynamo``: 800 modules and 0.7 s, more than everything else that ``initialize`` does. In the end they set two
+marks: one on the function, for calls that the compiler traces, and one on its code, for frames that the interpreter is
+about to run. Both can be set when the function is defined, and cost nothing per call.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def uncompiled(function: _F, *, reason: str | None = None, recursive: bool = Tru
     """Keeps a function out of compiled graphs: ``torch.compiler.disable`` as a decorator.
 
     Args:
-        function: Written in Python; it is marked in place.
-        reason: For messages of the compiler about a graph that ends at a call of it.
-        recursive: What it calls stays out of graphs too.
+        function: A Python function; it is marked in place.
+        reason: Shown in messages of the compiler about a graph that ends at a call of the function.
+        recursive: Whether functions that it calls stay out of graphs too.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
@@ -37,9 +37,9 @@ def uncompiled(function: _F, *, reason: str | None = None, recursive: bool = Tru
 
 
 def without_compiling() -> AbstractContextManager[None]:
-    """Returns a context in which compiled functions and modules run as they were written.
+    """Returns a context in which compiled functions and modules run in eager mode.
 
-    Where the compiler is not loaded nothing is compiled, and nothing is loaded here.
+    Does not load the compiler: if it is not loaded, nothing is compiled.
     """
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
@@ -47,12 +47,12 @@ def without_compiling() -> AbstractContextManager[None]:
 
 
 def torchs(method: _F) -> _F:
-    """Returns a bound method of torch's optimizers without the wrapper around it that would load the compiler.
+    """Returns a bound method of torch's optimizers without its wrapper, which would load the compiler.
 
-    Where the compiler is loaded it is the method itself, since a call of it may be met in a graph.
+    If the compiler is loaded, returns the method itself, as the compiler may trace a call of it.
 
     Args:
-        method: Such as ``super().add_param_group``; one without a wrapper is returned as it is.
+        method: A method such as ``super().add_param_group``; one without a wrapper is returned unchanged.
     """
     wrapped = getattr(method, "__wrapped__", None)
     if wrapped is None or "torch._dynamo" in sys.modules:
