@@ -93,10 +93,10 @@ def _restore_own(run_state: RunState, state: TrainingState) -> None:
     if saved is None or not callable(restore) or "data" not in saved:
         return
     from deepspeed.data.loader import epoch_sampler_of
-    from deepspeed.data.positions import begin_behind, has_shared_order
+    from deepspeed.data.positions import has_shared_order, start_next_pass_after
 
     if has_shared_order(loader):
-        begin_behind(loader, saved.get("data_passed", 0))
+        start_next_pass_after(loader, saved.get("data_passed", 0))
     if "data_epoch" in saved and (sampler := epoch_sampler_of(loader)) is not None:
         sampler.set_epoch(saved["data_epoch"])
     restore(saved["data"])  # draws random numbers, so it comes before the random state

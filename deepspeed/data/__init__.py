@@ -1,4 +1,4 @@
-"""Data loading: the distributed loader, endless repetition, batches moved to the device, seeding."""
+"""Loads data: a distributed loader, endless repetition, batches moved to the device, seeding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A data loader that gives each data-parallel rank its own share of a dataset; endless repetition; moving batches."""
+"""Loads each data-parallel rank's share of a dataset, repeats loaders endlessly, and moves batches to the device."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _RESTORE = ("load_state_dict", "load_position", "load_sampler_state")
 
 
 class DeepSpeedDataLoader:
-    """Batches of this rank's share, reshuffled on each pass.
+    """Yields batches of this rank's share of a dataset, reshuffled on each pass.
 
-    A map-style dataset is divided by a :class:`~torch.utils.data.distributed.DistributedSampler`. An iterable dataset
-    has no indices to divide, so every rank reads the whole stream; a dataset that ignores the rank then gives all ranks
-    the same samples, of which a warning is logged.
+    A :class:`~torch.utils.data.distributed.DistributedSampler` divides a map-style dataset. An iterable dataset has no
+    indices to divide, so every rank reads the whole stream, and a warning is logged: a dataset that ignores the rank
+    gives all ranks the same samples.
 
     Args:
         dataset: A map-style dataset (``__getitem__`` and ``__len__``) or an ``IterableDataset``.
         batch_size: Samples per batch and rank.
         pin_memory: Copy batches into page-locked memory.
-        local_rank: Accepted without effect: the share is that of the data-parallel rank.
-        tput_timer: A timer whose ``start()`` is called at each batch.
+        local_rank: Has no effect: the data-parallel rank determines the share.
+        tput_timer: A timer whose ``start()`` is called before each batch.
         collate_fn: Makes a batch from a list of samples; None: torch's.
         num_local_io_workers: Worker processes; None: load in this process.
-        data_sampler: Chooses the samples instead of the default, and then must divide samples over the ranks itself; a
-            ``BatchSampler`` chooses the batches too.
+        data_sampler: Replaces the default sampler, and must divide samples over the ranks itself; a ``BatchSampler``
+            replaces ``batch_size`` too.
         data_parallel_world_size: Number of shares; None: 1.
         data_parallel_rank: Number of this share; None: 0.
-        dataloader_drop_last: Leave out the last, smaller batch. Otherwise the shares are made equal by repeating the
-            first samples.
+        dataloader_drop_last: Drop the last, smaller batch. Otherwise the first samples are repeated until all shares
+            are equal.
         deepspeed_dataloader_config: Further arguments of :class:`torch.utils.data.DataLoader`.
         shuffle: Whether the default sampler shuffles.
         drop_last: The same as ``dataloader_drop_last``, by torch's name.
@@ -46,8 +46,8 @@ class DeepSpeedDataLoader:
         dataset: The dataset.
         batch_size: Samples per batch and rank.
         data_sampler: The sampler in use; None for an iterable dataset.
-        epoch: Number of passes started, which seeds the shuffling; :meth:`set_epoch` sets it.
-        post_process_func: Called with each batch and the state of a sampler that has one; returns the batch to use.
+        epoch: Number of passes started; the shuffling of the next pass depends on it.
+        post_process_func: Called with each batch and :meth:`sampler_state` or ``{}``; returns the batch to yield.
 
     Raises:
         ValueError: ``data_sampler`` is given together with an iterable dataset.
@@ -76,12 +76,12 @@ class DeepSpeedDataLoader:
         self.tput_timer = tput_timer
         self.epoch = 0
         self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
-        self._given_before = 0  # micro-batches of a stateful sampler before this pass
+        self._returned_before = 0  # micro-batches of a stateful sampler in earlier passes
         self._iterator: Iterator[Any] | None = None
-        self._given: int | None = None
+        self._returned: int | None = None  # batches in this pass; None between passes
         self._random: torch.Tensor | None = None
         self._is_resumed = False
-        self._passed = 0  # samples of this pass, over all ranks, before the first batch that is counted in _given
+        self._passed = 0  # samples of this pass, over all ranks, before the batches in _returned
         drop_last = drop_last or dataloader_drop_last
         self._drop_last = drop_last
         ranks, rank = data_parallel_world_size or 1, data_parallel_rank or 0
@@ -94,12 +94,13 @@ class DeepSpeedDataLoader:
         if is_iterable_style_dataset(dataset):
             if data_sampler is not None:
                 raise ValueError(
-                    "data_sampler chooses samples by index, but an IterableDataset has none; leave data_sampler out"
+                    "data_sampler: expected a map-style dataset, as samplers need indices, found an IterableDataset; "
+                    "leave data_sampler out"
                 )
             if ranks > 1:
                 warn_once(
                     "iterable dataset on several ranks",
-                    f"the training data is an IterableDataset, which {ranks} ranks read as it is: its __iter__ must "
+                    f"the training data is an IterableDataset, which all {ranks} ranks read whole: its __iter__ must "
                     "give each rank different samples, or all ranks train on the same ones",
                 )
         elif data_sampler is None:
@@ -115,45 +116,45 @@ class DeepSpeedDataLoader:
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next pass the one numbered ``epoch``, for example after a resume."""
+        """Sets the number of the next pass, for example after a resume."""
         self.epoch = epoch
 
     def __iter__(self) -> DeepSpeedDataLoader:
-        if self._is_resumed:  # the pass that was resumed continues
+        if self._is_resumed:  # continue the resumed pass
             self._is_resumed = False
         else:
             self._begin_pass(skip=0)
         return self
 
     def _begin_pass(self, skip: int, passed: int = 0) -> None:
-        """Starts pass ``epoch`` behind ``passed`` samples of all ranks and ``skip`` batches of this one."""
+        """Starts pass ``epoch`` after ``passed`` samples of all ranks and then ``skip`` batches of this rank."""
         set_sampler_epoch = getattr(self.data_sampler, "set_epoch", None)
         if set_sampler_epoch is not None:
             set_sampler_epoch(self.epoch)
         self.epoch += 1
-        self._random = torch.get_rng_state()  # torch's samplers and workers are seeded from it
+        self._random = torch.get_rng_state()  # seeds torch's samplers and workers
         if self._has_own_state:
-            if self._given is not None:  # workers may have read ahead in the pass that is left
+            if self._returned is not None:  # workers may have read ahead in the abandoned pass
                 self.data_sampler.load_state_dict(self.sampler_state())  # type: ignore[union-attr]
-            self._given_before = self.data_sampler.micro_batches  # type: ignore[union-attr]
-        self._given, self._passed = skip, passed
+            self._returned_before = self.data_sampler.micro_batches  # type: ignore[union-attr]
+        self._returned, self._passed = skip, passed
         if (skip or passed) and self.data_sampler is not None:
             batches = self._batches_after(passed) if passed else None
             rest = _ResumedSampler(self.dataloader.batch_sampler if batches is None else batches, skip)
             self._iterator = iter(DataLoader(self.dataset, batch_sampler=rest, **self._options))
-            rest.pass_over()
+            rest.skip_first()
             return
         self._iterator = iter(self.dataloader)
-        for _ in range(skip):  # a stream has no indices to pass over
+        for _ in range(skip):  # a stream must be read, as it has no indices to skip
             next(self._iterator, None)
 
     def _batches_after(self, passed: int) -> list[list[int]]:
         """Returns the batches of the current pass after its first ``passed`` samples of all ranks."""
         sampler, size = self._shared_sampler, self.batch_size
         assert sampler is not None
-        mine = indices_after(sampler, passed)
-        cut = len(mine) - len(mine) % size if self._drop_last else len(mine)
-        return [mine[at : at + size] for at in range(0, cut, size)]
+        own = indices_after(sampler, passed)
+        end = len(own) - len(own) % size if self._drop_last else len(own)
+        return [own[start : start + size] for start in range(0, end, size)]
 
     @property
     def _shared_sampler(self) -> DistributedSampler | None:
@@ -162,50 +163,50 @@ class DeepSpeedDataLoader:
 
     @property
     def _has_own_state(self) -> bool:
-        """Returns whether the sampler saves its position (:class:`~deepspeed.data.curriculum.DeepSpeedDataSampler`)."""
+        """Whether the sampler saves its position (:class:`~deepspeed.data.curriculum.DeepSpeedDataSampler`)."""
         return hasattr(self.data_sampler, "micro_batches")
 
     def sampler_state(self) -> dict[str, Any] | None:
-        """Returns the state of a sampler that has one at the batches given out, equal on all ranks; else None."""
+        """Returns the state of a stateful sampler after the batches returned so far, equal on all ranks; else None."""
         if not self._has_own_state:
             return None
-        given = None if self._given is None else self._given_before + self._given
-        return self.data_sampler.state_dict(given)  # type: ignore[union-attr]
+        returned = None if self._returned is None else self._returned_before + self._returned
+        return self.data_sampler.state_dict(returned)  # type: ignore[union-attr]
 
     def load_sampler_state(self, state: dict[str, Any]) -> None:
-        """Restores :meth:`sampler_state`, also on another number of ranks; does nothing without such a sampler."""
+        """Restores :meth:`sampler_state`, on any number of ranks; does nothing without a stateful sampler."""
         if self._has_own_state:
             self.data_sampler.load_state_dict(state)  # type: ignore[union-attr]
-            self._iterator = self._given = None
+            self._iterator = self._returned = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the loader: the pass, and the number of its batches returned so far."""
-        if self._has_own_state:  # which all ranks share
+        if self._has_own_state:  # its state, which all ranks share, is saved separately
             return {"epoch": self.epoch, "given": None, "random": None}
         shared = {"passed": self._passed, "batch_size": self.batch_size} if self._shared_sampler is not None else {}
-        return {"epoch": self.epoch, "given": self._given, "random": self._random, **shared}
+        return {"epoch": self.epoch, "given": self._returned, "random": self._random, **shared}
 
     def position(self) -> dict[str, Any] | None:
         """Returns the position of all ranks together: the pass, and the number of its samples returned so far.
 
-        Only the order of a ``DistributedSampler``, which is the default, is the same for any number of ranks and any
-        batch size; with another sampler, or a stream, the result is None. ``samples`` is None between two passes;
-        ``order`` is that of :func:`~deepspeed.data.orders.order_of`.
+        The result is None with a stream or a sampler other than ``DistributedSampler``, the default, whose order is the
+        same for any number of ranks and any batch size. ``samples`` is None between two passes; ``order`` is that of
+        :func:`~deepspeed.data.orders.order_of`.
         """
         sampler = self._shared_sampler
         if sampler is None:
             return None
         samples = None
-        if self._given is not None:
-            samples = self._passed + self._given * self.batch_size * sampler.num_replicas
+        if self._returned is not None:
+            samples = self._passed + self._returned * self.batch_size * sampler.num_replicas
         return {"epoch": self.epoch, "samples": samples, **order_of(sampler)}
 
     def load_position(self, position: dict[str, Any]) -> None:
         """Restores :meth:`position` of a run with any number of ranks and any batch size.
 
-        The remaining samples of the pass come in the order in which they would have come, divided among these ranks.
+        The remaining samples of the pass keep their order, and are divided among the present ranks.
         """
-        self.epoch, self._iterator, self._given, self._is_resumed = position["epoch"], None, None, False
+        self.epoch, self._iterator, self._returned, self._is_resumed = position["epoch"], None, None, False
         if self._shared_sampler is None or position["samples"] is None:
             return
         self.epoch -= 1
@@ -213,27 +214,27 @@ class DeepSpeedDataLoader:
         self._is_resumed = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the position of :meth:`state_dict`: the next batch is the one that would have come next.
+        """Restores the position of :meth:`state_dict`, so that the next batch is the one that was next.
 
-        Batches of a map-style dataset are passed over without being loaded, those of a stream are read and dropped.
-        Torch's random state is left as it was. Random numbers drawn inside worker processes are not repeated.
+        Earlier batches of a map-style dataset are skipped without loading them, those of a stream are read and dropped.
+        Torch's random state does not change. Random numbers that worker processes draw are not repeated.
         """
-        self.epoch, self._given, self._random = state_dict["epoch"], state_dict["given"], state_dict["random"]
+        self.epoch, self._returned, self._random = state_dict["epoch"], state_dict["given"], state_dict["random"]
         self._iterator, self._is_resumed = None, False
         if self._has_own_state:
-            self._given = None
-        if self._given is None or self._random is None:
+            self._returned = None
+        if self._returned is None or self._random is None:
             return
         passed = state_dict.get("passed", 0)
         size = state_dict.get("batch_size", self.batch_size)
         if size != self.batch_size and self._shared_sampler is not None:
-            passed += self._given * size * self._shared_sampler.num_replicas
+            passed += self._returned * size * self._shared_sampler.num_replicas
             self.load_position({"epoch": self.epoch, "samples": passed})
             return
         present = torch.get_rng_state()
         torch.set_rng_state(self._random)
         self.epoch -= 1
-        self._begin_pass(skip=self._given, passed=passed)
+        self._begin_pass(skip=self._returned, passed=passed)
         torch.set_rng_state(present)
         self._is_resumed = True
 
@@ -250,17 +251,17 @@ class DeepSpeedDataLoader:
         try:
             batch = next(self._iterator)
         except StopIteration:
-            self._given = None
+            self._returned = None
             raise
-        if self._given is not None:
-            self._given += 1
+        if self._returned is not None:
+            self._returned += 1
         if self.post_process_func is not None:
             batch = self.post_process_func(batch, self.sampler_state() or {})
         return batch
 
 
 class _ResumedSampler(Sampler):
-    """The batches of ``batches`` from number ``skip`` on."""
+    """Yields the batches of ``batches`` after the first ``skip``."""
 
     def __init__(self, batches: Any, skip: int) -> None:
         self._batches = batches
@@ -273,13 +274,13 @@ class _ResumedSampler(Sampler):
         return self._walk()
 
     def _walk(self) -> Iterator[Any]:
-        self.pass_over()
+        self.skip_first()
         yield from self._iterator
 
-    def pass_over(self) -> None:
-        """Skips the first batches, if that has not happened yet.
+    def skip_first(self) -> None:
+        """Skips the first batches, once.
 
-        Not in ``__iter__``: a sampler may draw its seed at its first batch, and torch's loader draws its own before.
+        Not in ``__iter__``, as torch's loader draws its seed first, and a sampler may draw its own at the first batch.
         """
         while self._skip > 0:
             self._skip -= 1
@@ -290,12 +291,12 @@ class _ResumedSampler(Sampler):
 
 
 def is_map_style_dataset(dataset: Any) -> bool:
-    """Returns whether samples are requested by index."""
+    """Returns whether the dataset has samples by index, and a length."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
 def is_iterable_style_dataset(dataset: Any) -> bool:
-    """Returns whether the dataset is a stream."""
+    """Returns whether the dataset is a stream, an ``IterableDataset``."""
     return isinstance(dataset, IterableDataset)
 
 
@@ -305,9 +306,9 @@ def move_to_device(
     """Moves the tensors in ``item`` to ``device``.
 
     Args:
-        item: A tensor (anything with ``to``), or tuples, lists and mappings of such; other things pass through.
+        item: A tensor (any object with ``to``), or tuples, lists and mappings of these; other objects stay as they are.
         device: The target device.
-        criterion_func: Moves only that for which it returns True; None: everything with ``to``.
+        criterion_func: Returns whether an object is moved; None: objects with ``to`` are.
 
     Returns:
         The same structure with the moved tensors. Those already on the device are not copied.
@@ -327,15 +328,15 @@ def move_to_device(
 class RepeatingLoader:
     """Yields the batches of ``loader`` endlessly.
 
-    A loader whose sampler shuffles by epoch (:class:`~torch.utils.data.distributed.DistributedSampler`) is informed of
-    each new pass, so that passes differ. It has the methods of a loader that save and restore a position; a checkpoint
-    of an engine has that of ``engine.training_dataloader``.
+    At each new pass it sets the epoch of a sampler that shuffles by epoch, such as
+    :class:`~torch.utils.data.distributed.DistributedSampler`, so that passes differ. It has the loader's methods that
+    save and restore a position.
 
     Args:
-        loader: Anything that can be iterated over repeatedly.
+        loader: An object that can be iterated over repeatedly.
 
     Raises:
-        ValueError: At iteration, if ``loader`` yields nothing at all.
+        ValueError: A new pass of ``loader`` yields no batch; raised by ``next()``.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -380,15 +381,15 @@ class RepeatingLoader:
 
 
 def inner_of(loader: Any) -> Any:
-    """Returns the loader inside a :class:`RepeatingLoader`, and any other loader itself."""
+    """Returns the loader inside a :class:`RepeatingLoader`; any other loader itself."""
     return loader.loader if isinstance(loader, RepeatingLoader) else loader
 
 
 def epoch_sampler_of(loader: Any) -> Any:
-    """Returns the sampler of a loader whose order depends on an epoch (``set_epoch``), or None.
+    """Returns the loader's sampler that has ``set_epoch``, or None.
 
     Args:
-        loader: A loader of any library. The engine's own counts its passes itself.
+        loader: A loader of any library. For a :class:`DeepSpeedDataLoader`, which counts its passes itself, it is None.
     """
     inner = inner_of(loader)
     batches = getattr(inner, "batch_sampler", None)

@@ -1,4 +1,4 @@
-"""Positions of all ranks in the data, for loaders of any library, which can be restored on any number of ranks."""
+"""Saves and restores the position of all ranks in the data, for loaders of any library and any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from deepspeed.data.orders import indices_after, order_of, why_not_shared
 
 
 class _RestOfPass(Sampler):
-    """The indices of ``share``; its first pass begins behind the first ``passed`` samples of all ranks.
+    """Yields the indices of ``share``; the first pass starts after ``passed`` samples of all ranks.
 
     Attributes:
-        share: The sampler that the loader was made with.
-        passed: Samples of all ranks before those that the present pass yields.
+        share: The loader's own sampler.
+        passed: Samples of all ranks that the present pass leaves out.
     """
 
     def __init__(self, share: DistributedSampler, passed: int) -> None:
@@ -26,7 +26,7 @@ class _RestOfPass(Sampler):
         self._was_read = False
 
     def __iter__(self) -> Iterator[int]:
-        # A loader may make several iterators to begin a pass: only one that was read from ends it.
+        # A loader may create several iterators at the start of a pass; the pass is over once one has been read.
         if self._was_read:
             self.passed = 0
         return self._walk()
@@ -42,8 +42,8 @@ class _RestOfPass(Sampler):
 def has_shared_order(loader: Any) -> bool:
     """Returns whether a stateful loader of another library has a ``DistributedSampler`` and a fixed batch size.
 
-    The ranks then share one order of samples. If the sampler divides it as torch's class does, the order does not
-    depend on the number of ranks; :func:`why_not_at` checks this with what a position stores.
+    Then the ranks share one order of samples. If the sampler divides it as torch's class does, the order does not
+    depend on the number of ranks; :func:`why_not_at` checks this against a saved position.
     """
     return _share_in(inner_of(loader)) is not None
 
@@ -52,7 +52,7 @@ def _share_in(inner: Any) -> DistributedSampler | None:
     if not isinstance(inner, DataLoader) or not callable(getattr(inner, "load_state_dict", None)):
         return None
     batches = inner.batch_sampler
-    # A class of the program may make batches of other sizes.
+    # A batch sampler of the program may yield batches of other sizes.
     if not isinstance(batches, BatchSampler) or type(batches).__module__.partition(".")[0] not in (
         "torch",
         "torchdata",
@@ -63,13 +63,13 @@ def _share_in(inner: Any) -> DistributedSampler | None:
 
 
 def passed_before(loader: Any) -> int:
-    """Returns how many samples of all ranks precede the batches that a loader counts in the present pass."""
+    """Returns the number of samples of all ranks before the batches that a loader counts in the present pass."""
     rest = _rest_of(loader)
     return 0 if rest is None else rest.passed
 
 
 def is_counted_without_its_sampler(loader: Any) -> bool:
-    """Returns whether the state of a loader lacks that of its sampler, as the rest of a pass was put in its place."""
+    """Returns whether a loader's state lacks that of its sampler, which was replaced for the rest of a pass."""
     rest = _rest_of(loader)
     return rest is not None and callable(getattr(rest.share, "load_state_dict", None))
 
@@ -84,40 +84,40 @@ def shared_position(loader: Any, state: Mapping[str, Any]) -> dict[str, Any] | N
 
     Args:
         loader: One for which :func:`has_shared_order` is true.
-        state: Its ``state_dict()``. That of torchdata's ``StatefulDataLoader`` has the number of batches given out; for
-            another one the result is None.
+        state: Its ``state_dict()``. The result is None unless it is that of torchdata's ``StatefulDataLoader``, which
+            has the number of batches so far.
     """
     inner = inner_of(loader)
     if "_num_yielded" in state:
-        given = state["_num_yielded"]
+        count = state["_num_yielded"]
     elif "_steps_since_snapshot" in state:  # with worker processes
-        given = state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"]
+        count = state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"]
     else:
         return None
     share = _share_in(inner)
     assert share is not None
-    begun, order = share.epoch + 1, order_of(share)
+    epoch, order = share.epoch + 1, order_of(share)
     if state.get("_iterator_finished"):
-        return {"epoch": begun, "samples": None, **order}
+        return {"epoch": epoch, "samples": None, **order}
     passed, size = passed_before(inner), inner.batch_sampler.batch_size
     # The last batch of a pass may be smaller.
-    samples = min(passed + given * size * share.num_replicas, max(passed, len(share) * share.num_replicas))
-    return {"epoch": begun, "samples": samples, "batch_size": size, **order}
+    samples = min(passed + count * size * share.num_replicas, max(passed, len(share) * share.num_replicas))
+    return {"epoch": epoch, "samples": samples, "batch_size": size, **order}
 
 
 def position_of(loader: Any) -> dict[str, Any] | None:
     """Returns the position of all ranks in a loader of any library; None if it depends on the number of ranks."""
     position = getattr(loader, "position", None)
-    if callable(position):  # the engine's own
+    if callable(position):  # a loader of this package
         own: dict[str, Any] | None = position()
         return own
     return shared_position(loader, loader.state_dict()) if has_shared_order(loader) else None
 
 
 def why_not_at(loader: Any, position: Mapping[str, Any]) -> str | None:
-    """Returns why a loader cannot restore a :func:`position_of` any number of ranks, or None. Changes nothing.
+    """Returns why a loader cannot restore a :func:`position_of` any number of ranks; None if it can.
 
-    Each rank checks a part of the order: :func:`go_to_position` must follow only where all ranks find None.
+    Each rank checks a part of the order. :func:`go_to_position` may be called if the result is None on all ranks.
     """
     inner = inner_of(loader)
     if isinstance(inner, DeepSpeedDataLoader):
@@ -132,7 +132,7 @@ def why_not_at(loader: Any, position: Mapping[str, Any]) -> str | None:
 
 
 def go_to_position(loader: Any, position: Mapping[str, Any]) -> None:
-    """Restores a :func:`position_of` any number of ranks; :func:`why_not_at` must have returned None."""
+    """Restores a :func:`position_of` any number of ranks, after :func:`why_not_at` returned None on all ranks."""
     load_position = getattr(loader, "load_position", None)
     if callable(load_position):
         load_position(position)
@@ -152,13 +152,13 @@ def load_shared_position(loader: Any, position: Mapping[str, Any]) -> None:
     share = _share_in(inner)
     assert share is not None
     share.set_epoch(position["epoch"] - 1)
-    inner.load_state_dict({})  # torchdata: begins anew, without an iterator made before
-    begin_behind(inner, position["samples"] or 0)
+    inner.load_state_dict({})  # makes torchdata discard its iterator and start a new pass
+    start_next_pass_after(inner, position["samples"] or 0)
     if isinstance(loader, RepeatingLoader):
         loader.data_iter = iter(inner)
 
 
-def begin_behind(loader: Any, passed: int) -> None:
+def start_next_pass_after(loader: Any, passed: int) -> None:
     """Makes the next pass of a loader with :func:`has_shared_order` start after ``passed`` samples of all ranks."""
     inner = inner_of(loader)
     share = _share_in(inner)

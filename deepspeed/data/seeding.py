@@ -1,4 +1,4 @@
-"""One seed for every source of random numbers."""
+"""Seeds all generators of random numbers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def set_random_seed(seed: int) -> None:
     """Seeds Python, numpy and torch on the host and on all devices.
 
     Args:
-        seed: At least 0; numpy takes it modulo 2**32.
+        seed: 0 or more; numpy gets it modulo 2**32.
     """
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # every device too
+    torch.manual_seed(seed)  # seeds all devices too

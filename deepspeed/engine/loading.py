@@ -41,9 +41,9 @@ class EngineLoading:
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders of training data
         self._resumed_at = 0
         if _ACCELERATE in sys.modules:
-            from deepspeed.data.accelerate_loaders import teach_accelerate
+            from deepspeed.data.accelerate_loaders import patch_accelerate
 
-            teach_accelerate()
+            patch_accelerate()
 
     def resume(self, step: int, restored: Any) -> None:
         """Records that a checkpoint was loaded, and warns of training data that start from the beginning.

@@ -177,8 +177,8 @@ def test_any_number_of_ranks_continues_with_the_samples_that_come_next(library, 
     ("kind", "reason"),
     [
         ("InBlocks", "does not give the samples of its order to the ranks in turn"),
-        ("PerRank", "orders the samples otherwise"),
-        ("Anew", "orders the samples otherwise"),
+        ("PerRank", "orders the samples differently"),
+        ("Anew", "orders the samples differently"),
         ("NotToBeCopied", "cannot be read for another number of ranks (TypeError: this sampler has a file open)"),
     ],
 )

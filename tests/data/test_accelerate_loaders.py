@@ -14,7 +14,7 @@ from deepspeed.data.accelerate_loaders import _batches_at, _before_first, _resto
 def test_the_same_sample_in_batches_of_another_size():
     assert _batches_at(6, 8, 16) == (3, "") and _batches_at(3, 16, 8) == (6, "")
     count, reason = _batches_at(5, 8, 16)
-    assert count == 2 and reason == "8 samples come again, as 40 is no multiple of the 16 in a batch of all ranks"
+    assert count == 2 and reason == "8 samples are repeated, as 40 samples are not a multiple of a batch of 16"
     assert _batches_at(5, None, 16)[0] == 5 and "an order of its own" in _batches_at(5, None, 16)[1]
 
 

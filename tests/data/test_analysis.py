@@ -79,7 +79,7 @@ def test_parts_of_any_number_give_the_same_files(kind, workers, threads, batch, 
     for analyzer in made[1:]:
         analyzer.run_map()
     if workers > 1:
-        with pytest.raises(FileNotFoundError, match="2 of 6 parts of the metric length are not there yet .*worker0_th"):
+        with pytest.raises(FileNotFoundError, match="6 parts of the metric length, but 2 are missing .*worker0_th"):
             made[0].run_reduce()
     made[0].run_map_reduce()
     check(tmp_path)
@@ -177,14 +177,14 @@ def test_what_comes_out_feeds_a_curriculum(tmp_path):
 
 
 def test_what_is_wrong_is_named(tmp_path):
-    with pytest.raises(ValueError, match="metric_names has 1 entries, metric_functions 2, metric_types 2"):
+    with pytest.raises(ValueError, match="expected equal lengths, found 1, 2 and 2"):
         DataAnalyzer(Texts(), **{**METRICS, "metric_names": ["one"]})
-    with pytest.raises(ValueError, match="metric length: metric_type 'mean' is unknown"):
+    with pytest.raises(ValueError, match="metric length: metric_type: .* found 'mean'"):
         DataAnalyzer(Texts(), **{**METRICS, "metric_types": ["mean", "mean"]})
-    with pytest.raises(NotYetSupportedError, match="write a metric function"):
+    with pytest.raises(NotYetSupportedError, match="use a metric function"):
         DataAnalyzer(Texts(), custom_reduce=print)
     halves = {**METRICS, "metric_functions": [lambda batch: length(batch) / 2, counts]}
-    with pytest.raises(ValueError, match="gave float32; index files hold integers"):
+    with pytest.raises(ValueError, match="expected integers from its function, found float32"):
         DataAnalyzer(Texts(), save_path=tmp_path, **halves).run_map()
     with pytest.raises(ValueError, match="sample 1 was analyzed more than once"):
         DataAnalyzer(Texts(), save_path=tmp_path, sample_indices=[1] * COUNT, **METRICS).run_map_reduce()

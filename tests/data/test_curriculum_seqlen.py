@@ -84,7 +84,9 @@ def test_a_schedule_of_ones_own():
 
 
 def _refused():
-    with pytest.raises(DeepSpeedConfigError, match="Tower gets the keyword curriculum_seqlen, which it does not take"):
+    with pytest.raises(
+        DeepSpeedConfigError, match="Tower.forward to take the keyword curriculum_seqlen, which it does not"
+    ):
         engine_of(tower(), 0, curriculum_learning=SECTION)
     with pytest.raises(DeepSpeedConfigError, match="curriculum_learning.schedule_config.difficulty_step: is required"):
         engine_of(Reader(), 0, curriculum_learning={**SECTION, "schedule_config": {"total_curriculum_step": 8}})

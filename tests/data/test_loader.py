@@ -88,8 +88,8 @@ def test_iterable_dataset_is_read_as_it_is(monkeypatch):
     loader = DeepSpeedDataLoader(Stream(5), 2, data_parallel_world_size=2, data_parallel_rank=1)
     assert samples(loader) == samples(loader) == list(range(5))
     assert loader.data_sampler is None
-    assert len(warnings) == 1 and "2 ranks read as it is" in warnings[0]
-    with pytest.raises(ValueError, match="IterableDataset has none; leave data_sampler out"):
+    assert len(warnings) == 1 and "all 2 ranks read whole" in warnings[0]
+    with pytest.raises(ValueError, match="found an IterableDataset; leave data_sampler out"):
         DeepSpeedDataLoader(Stream(5), 2, data_sampler=SequentialSampler(range(5)))
 
 

@@ -42,7 +42,7 @@ def _reasons(kind, before, after, seed=3):
 def test_which_samplers_share_an_order():
     for kind in (DistributedSampler, StatefulSampler, ByLength):
         assert _reasons(kind, 2, 3) == [None] * 3 and _reasons(kind, 4, 1) == [None]
-    in_turn, otherwise = "does not give the samples of its order to the ranks in turn", "orders the samples otherwise"
+    in_turn, otherwise = "does not give the samples of its order to the ranks in turn", "orders the samples differently"
     assert all(f"InBlocks {in_turn}" in reason for reason in _reasons(InBlocks, 2, 3))
     assert in_turn in _reasons(InBlocks, 3, 1)[0]  # as it was divided before
     assert _reasons(PerRank, 2, 1) == [None]  # of rank 0

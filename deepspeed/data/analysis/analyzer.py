@@ -1,4 +1,4 @@
-"""Analysis of a dataset by independent processes: each maps its shares to files, one reduces them to index files."""
+"""Measures the samples of a dataset on several processes, and writes the index files of the results."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ _PART = "collected.npz"
 class DataAnalyzer:
     """Measures every sample of a dataset, for curricula and for batches by length.
 
-    Each of ``num_workers`` processes calls :meth:`run_map`, on any machine that sees ``save_path``; then one calls
-    :meth:`run_reduce`. For a metric ``m`` it leaves, below ``save_path/m``, indexed datasets
-    (:mod:`deepspeed.data.indexed`): ``m_sample_to_metric`` (the value of each sample), ``m_index_to_metric`` (the
-    distinct values, rising), ``m_index_to_sample`` (for each of them a row of samples) and
-    ``m_index_to_sample_percentile_merged`` (the same in about a hundred rows); for a sum only ``m_metric_value``.
+    Each of ``num_workers`` processes, on any machines that share ``save_path``, calls :meth:`run_map`; then one calls
+    :meth:`run_reduce`. For a metric ``m``, ``save_path/m`` gets indexed datasets (:mod:`deepspeed.data.indexed`):
+    ``m_sample_to_metric`` (the value of each sample), ``m_index_to_metric`` (the distinct values, ascending),
+    ``m_index_to_sample`` (for each of these a row of samples) and ``m_index_to_sample_percentile_merged`` (the same in
+    about a hundred rows); for a sum only ``m_metric_value``.
 
     Args:
-        dataset: Samples by number.
-        num_workers: Processes that share the work.
-        worker_id: Number of this process.
-        num_threads: Threads of this process, each with a share of the samples.
-        num_threads_reduce: Threads that write index files, metric by metric.
-        specific_threads: Only these shares of the process, from 0; empty: all.
-        batch_size: Samples given to a metric function at a time.
+        dataset: A map-style dataset.
+        num_workers: Number of processes that share the work.
+        worker_id: Index of this process.
+        num_threads: Number of threads of this process, each with a share of the samples.
+        num_threads_reduce: Number of threads that write index files, each for one metric at a time.
+        specific_threads: Indices of the threads whose shares are measured; empty: all.
+        batch_size: Number of samples in the batches that metric functions get.
         metric_names: The names of the metrics.
         metric_functions: For each metric a function of a batch that returns integers, as tensor or array.
         metric_types: For each metric ``single_value_per_sample`` or ``accumulate_value_over_samples`` (a vector).
-        metric_dtypes: Accepted without effect: index files have the smallest type that holds their values.
+        metric_dtypes: Has no effect: index files have the smallest dtype that holds their values.
         save_path: Folder of the results.
         collate_fn: Makes a batch from samples; None: torch's.
         custom_map_init: Not supported, like the next three; use a metric function instead.
         custom_map_update: Not supported.
         custom_map_finalize: Not supported.
         custom_reduce: Not supported.
-        sample_indices: The index of each sample in the training dataset; None: the same as here. Batches that are
-            mappings with ``index`` list them themselves.
+        sample_indices: The index of each sample in the training dataset; None: the same as in ``dataset``. The entry
+            ``index`` of a batch that is a mapping replaces it.
 
     Raises:
         ValueError: The lists of metrics have different lengths, or a type is unknown.
@@ -79,8 +79,8 @@ class DataAnalyzer:
         customs = (custom_map_init, custom_map_update, custom_map_finalize, custom_reduce)
         if any(custom is not None for custom in customs):
             raise NotYetSupportedError(
-                "DataAnalyzer(custom_map_..., custom_reduce): functions that replace the steps of the analysis are not "
-                "supported; write a metric function, which sees every batch"
+                "DataAnalyzer(custom_map_..., custom_reduce): functions that replace steps of the analysis are not "
+                "supported; use a metric function, which gets every batch"
             )
         self._source = SampleSource(dataset, batch_size, collate_fn, sample_indices)
         self._metrics = Metrics(metric_names, metric_functions, metric_types)
@@ -97,20 +97,20 @@ class DataAnalyzer:
 
     def _map(self, thread: int) -> None:
         share = self._source.share(self._worker * self._num_threads + thread, self._num_workers * self._num_threads)
-        for name, collected in zip(self._metrics.names, walk(self._source, share, self._metrics), strict=True):
+        for name, collected in zip(self._metrics.names, measure(self._source, share, self._metrics), strict=True):
             path = self._part(name, self._worker, thread)
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(".tmp")
             with open(unfinished, "wb") as file:
                 arrays: dict[str, Any] = dict(collected.arrays())
                 numpy.savez(file, **arrays)
-            unfinished.replace(path)  # run_reduce then sees complete files only
+            unfinished.replace(path)  # so that run_reduce finds only complete files
 
     def _part(self, name: str, worker: int, thread: int) -> Path:
         return self._folder / name / f"worker{worker}_thread{thread}" / _PART
 
     def run_reduce(self) -> None:
-        """Writes the index files from the results of all processes. One process calls it after all have run the map.
+        """Writes the index files from the results of all processes. One process calls it after :meth:`run_map` on all.
 
         Raises:
             FileNotFoundError: The results of a process are missing.
@@ -125,8 +125,8 @@ class DataAnalyzer:
         missing = [str(path.parent) for path in paths if not path.exists()]
         if missing:
             raise FileNotFoundError(
-                f"run_reduce: {len(missing)} of {len(paths)} parts of the metric {name} are not there yet "
-                f"({', '.join(missing[:3])}); run_map must end in all {self._num_workers} processes first"
+                f"run_reduce: expected {len(paths)} parts of the metric {name}, but {len(missing)} are missing "
+                f"({', '.join(missing[:3])}); first call run_map in all {self._num_workers} processes"
             )
         parts = []
         for path in paths:
@@ -173,8 +173,8 @@ class Metrics:
 
     Attributes:
         names: The names of the metrics.
-        functions: For each a function of a batch that gives integers.
-        kinds: For each ``single_value_per_sample`` or ``accumulate_value_over_samples``.
+        functions: For each metric a function of a batch that returns integers.
+        kinds: For each metric ``single_value_per_sample`` or ``accumulate_value_over_samples``.
     """
 
     names: Sequence[str]
@@ -184,12 +184,12 @@ class Metrics:
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.functions) == len(self.kinds):
             raise ValueError(
-                f"metric_names has {len(self.names)} entries, metric_functions {len(self.functions)}, metric_types "
-                f"{len(self.kinds)}; give one of each for every metric"
+                f"metric_names, metric_functions and metric_types: expected equal lengths, found {len(self.names)}, "
+                f"{len(self.functions)} and {len(self.kinds)}; give one of each for every metric"
             )
         for name, kind in zip(self.names, self.kinds, strict=True):
             if kind not in KINDS:
-                raise ValueError(f"metric {name}: metric_type {kind!r} is unknown; use one of {', '.join(KINDS)}")
+                raise ValueError(f"metric {name}: metric_type: expected one of {', '.join(KINDS)}; found {kind!r}")
 
 
 @dataclass(frozen=True)
@@ -197,10 +197,10 @@ class SampleSource:
     """Holds the samples to analyse.
 
     Attributes:
-        dataset: Samples by number.
-        batch_size: Samples at a time.
+        dataset: A map-style dataset.
+        batch_size: Number of samples in a batch.
         collate_fn: Makes a batch from samples; None: torch's.
-        sample_indices: The index of each sample in the training dataset; None: the same as here.
+        sample_indices: The index of each sample in the training dataset; None: the same as in ``dataset``.
     """
 
     dataset: Any
@@ -209,31 +209,30 @@ class SampleSource:
     sample_indices: Sequence[int] | None = field(default=None)
 
     def share(self, number: int, of: int) -> range:
-        """Returns the samples of one of several equal shares."""
+        """Returns the samples of share ``number`` of ``of`` equal shares."""
         count = len(self.dataset)
         return range(count * number // of, count * (number + 1) // of)
 
 
-def walk(source: SampleSource, share: range, metrics: Metrics) -> list[MetricValues]:
+def measure(source: SampleSource, share: range, metrics: Metrics) -> list[MetricValues]:
     """Computes every metric of the samples of a share.
 
-    The number of samples is that of a metric's rows, not of a batch's fields. A batch that is a mapping with
-    ``index`` lists its samples itself.
+    The samples of a batch that is a mapping with ``index`` are those of this entry.
     """
     found = [MetricValues(kind) for kind in metrics.kinds]
     part = Subset(source.dataset, share)
     start = share.start
     for batch in DataLoader(part, batch_size=source.batch_size, collate_fn=source.collate_fn):
         count = min(source.batch_size, share.stop - start)
-        samples = _numbers(source, batch, start, count)
+        samples = _sample_indices(source, batch, start, count)
         for name, function, kind, collected in zip(metrics.names, metrics.functions, metrics.kinds, found, strict=True):
-            answer = function(batch)
-            collected.add(answer, samples if kind == SINGLE else samples[:0], name)
+            result = function(batch)
+            collected.add(result, samples if kind == SINGLE else samples[:0], name)
         start += count
     return found
 
 
-def _numbers(source: SampleSource, batch: Any, start: int, count: int) -> numpy.typing.NDArray[numpy.int64]:
+def _sample_indices(source: SampleSource, batch: Any, start: int, count: int) -> numpy.typing.NDArray[numpy.int64]:
     if isinstance(batch, Mapping) and "index" in batch:
         return numpy.asarray(batch["index"], dtype=numpy.int64).reshape(count, -1)[:, 0]
     if source.sample_indices is not None:
@@ -245,22 +244,22 @@ class DistributedDataAnalyzer:
     """Measures every sample of a dataset; the files are those of :class:`~deepspeed.data.analysis.DataAnalyzer`.
 
     Args:
-        dataset: Samples by number.
-        num_workers: Number of shares, one per rank; None: the number of ranks.
-        num_threads: Accepted without effect: a rank uses one thread.
-        worker_id: Number of the share; None: the rank.
-        batch_size: Samples given to a metric function at a time.
+        dataset: A map-style dataset.
+        num_workers: Number of shares, one per rank; None or 1: the number of ranks.
+        num_threads: Has no effect: a rank uses one thread.
+        worker_id: Index of the share; None or 0: the rank.
+        batch_size: Number of samples in the batches that metric functions get.
         metric_names: The names of the metrics.
         metric_functions: For each metric a function of a batch that returns integers, as tensor or array.
         metric_types: For each metric ``single_value_per_sample`` or ``accumulate_value_over_samples`` (a vector).
         save_path: Folder of the results, which rank 0 writes.
         collate_fn: Makes a batch from samples; None: torch's.
-        device: Accepted without effect: batches stay on the dataset's device.
+        device: Has no effect: batches stay on the dataset's device.
         comm_group: Process group; None: all ranks.
-        sample_indices: The index of each sample in the training dataset; None: the same as here.
+        sample_indices: The index of each sample in the training dataset; None: the same as in ``dataset``.
 
     Raises:
-        ValueError: ``num_workers`` is not the number of ranks, or ``worker_id`` not this rank.
+        ValueError: ``num_workers`` is not the number of ranks, or ``worker_id`` is not this rank.
     """
 
     def __init__(
@@ -282,30 +281,30 @@ class DistributedDataAnalyzer:
         self._source = SampleSource(dataset, batch_size, collate_fn, sample_indices)
         self._metrics = Metrics(metric_names, metric_functions, metric_types)
         self._group, self._folder = comm_group, Path(save_path)
-        there = comm.is_initialized()
-        ranks = comm.get_world_size(group=comm_group) if there else 1
+        is_distributed = comm.is_initialized()
+        ranks = comm.get_world_size(group=comm_group) if is_distributed else 1
         if num_workers not in (None, 1, ranks):
             raise ValueError(
-                f"DistributedDataAnalyzer(num_workers={num_workers}): every rank is a worker, so expected {ranks}; "
+                f"DistributedDataAnalyzer(num_workers={num_workers}): expected {ranks}, as every rank is a worker; "
                 "leave it out"
             )
-        self._ranks, self._rank = ranks, comm.get_rank(group=comm_group) if there else 0
+        self._ranks, self._rank = ranks, comm.get_rank(group=comm_group) if is_distributed else 0
         if worker_id not in (None, 0, self._rank):
             raise ValueError(
                 f"DistributedDataAnalyzer(worker_id={worker_id}): expected {self._rank}, the rank; leave it out"
             )
 
     def run_map_reduce(self) -> None:
-        """Measures, and writes the index files. Every rank of the group must call it; all return together.
+        """Measures all samples and writes the index files. Every rank of the group must call it; all return together.
 
         Raises:
-            RuntimeError: A rank failed; raised on all ranks.
+            RuntimeError: Another rank failed; the rank that failed raises its own error.
         """
         failure: Exception | None = None
         found: Any = None
         try:
             share = self._source.share(self._rank, self._ranks)
-            found = [each.arrays() for each in walk(self._source, share, self._metrics)]
+            found = [each.arrays() for each in measure(self._source, share, self._metrics)]
         except Exception as error:  # the other ranks wait for the outcome
             failure, found = error, repr(error)
         gathered = self._gather(found)
@@ -329,9 +328,9 @@ class DistributedDataAnalyzer:
     def _raise_if(failure: Exception | None, gathered: list[Any]) -> None:
         if failure is not None:
             raise failure
-        for rank, answer in enumerate(gathered):
-            if isinstance(answer, str):
-                raise RuntimeError(f"DistributedDataAnalyzer: rank {rank} could not continue: {answer}")
+        for rank, result in enumerate(gathered):
+            if isinstance(result, str):
+                raise RuntimeError(f"DistributedDataAnalyzer: rank {rank} could not continue: {result}")
 
 
 SINGLE, SUM = "single_value_per_sample", "accumulate_value_over_samples"
@@ -339,11 +338,11 @@ KINDS = (SINGLE, SUM)
 
 
 class MetricValues:
-    """The values of one metric for the samples of one share.
+    """Collects the values of one metric for the samples of one share.
 
     Args:
-        kind: ``single_value_per_sample``: a number for each sample; ``accumulate_value_over_samples``: a vector that is
-            added up.
+        kind: ``single_value_per_sample``: an integer for each sample; ``accumulate_value_over_samples``: the sum of
+            vectors.
     """
 
     def __init__(self, kind: str) -> None:
@@ -352,42 +351,44 @@ class MetricValues:
         self._samples: list[NDArray[numpy.int64]] = []
         self._sum: NDArray[Any] | None = None
 
-    def add(self, answer: Any, samples: NDArray[numpy.int64], name: str) -> None:
+    def add(self, result: Any, samples: NDArray[numpy.int64], name: str) -> None:
         """Adds the result of a metric function for a batch.
 
         Args:
-            answer: A tensor or array of integers.
-            samples: The numbers of the batch's samples; for a single value as many as the answer has rows.
+            result: A tensor or array of integers: ``[samples]``, or for a sum a vector of the same shape in each batch.
+            samples: The indices of the batch's samples, ``[samples]``; not used for a sum.
             name: The name of the metric.
 
         Raises:
-            ValueError: The result is not one integer per sample, or the lengths of vectors differ.
+            ValueError: The result is not one integer per sample, or the shapes of vectors differ.
         """
-        values = numpy.asarray(answer.cpu() if hasattr(answer, "cpu") else answer)
+        values = numpy.asarray(result.cpu() if hasattr(result, "cpu") else result)
         if not numpy.issubdtype(values.dtype, numpy.integer):
-            raise ValueError(f"metric {name}: its function gave {values.dtype}; index files hold integers, so round it")
+            raise ValueError(f"metric {name}: expected integers from its function, found {values.dtype}; round them")
         if self.kind == SUM:
             if self._sum is not None and self._sum.shape != values.shape:
-                raise ValueError(f"metric {name}: its vectors differ in length, {self._sum.shape} and {values.shape}")
+                raise ValueError(
+                    f"metric {name}: expected vectors of one shape, found {self._sum.shape} and {values.shape}"
+                )
             self._sum = values.astype(numpy.int64) if self._sum is None else self._sum + values
             return
         values = values.reshape(-1)
         if len(values) != len(samples):
             raise ValueError(
-                f"metric {name}: its function gave {len(values)} values for a batch of {len(samples)} samples; a "
-                f"metric of type {SINGLE} gives one for each"
+                f"metric {name}: its function gave {len(values)} values for a batch of {len(samples)} samples; return "
+                f"one for each, or use another metric_type than {SINGLE}"
             )
         self._values.append(values)
         self._samples.append(samples)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Returns the collected values as arrays, to send or save."""
+        """Returns the collected values as int64 arrays: ``sum``, or ``values`` and ``samples``."""
         if self.kind == SUM:
             return {"sum": self._sum if self._sum is not None else numpy.empty(0, numpy.int64)}
-        none = numpy.empty(0, numpy.int64)
+        empty = numpy.empty(0, numpy.int64)
         return {
-            "values": numpy.concatenate([none, *self._values]).astype(numpy.int64),
-            "samples": numpy.concatenate([none, *self._samples]),
+            "values": numpy.concatenate([empty, *self._values]).astype(numpy.int64),
+            "samples": numpy.concatenate([empty, *self._samples]),
         }
 
 
@@ -395,13 +396,13 @@ def write_metric(folder: Path, name: str, kind: str, parts: Sequence[dict[str, N
     """Writes the index files of one metric.
 
     Args:
-        folder: Where; made if it is not there.
+        folder: Where to write; created if missing.
         name: The name of the metric.
-        kind: The kind of the metric.
-        parts: The values of each share.
+        kind: The type of the metric.
+        parts: The :meth:`MetricValues.arrays` of each share.
 
     Raises:
-        ValueError: A sample was seen twice.
+        ValueError: A sample was measured twice.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if kind == SUM:
@@ -411,16 +412,16 @@ def write_metric(folder: Path, name: str, kind: str, parts: Sequence[dict[str, N
         return
     values = numpy.concatenate([part["values"] for part in parts])
     samples = numpy.concatenate([part["samples"] for part in parts])
-    # By value, and within one value by number.
+    # By value, and within one value by index.
     order = numpy.lexsort((samples, values))
     by_value, ids = values[order], samples[order]
     distinct, counts = numpy.unique(by_value, return_counts=True)
     by_sample = numpy.argsort(samples, kind="stable")
-    twice = numpy.flatnonzero(numpy.diff(samples[by_sample]) == 0)
-    if len(twice):
+    repeated = numpy.flatnonzero(numpy.diff(samples[by_sample]) == 0)
+    if len(repeated):
         raise ValueError(
-            f"metric {name}: sample {samples[by_sample][twice[0]]} was analyzed more than once; the numbers that the "
-            "batches have in `index`, or sample_indices, must be different for all samples"
+            f"metric {name}: sample {samples[by_sample][repeated[0]]} was analyzed more than once; give each "
+            "sample its own number in the batches' `index`, or in sample_indices"
         )
     ones = numpy.ones(len(values), dtype=numpy.int64)
     _write(folder / f"{name}_sample_to_metric", values[by_sample], ones)

@@ -1,4 +1,4 @@
-"""Batches of about equally many tokens, with learning rates scaled to their sizes."""
+"""Makes batches of about equal numbers of tokens, and scales learning rates to their sizes."""
 
 from __future__ import annotations
 

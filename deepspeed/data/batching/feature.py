@@ -1,4 +1,4 @@
-"""The engine feature for ``data_sampling.dynamic_batching``: loads batches of about equally many tokens."""
+"""The engine feature of ``data_sampling.dynamic_batching``: loads batches of about equal numbers of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepspeed.engine_feature import EngineFeature
 
 
 class BatchesByTokens(EngineFeature):
-    """Batches of about equally many tokens, with learning rates for their sizes."""
+    """Loads batches of about equal numbers of tokens, with learning rates for their sizes."""
 
     title = "batches by tokens"
     setting = "data_efficiency.data_sampling.dynamic_batching"
@@ -23,7 +23,7 @@ class BatchesByTokens(EngineFeature):
             return
         loader, scheduler, _ = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(training_data, engine)
         engine.training_dataloader, engine.lr_scheduler = loader, scheduler
-        if hasattr(type(engine), "set_dataloader"):  # of pipelines
+        if hasattr(type(engine), "set_dataloader"):  # an engine of a pipeline
             engine.set_dataloader(loader)
 
 

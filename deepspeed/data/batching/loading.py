@@ -1,4 +1,4 @@
-"""The loader and the schedule of batches by tokens, by ``data_sampling.dynamic_batching``."""
+"""Makes the loader and the learning rate schedule of ``data_sampling.dynamic_batching``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _METRIC = "seqlen"
 
 
 class _ListedBatches(BatchSampler):
-    """A sampler of micro-batches that were chosen in advance."""
+    """Yields micro-batches that were chosen in advance."""
 
     def __init__(self, micro_batches: Sequence[list[Any]]) -> None:
         self._micro_batches = micro_batches
@@ -34,7 +34,7 @@ class _ListedBatches(BatchSampler):
 
 
 class _PaddedDataset(Dataset[Any]):
-    """A dataset of samples padded to a length that is part of the index."""
+    """Pads samples; an index is a pair of sample and length."""
 
     def __init__(self, dataset: Any, pad: Callable[[Any, int], Any]) -> None:
         self._dataset, self._pad = dataset, pad
@@ -42,8 +42,8 @@ class _PaddedDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, which: tuple[int, int]) -> Any:
-        number, length = which
+    def __getitem__(self, index: tuple[int, int]) -> Any:
+        number, length = index
         return self._pad(self._dataset[number], length)
 
 
@@ -56,31 +56,31 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     sample_padding_fn: Callable[[Any, int], Any] | None = None,
     batch_seqlens_fn: Callable[[Any], Any] | None = None,
 ) -> tuple[DeepSpeedDataLoader, VariableBatchSizeLR, dict[str, Any]]:
-    """Returns a loader whose micro-batches have about ``max_tokens`` tokens, and a schedule that follows their sizes.
+    """Returns a loader whose micro-batches have at most ``max_tokens`` tokens, and a schedule that follows their sizes.
 
     Every rank must call it. Micro-batches of one update differ in size; their gradients have equal weight, and the rate
     is scaled by the samples of the update relative to ``engine.train_batch_size()``.
 
     Args:
-        dataset: Samples by number.
-        engine: With ``data_efficiency.data_sampling.dynamic_batching`` in its configuration.
-        dataset_seqlens: Tokens of each sample; None: from the files below ``metrics_path``, which are made if they
-            are not there.
-        dataset_filter_ids: Only these samples; ``dataset_seqlens`` are theirs then, in their order.
+        dataset: A map-style dataset.
+        engine: An engine with ``data_efficiency.data_sampling.dynamic_batching`` enabled.
+        dataset_seqlens: Tokens of each sample; None: read from the files below ``metrics_path``, which are created if
+            missing.
+        dataset_filter_ids: Use only these samples; ``dataset_seqlens`` are then theirs, in this order.
         dataloader_collate_fn: Makes a batch of samples; None: the engine's.
-        sample_padding_fn: Called with a sample and the length of the longest of its update; gives it padded.
-        batch_seqlens_fn: Lengths of the samples of a batch, for the analysis; None: ``len`` of a sample's first axis.
+        sample_padding_fn: Called with a sample and the largest length in its update; returns the padded sample.
+        batch_seqlens_fn: Returns the lengths of the samples in a batch, for the analysis; None: ``len`` of each sample.
 
     Returns:
         The loader over this rank's micro-batches, the schedule, and the loader's arguments.
 
     Raises:
-        DeepSpeedConfigError: The section is not enabled, or lengths are neither given nor in files.
-        ValueError: No batch can be made.
+        DeepSpeedConfigError: The section is not enabled, or the lengths are missing or those of another dataset.
+        ValueError: No batch can be made of these lengths.
     """
     section, seed = _settings(engine)
     if dataset_seqlens is None:
-        lengths = _measured(dataset, section, batch_seqlens_fn)
+        lengths = _read_lengths(dataset, section, batch_seqlens_fn)
         dataset_seqlens = lengths if dataset_filter_ids is None else [lengths[number] for number in dataset_filter_ids]
     ranks, rank = engine.dp_world_size, engine.get_data_parallel_rank()
     assert section.max_tokens is not None
@@ -118,17 +118,17 @@ def _settings(engine: Any) -> tuple[DynamicBatching, int]:
     section = engine.data_efficiency_config()
     if section is None or not engine.data_sampling_enabled() or not section.data_sampling.dynamic_batching.enabled:
         raise DeepSpeedConfigError(
-            "batches by tokens: enable data_efficiency, its data_sampling and data_sampling.dynamic_batching in the "
-            "configuration"
+            "data_efficiency.data_sampling.dynamic_batching: expected the section to be enabled; set enabled in "
+            "data_efficiency, in its data_sampling and in dynamic_batching"
         )
     return section.data_sampling.dynamic_batching, section.seed
 
 
-def _measured(dataset: Any, section: DynamicBatching, batch_seqlens_fn: Callable[[Any], Any] | None) -> list[int]:
+def _read_lengths(dataset: Any, section: DynamicBatching, batch_seqlens_fn: Callable[[Any], Any] | None) -> list[int]:
     if section.metrics_path is None:
         raise DeepSpeedConfigError(
-            "data_efficiency.data_sampling.dynamic_batching.metrics_path is required where no dataset_seqlens are "
-            "given: lengths are read from there, and written to it once"
+            "data_efficiency.data_sampling.dynamic_batching.metrics_path: expected a folder, as dataset_seqlens is not "
+            "given; set it: lengths are measured once, and written there"
         )
     prefix = Path(section.metrics_path) / _METRIC / f"{_METRIC}_sample_to_metric"
     if not MMapIndexedDataset.exists(prefix):
@@ -143,8 +143,8 @@ def _measured(dataset: Any, section: DynamicBatching, batch_seqlens_fn: Callable
     lengths = MMapIndexedDataset(prefix).values
     if len(lengths) != len(dataset):
         raise DeepSpeedConfigError(
-            f"{prefix} has the lengths of {len(lengths)} samples, and the dataset has {len(dataset)}; remove the file, "
-            "or set metrics_path to another folder"
+            f"{prefix}: expected the lengths of {len(dataset)} samples, found {len(lengths)}; remove the file, or set "
+            "metrics_path to another folder"
         )
     return [int(length) for length in lengths]
 
@@ -157,10 +157,10 @@ class VariableBatchSizeLR:
     """Scales the rates of another schedule, or of an optimizer, by the size of the next batch.
 
     Args:
-        lr_scheduler: The schedule, or the optimizer whose rates are constant.
-        base_batch_size: Samples of a batch at which the rates are those of the schedule.
-        batch_sizes: Samples of each batch, repeated cyclically.
-        dataloader: Accepted without effect.
+        lr_scheduler: The schedule, or an optimizer with constant rates.
+        base_batch_size: Number of samples at which the rates are not scaled.
+        batch_sizes: Number of samples of each batch, repeated cyclically.
+        dataloader: Has no effect.
         lr_scaling_method: ``linear``, ``sqrt`` or ``none``.
     """
 
@@ -187,16 +187,16 @@ class VariableBatchSizeLR:
         self._last = update_lr(self.optimizer.param_groups, [rate * factor for rate in self._unscaled])
 
     def get_last_lr(self) -> list[float]:
-        """Returns the rates written last."""
+        """Returns the present rates of the param groups."""
         return self._last
 
     def get_lr(self) -> list[float]:
-        """Returns the same."""
+        """Returns the present rates of the param groups."""
         return self._last
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advances to the next batch; arguments are passed to the wrapped schedule."""
-        update_lr(self.optimizer.param_groups, self._unscaled)  # some schedules continue from the rates they find
+        update_lr(self.optimizer.param_groups, self._unscaled)  # some schedules continue from the present rates
         if self.base_lr_scheduler is not None:
             self.base_lr_scheduler.step(*args, **kwargs)
         self._unscaled = [float(group["lr"]) for group in self.optimizer.param_groups]

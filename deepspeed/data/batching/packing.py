@@ -1,4 +1,4 @@
-"""Micro-batches of about equally many tokens out of sequences of different lengths."""
+"""Packs sequences of different lengths into micro-batches of about equal numbers of tokens."""
 
 from __future__ import annotations
 
@@ -24,35 +24,36 @@ def batch_by_seqlens(
     verbose: bool = False,
     seed: int | None = None,
 ) -> tuple[list[tuple[int, list[int]]], list[int], list[int]]:
-    """Packs sequences, one after the other, into micro-batches of at most ``max_tokens``; pure, equal on all ranks.
+    """Packs sequences, in order, into micro-batches of at most ``max_tokens``. All ranks compute the same result.
 
-    Left out, with a line that counts them: sequences longer than ``max_tokens``, micro-batches of fewer than
-    ``min_batch_size`` sequences, and at the end micro-batches that do not fill a batch.
+    Left out, and counted in the log: sequences longer than ``max_tokens``, micro-batches of fewer than
+    ``min_batch_size`` sequences, and the last micro-batches, which do not fill a batch.
 
     Args:
-        seqlens: Tokens of each sequence.
-        max_tokens: Most tokens of a micro-batch, padding not counted.
-        sequence_ids_per_mb: The number of each sequence in the dataset; None: its place in ``seqlens``.
-        min_batch_size: Fewest sequences of a micro-batch.
-        max_batch_size: Most sequences of a micro-batch; None: as many as fit.
-        sequence_picking_order: ``dataloader``: as given; ``random``; ``seqlen``: by length, short ones first.
-        effective_batch_size: Micro-batches of one batch: ranks times accumulation steps.
-        required_microbatches_of_same_size: All micro-batches of a batch have equally many sequences (pipelines).
+        seqlens: Number of tokens of each sequence.
+        max_tokens: Largest number of tokens in a micro-batch, without padding.
+        sequence_ids_per_mb: The index of each sequence in the dataset; None: its index in ``seqlens``.
+        min_batch_size: Smallest number of sequences in a micro-batch.
+        max_batch_size: Largest number of sequences in a micro-batch; None: no limit.
+        sequence_picking_order: ``dataloader`` (the order of ``seqlens``), ``random``, or ``seqlen`` (short ones first).
+        effective_batch_size: Number of micro-batches in a batch: ranks times accumulation steps.
+        required_microbatches_of_same_size: Give all micro-batches of a batch the same number of sequences (pipelines).
         verbose: Log each batch.
         seed: The seed of the random order.
 
     Returns:
-        ``(number of the batch, sequences)`` of each micro-batch; sequences of each batch; longest of each batch.
+        For each micro-batch the number of its batch and its sequences; for each batch the number of its sequences; for
+        each batch the length of its longest sequence.
 
     Raises:
-        ValueError: Unknown order, or nothing fits.
+        ValueError: The order is unknown, or no batch can be made.
     """
     if sequence_picking_order not in ORDERS:
         raise ValueError(
-            f"sequence_picking_order {sequence_picking_order!r} is unknown; use one of {', '.join(ORDERS)}"
+            f"sequence_picking_order: expected one of {', '.join(ORDERS)}; found {sequence_picking_order!r}"
         )
     lengths = [int(length) for length in seqlens]
-    order = [place for place, length in enumerate(lengths) if length <= max_tokens]
+    order = [index for index, length in enumerate(lengths) if length <= max_tokens]
     if len(order) < len(lengths):
         log_dist(
             f"batches by tokens: {len(lengths) - len(order)} of {len(lengths)} sequences are longer than max_tokens "
@@ -62,7 +63,7 @@ def batch_by_seqlens(
     if sequence_picking_order == "random":
         random.Random(seed).shuffle(order)
     elif sequence_picking_order == "seqlen":
-        order.sort(key=lambda place: lengths[place])
+        order.sort(key=lambda index: lengths[index])
     most = max_batch_size or len(order)
     if required_microbatches_of_same_size:
         batches = _equal(order, lengths, max_tokens, min_batch_size, most, effective_batch_size)
@@ -76,16 +77,18 @@ def batch_by_seqlens(
             "use fewer accumulation steps"
         )
     if packed < len(order):
-        log_dist(f"batches by tokens: {len(order) - packed} of {len(order)} sequences fill no batch and are left out")
-    name = (lambda place: place) if sequence_ids_per_mb is None else sequence_ids_per_mb.__getitem__
+        log_dist(
+            f"batches by tokens: {len(order) - packed} of {len(order)} sequences do not fill a batch and are left out"
+        )
+    name = (lambda index: index) if sequence_ids_per_mb is None else sequence_ids_per_mb.__getitem__
     micro_batches = [
-        (number, [int(name(place)) for place in micro]) for number, batch in enumerate(batches) for micro in batch
+        (number, [int(name(index)) for index in micro]) for number, batch in enumerate(batches) for micro in batch
     ]
     sizes = [sum(len(micro) for micro in batch) for batch in batches]
-    longest = [max(lengths[place] for micro in batch for place in micro) for batch in batches]
+    longest = [max(lengths[index] for micro in batch for index in micro) for batch in batches]
     if verbose:
         for number, batch in enumerate(batches):
-            tokens = [sum(lengths[place] for place in micro) for micro in batch]
+            tokens = [sum(lengths[index] for index in micro) for micro in batch]
             log_dist(f"batch {number}: {sizes[number]} sequences up to {longest[number]} tokens; tokens {tokens}")
     return micro_batches, sizes, longest
 
@@ -94,36 +97,36 @@ Batches = list[list[list[int]]]
 
 
 def _filled(order: list[int], lengths: list[int], limit: int, least: int, most: int, per_batch: int) -> Batches:
-    """Returns batches whose micro-batches are filled one after the other, each as far as the limit allows."""
+    """Returns batches whose micro-batches are filled one by one, each up to the limit of tokens."""
     micro_batches: list[list[int]] = []
     micro: list[int] = []
     tokens = 0
-    for place in order:
-        if micro and (tokens + lengths[place] > limit or len(micro) == most):
+    for index in order:
+        if micro and (tokens + lengths[index] > limit or len(micro) == most):
             micro_batches.append(micro)
             micro, tokens = [], 0
-        micro.append(place)
-        tokens += lengths[place]
+        micro.append(index)
+        tokens += lengths[index]
     if micro:
         micro_batches.append(micro)
     micro_batches = [each for each in micro_batches if len(each) >= least]
-    whole = len(micro_batches) // per_batch * per_batch
-    return [micro_batches[start : start + per_batch] for start in range(0, whole, per_batch)]
+    stop = len(micro_batches) // per_batch * per_batch
+    return [micro_batches[start : start + per_batch] for start in range(0, stop, per_batch)]
 
 
 def _equal(order: list[int], lengths: list[int], limit: int, least: int, most: int, per_batch: int) -> Batches:
-    """Returns batches whose micro-batches all have one number of sequences, the largest that fits into each."""
+    """Returns batches whose micro-batches have the same number of sequences, the largest that the limit allows."""
     batches: Batches = []
     start = 0
     while start < len(order):
         best: list[list[int]] = []
         for size in range(min(most, (len(order) - start) // per_batch), least - 1, -1):
             parts = [order[start + size * i : start + size * (i + 1)] for i in range(per_batch)]
-            if size and all(sum(lengths[place] for place in part) <= limit for part in parts):
+            if size and all(sum(lengths[index] for index in part) <= limit for part in parts):
                 best = parts
                 break
         if not best:
-            start += 1  # no batch can begin with this sequence
+            start += 1  # no batch can start with this sequence
             continue
         batches.append(best)
         start += per_batch * len(best[0])
@@ -131,16 +134,16 @@ def _equal(order: list[int], lengths: list[int], limit: int, least: int, most: i
 
 
 def scale_lr(base_batch_size: int, batch_size: int, base_lr: float = 1, method: Any = "linear") -> float:
-    """Returns the rate for a batch of another size.
+    """Returns the learning rate for a batch of another size.
 
     Args:
-        base_batch_size: Samples of the batch for which ``base_lr`` was chosen.
-        batch_size: Samples of the batch.
-        base_lr: The rate there.
+        base_batch_size: Number of samples of a batch at which the rate is ``base_lr``.
+        batch_size: Number of samples of the batch.
+        base_lr: The rate at ``base_batch_size``.
         method: ``linear`` (arXiv:1706.02677), ``sqrt`` (arXiv:1404.5997) or ``none``.
 
     Raises:
-        ValueError: Unknown method.
+        ValueError: The method is unknown.
     """
     if method in (None, "none"):
         return base_lr
@@ -148,4 +151,4 @@ def scale_lr(base_batch_size: int, batch_size: int, base_lr: float = 1, method: 
         return base_lr * batch_size / base_batch_size
     if method == "sqrt":
         return base_lr * (batch_size / base_batch_size) ** 0.5
-    raise ValueError(f"lr_scaling_method {method!r} is unknown; use linear, sqrt or none")
+    raise ValueError(f"lr_scaling_method: expected linear, sqrt or none; found {method!r}")

@@ -1,4 +1,4 @@
-"""Curriculum learning: easy samples, or short ones, first."""
+"""Curriculum learning: trains on easy samples first, or on short ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine feature for ``curriculum_learning``: a difficulty per step, which forwards may get as a length."""
+"""The engine feature of ``curriculum_learning``: a difficulty per step, which forwards may get as a length."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ SEQUENCE_LENGTH = "curriculum_seqlen"
 """The keyword of the length to which a forward must cut its inputs."""
 
 
-def _hands_over_lengths(root: Root) -> bool:
+def _passes_lengths(root: Root) -> bool:
     """Returns whether training forwards get the length to which they must cut their inputs."""
     section = root.curriculum_learning
     return section is not None and section.enabled and section.curriculum_type == "seqlen"
 
 
 class CurriculumHooks(EngineHooks):
-    """Sets the difficulty of one engine's forwards.
+    """Updates the difficulty at each step of one engine.
 
     Args:
-        curriculum: Its schedule.
-        hands_over_length: Training forwards get the difficulty as their length.
+        curriculum: The schedule of the difficulty.
+        passes_length: Whether training forwards get the difficulty as their length.
     """
 
-    def __init__(self, curriculum: CurriculumScheduler, *, hands_over_length: bool) -> None:
+    def __init__(self, curriculum: CurriculumScheduler, *, passes_length: bool) -> None:
         self.curriculum = curriculum
-        self._hands_over_length = hands_over_length
+        self._passes_length = passes_length
         self.resume(0, 0)
 
     @override
@@ -53,20 +53,20 @@ class CurriculumHooks(EngineHooks):
         if not is_training:
             return {}
         self.curriculum.update_difficulty(global_steps + 1)
-        return {SEQUENCE_LENGTH: self.curriculum.get_current_difficulty()} if self._hands_over_length else {}
+        return {SEQUENCE_LENGTH: self.curriculum.get_current_difficulty()} if self._passes_length else {}
 
 
 class LengthCurriculum(EngineFeature):
-    """The older section of curriculum learning."""
+    """The curriculum of the older section ``curriculum_learning``."""
 
     title = "curriculum by length"
     setting = 'curriculum_learning.curriculum_type "seqlen"'
     conflicts = (
         Conflict(
             setting,
-            lambda setup: _hands_over_lengths(setup.root),
+            lambda setup: _passes_lengths(setup.root),
             SEQUENCE_RANKS,
-            "the forward would cut its part to the length of the whole",
+            "the forward would cut its part of the sequence to the length of the whole sequence",
             "leave the key out and cut whole sequences before they are divided, to "
             "engine.curriculum_scheduler_legacy.get_current_difficulty() tokens",
         ),
@@ -74,7 +74,7 @@ class LengthCurriculum(EngineFeature):
 
     @override
     def refuse(self, setup: EngineSetup) -> None:
-        if _hands_over_lengths(setup.root) and not setup.has_stages:
+        if _passes_lengths(setup.root) and not setup.has_stages:
             _check_forward(setup.model)
 
     @override
@@ -83,15 +83,15 @@ class LengthCurriculum(EngineFeature):
         if section is None or not section.enabled:
             return None
         # A pipeline's function for batches (set_batch_fn) cuts them instead.
-        hands_over = _hands_over_lengths(setup.root) and not setup.has_stages
-        return CurriculumHooks(CurriculumScheduler(settings_of(section)), hands_over_length=hands_over)
+        passes_length = _passes_lengths(setup.root) and not setup.has_stages
+        return CurriculumHooks(CurriculumScheduler(settings_of(section)), passes_length=passes_length)
 
 
 def _check_forward(model: nn.Module) -> None:
     if not takes_keyword(model, SEQUENCE_LENGTH):
         raise DeepSpeedConfigError(
-            f'curriculum_learning: with curriculum_type "seqlen" each training forward of {type(model).__name__} '
-            f"gets the keyword {SEQUENCE_LENGTH}, which it does not take; add it, and let the forward cut its "
+            f'curriculum_learning.curriculum_type "seqlen": expected {type(model).__name__}.forward to take the '
+            f"keyword {SEQUENCE_LENGTH}, which it does not; add it, and let the forward cut its "
             f"inputs to [:, :{SEQUENCE_LENGTH}]; or leave curriculum_type out and cut the batch before the "
             "forward (deepspeed.data.curriculum.shortened) to "
             "engine.curriculum_scheduler_legacy.get_current_difficulty()"

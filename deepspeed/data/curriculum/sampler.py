@@ -1,8 +1,8 @@
-"""Batches of samples that the curriculum allows, drawn identically on all ranks from one seed.
+"""Draws batches of samples that the curriculum allows, identically on all ranks from one seed.
 
-Every rank draws the whole global batch and takes its share, so nothing is sent. The samples of a *cluster*, allowed
-together, come in an order that follows from the seed, the cluster and the pass through it; so the state is a few
-numbers: the generator's state, and the position in each cluster.
+Every rank draws the whole global batch and takes its share, without communication. A *cluster* has the samples that the
+curriculum allowed at the same step. Seed, cluster and number of the pass determine the order of its samples, so the
+state is only that of the generator, and the position in each cluster.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from deepspeed.data.curriculum.scheduler import CurriculumScheduler, settings_of
 from deepspeed.data.indexed.dataset import MMapIndexedDataset
 from deepspeed.logging import log_dist
 
-_REMEMBERED = 1024  # micro-batches that workers may have been given ahead of training
+_MAX_STATES = 1024  # micro-batches that workers may have read ahead of training
 
 
 class DeepSpeedDataSampler(BatchSampler):
-    """The batches of one rank under ``data_efficiency.data_sampling``; a batch sampler of torch's ``DataLoader``.
+    """Yields the micro-batches of one rank by ``data_efficiency.data_sampling``; a batch sampler for ``DataLoader``.
 
     Args:
-        data_efficiency_config: The section, as a dict or read.
-        one_epoch_total_samples: Samples of the dataset.
-        micro_batch_size: Samples of one forward on one rank.
-        data_parallel_rank: This rank among those that divide the data.
-        data_parallel_size: The number of these ranks.
-        data_parallel_group: Not used: all ranks draw the same batch.
-        gradient_accumulation_steps: Micro-batches of one update.
-        global_rank: Not used.
-        drop_last: End before a batch that would go beyond ``num_epochs`` passes; otherwise it is filled up, and is the
-            last.
+        data_efficiency_config: The section, as a dict or parsed.
+        one_epoch_total_samples: Number of samples of the dataset.
+        micro_batch_size: Number of samples of one forward on one rank.
+        data_parallel_rank: Index of this rank among those that divide the data.
+        data_parallel_size: Number of these ranks.
+        data_parallel_group: Has no effect: all ranks draw the same batch.
+        gradient_accumulation_steps: Number of micro-batches of one update.
+        global_rank: Has no effect.
+        drop_last: End before a micro-batch that would exceed ``num_epochs`` passes; False: yield it too, with further
+            samples.
 
     Attributes:
-        consumed_samples: Samples given so far to all ranks together.
-        curriculum_step: Global batches drawn so far.
-        current_difficulties: By metric, of the batch drawn last.
-        micro_batches: Micro-batches given so far.
+        consumed_samples: Number of samples yielded so far, over all ranks.
+        curriculum_step: Number of global batches drawn so far.
+        current_difficulties: Difficulty of the latest global batch by metric.
+        micro_batches: Number of micro-batches yielded so far.
 
     Raises:
-        DeepSpeedConfigError: The section is wrong.
-        ValueError: The index files do not fit the dataset.
+        DeepSpeedConfigError: The section cannot be used.
+        ValueError: The dataset is empty, or the index files do not fit it.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DeepSpeedDataSampler(BatchSampler):
         self._total = one_epoch_total_samples * sampling.num_epochs
         self.drop_last = drop_last
         if one_epoch_total_samples < 1:
-            raise ValueError("DeepSpeedDataSampler: the dataset has no sample; give one that has samples")
+            raise ValueError("DeepSpeedDataSampler: expected a dataset with samples, found none; give another one")
         learning = sampling.curriculum_learning
         metrics = learning.curriculum_metrics if sampling.enabled and learning.enabled else {}
         self._schedules = {name: CurriculumScheduler(settings_of(metric)) for name, metric in metrics.items()}
@@ -89,14 +89,14 @@ class DeepSpeedDataSampler(BatchSampler):
             for name, metric in metrics.items()
             if metric.clustering_type != "single_cluster"
         ]
-        self._dice = numpy.random.default_rng(self._seed)
-        self._forget_clusters()
-        self._waiting: list[int] = []  # samples of the latest global batch that were not returned yet
+        self._generator = numpy.random.default_rng(self._seed)
+        self._reset_clusters()
+        self._remaining: list[int] = []  # samples of the latest global batch that were not returned yet
         self.consumed_samples = self.curriculum_step = self.micro_batches = 0
         self.current_difficulties: dict[str, int] = {}
-        self._states: deque[dict[str, Any]] = deque([self._state()], maxlen=_REMEMBERED)
+        self._states: deque[dict[str, Any]] = deque([self._state()], maxlen=_MAX_STATES)
 
-    def _forget_clusters(self) -> None:
+    def _reset_clusters(self) -> None:
         self._clusters = Clusters(self._metrics, self._num_samples)
         self._orders: list[NDArray[Any]] = []
         self._positions: list[int] = []
@@ -106,12 +106,14 @@ class DeepSpeedDataSampler(BatchSampler):
         """Sets the functions of the step for metrics with a ``custom`` schedule.
 
         Raises:
-            ValueError: There is no such metric.
+            ValueError: The curriculum has no such metric.
         """
         for name, function in schedule_func_dict.items():
             if name not in self._schedules:
                 known = ", ".join(self._schedules) or "none"
-                raise ValueError(f"set_custom_curriculum_learning_schedule: no metric {name}; there are: {known}")
+                raise ValueError(
+                    f"set_custom_curriculum_learning_schedule: expected one of the metrics {known}; found {name!r}"
+                )
             self._schedules[name].set_custom_get_difficulty(function)
 
     def __len__(self) -> int:
@@ -120,13 +122,13 @@ class DeepSpeedDataSampler(BatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         while self.consumed_samples + (self._micro_of_all if self.drop_last else 1) <= self._total:
-            while len(self._waiting) < self._micro_of_all:
-                self._waiting += self._draw()
-            given, self._waiting = self._waiting[: self._micro_of_all], self._waiting[self._micro_of_all :]
-            self.consumed_samples += len(given)
+            while len(self._remaining) < self._micro_of_all:
+                self._remaining += self._draw()
+            batch, self._remaining = self._remaining[: self._micro_of_all], self._remaining[self._micro_of_all :]
+            self.consumed_samples += len(batch)
             self.micro_batches += 1
             self._states.append(self._state())
-            yield given[self._rank * self._micro : (self._rank + 1) * self._micro]
+            yield batch[self._rank * self._micro : (self._rank + 1) * self._micro]
 
     # -- drawing -----------------------------------------------------------------------------------------------------
 
@@ -139,9 +141,9 @@ class DeepSpeedDataSampler(BatchSampler):
             self._open_clusters()
         self.current_difficulties = difficulties
         sizes = self._clusters.sizes()
-        counts = self._dice.multinomial(self._batch_of_all, sizes / sizes.sum())
+        counts = self._generator.multinomial(self._batch_of_all, sizes / sizes.sum())
         batch = numpy.concatenate([self._take(cluster, int(count)) for cluster, count in enumerate(counts)])
-        self._dice.shuffle(batch)
+        self._generator.shuffle(batch)
         return [int(sample) for sample in batch]
 
     def _open_clusters(self) -> None:
@@ -151,8 +153,8 @@ class DeepSpeedDataSampler(BatchSampler):
             self._orders.append(self._shuffled(cluster))
 
     def _shuffled(self, cluster: int) -> NDArray[Any]:
-        dice = numpy.random.default_rng([self._seed, cluster, self._passes[cluster]])
-        return dice.permutation(self._clusters.members[cluster])
+        generator = numpy.random.default_rng([self._seed, cluster, self._passes[cluster]])
+        return generator.permutation(self._clusters.members[cluster])
 
     def _take(self, cluster: int, count: int) -> NDArray[Any]:
         """Returns the next sample indices of a cluster; reshuffles it each time all its samples have been drawn."""
@@ -173,7 +175,7 @@ class DeepSpeedDataSampler(BatchSampler):
 
     def _state(self) -> dict[str, Any]:
         return {
-            "batch": list(self._waiting),
+            "batch": list(self._remaining),
             "consumed_samples": self.consumed_samples,
             "curriculum_step": self.curriculum_step,
             "current_difficulties": dict(self.current_difficulties),
@@ -181,17 +183,18 @@ class DeepSpeedDataSampler(BatchSampler):
             "data_cluster_current_position": list(self._positions),
             "data_cluster_passes": list(self._passes),
             "micro_batches": self.micro_batches,
-            "np_rng_state": self._dice.bit_generator.state,
+            "np_rng_state": self._generator.bit_generator.state,
         }
 
     def state_dict(self, micro_batches: int | None = None) -> dict[str, Any]:
         """Returns the position of the sampler, equal on all ranks, as numbers, strings, lists and dicts.
 
         Args:
-            micro_batches: Return the position after this many micro-batches, for readers that prefetch; None: now.
+            micro_batches: Return the position after this many micro-batches, for readers that prefetch; None: the
+                present one.
 
         Raises:
-            ValueError: The state after ``micro_batches`` is no longer remembered.
+            ValueError: The state after ``micro_batches`` is not kept any more.
         """
         if micro_batches is None:
             return self._state()
@@ -199,20 +202,20 @@ class DeepSpeedDataSampler(BatchSampler):
             if state["micro_batches"] == micro_batches:
                 return state
         raise ValueError(
-            f"DeepSpeedDataSampler: expected one of the last {_REMEMBERED} states up to micro-batch "
+            f"DeepSpeedDataSampler: expected one of the last {_MAX_STATES} states up to micro-batch "
             f"{self.micro_batches}, found micro-batch {micro_batches}; older states are not kept"
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the position of :meth:`state_dict`, also with another number of ranks or batch size.
+        """Restores the position of :meth:`state_dict`, for any number of ranks and batch size.
 
-        A state of the published package has no generator that could continue; then the curriculum continues at its step
-        with new draws, and a line in the log states this.
+        A state of upstream's package does not have the generator's state; then the curriculum continues at its step
+        with other random draws, and this is logged.
         """
-        self._forget_clusters()
+        self._reset_clusters()
         self.consumed_samples = int(state_dict["consumed_samples"])
         self.curriculum_step = int(state_dict["curriculum_step"])
-        self._waiting = []
+        self._remaining = []
         self.micro_batches = int(state_dict.get("micro_batches", 0))
         self.current_difficulties = {}
         if "data_cluster_bounds" in state_dict:
@@ -221,12 +224,12 @@ class DeepSpeedDataSampler(BatchSampler):
             self._positions = list(state_dict["data_cluster_current_position"])
             self._passes = list(state_dict["data_cluster_passes"])
             self._orders = [self._shuffled(cluster) for cluster in range(len(self._positions))]
-            self._dice.bit_generator.state = state_dict["np_rng_state"]
-            self._waiting = list(state_dict["batch"])
+            self._generator.bit_generator.state = state_dict["np_rng_state"]
+            self._remaining = list(state_dict["batch"])
             self.current_difficulties = dict(state_dict["current_difficulties"])
         else:
             log_dist(
-                f"data sampler: the saved state was written by the published package; the curriculum continues at step "
+                f"data sampler: the saved state was written by upstream's package; the curriculum continues at step "
                 f"{self.curriculum_step}, with other random draws"
             )
         self._states.clear()
@@ -234,7 +237,7 @@ class DeepSpeedDataSampler(BatchSampler):
 
 
 def _read(config: Mapping[str, Any] | DataEfficiency) -> DataEfficiency:
-    if isinstance(config, DataEfficiency):  # of a configuration, which was checked
+    if isinstance(config, DataEfficiency):  # parsed and checked already
         return config
     section = parse_section({"data_efficiency": dict(config)}, "data_efficiency")
     assert isinstance(section, DataEfficiency)
@@ -245,14 +248,14 @@ def _read(config: Mapping[str, Any] | DataEfficiency) -> DataEfficiency:
 
 
 class MetricOrder:
-    """The samples of a dataset ordered by one measure of difficulty, easiest first.
+    """The samples of a dataset ordered by one metric, easiest first.
 
     Args:
         name: The name of the metric, for messages.
-        samples: Their numbers in that order.
-        values: The distinct values that occur, rising; None where only the order counts.
-        ends: For each value, how many samples have it or a lower one.
-        max_difficulty: The percentile that stands for all samples; None: difficulties are values.
+        samples: Indices of the samples in that order, 1-D.
+        values: The distinct values of the metric, ascending, 1-D; None: difficulties are percentiles.
+        ends: For each value, the number of samples with it or a lower one.
+        max_difficulty: The percentile that stands for all samples; None: difficulties are values of the metric.
     """
 
     def __init__(
@@ -282,7 +285,7 @@ class MetricOrder:
             max_difficulty: See the class.
 
         Raises:
-            ValueError: The two do not belong together.
+            ValueError: The two files do not belong together.
         """
         rows = MMapIndexedDataset(sample_path)
         ends = numpy.cumsum(rows.sizes, dtype=numpy.int64)
@@ -292,13 +295,13 @@ class MetricOrder:
             values = MMapIndexedDataset(metric_path).values
             if len(values) != len(rows):
                 raise ValueError(
-                    f"the index files of the metric {name} do not belong together: {sample_path} has {len(rows)} rows "
-                    f"of samples, {metric_path} {len(values)} values; analyze the dataset again"
+                    f"index files of the metric {name}: expected as many rows as values, found {len(rows)} rows of "
+                    f"samples in {sample_path} and {len(values)} values in {metric_path}; analyze the dataset again"
                 )
         return cls(name, rows.values, values, ends, max_difficulty)
 
     def allowed(self, difficulty: int) -> int:
-        """Returns how many samples, from the easiest on, a difficulty allows."""
+        """Returns the number of samples, from the easiest on, that a difficulty allows."""
         if self._max is not None:
             per_percentile = len(self.samples) // self._max
             return len(self.samples) if difficulty >= self._max else per_percentile * difficulty
@@ -307,7 +310,7 @@ class MetricOrder:
         return int(self._ends[rows - 1]) if rows else 0
 
     def least(self) -> str:
-        """Returns the easiest difficulty that allows anything, in words."""
+        """Returns the lowest difficulty that allows a sample, for messages."""
         if self._max is not None and len(self.samples) < self._max:
             return f"percentile {self._max}, since {len(self.samples)} samples are too few for {self._max} percentiles"
         if self._values is None:
@@ -316,43 +319,45 @@ class MetricOrder:
 
 
 class Clusters:
-    """Samples grouped by when the curriculum first allowed them.
+    """Groups samples by the step at which the curriculum first allowed them.
 
     Args:
-        metrics: The metrics of the curriculum; empty: all samples are one group.
+        metrics: The metrics of the curriculum; empty: all samples are in one group.
         num_samples: Number of samples of the dataset.
 
     Attributes:
-        members: The numbers of the samples of each group.
-        bounds: The difficulties that formed each group.
+        members: The indices of the samples of each group.
+        bounds: The difficulties at which each group was added.
     """
 
     def __init__(self, metrics: list[MetricOrder], num_samples: int) -> None:
         self._metrics = metrics
         self._num_samples = num_samples
         self._taken = numpy.zeros(num_samples if len(metrics) > 1 else 0, dtype=bool)
-        self._before = 0  # number allowed by the only metric so far
+        self._before = 0  # samples allowed so far, if there is only one metric
         self.members: list[NDArray[Any]] = []
         self.bounds: list[dict[str, int]] = []
 
     def grow(self, difficulties: Mapping[str, int]) -> None:
-        """Adds a group of the samples that the difficulties allow and no group has, if there are any.
+        """Adds a group of the samples that the difficulties allow and that are in no group, if there are any.
 
         Raises:
-            ValueError: Still no sample at all is allowed.
+            ValueError: No sample has been allowed yet, or the index has samples that the dataset does not have.
         """
         fresh = self._fresh(difficulties)
         if len(fresh):
             if int(fresh.max()) >= self._num_samples:
                 raise ValueError(
-                    f"the index of the metric(s) {', '.join(m.name for m in self._metrics)} contains sample "
-                    f"{int(fresh.max())}, but the dataset has {self._num_samples}; analyze this dataset again"
+                    f"index of the metric(s) {', '.join(m.name for m in self._metrics)}: expected samples below "
+                    f"{self._num_samples}, the size of the dataset, found {int(fresh.max())}; analyze it again"
                 )
             self.members.append(fresh)
             self.bounds.append(dict(difficulties))
         elif not self.members:
-            at = ", ".join(f"{m.name} {difficulties[m.name]} (the easiest sample: {m.least()})" for m in self._metrics)
-            raise ValueError(f"the curriculum allows no sample at {at}; raise min_difficulty")
+            levels = ", ".join(
+                f"{m.name} {difficulties[m.name]} (the easiest sample: {m.least()})" for m in self._metrics
+            )
+            raise ValueError(f"the curriculum allows no sample at {levels}; raise min_difficulty")
 
     def _fresh(self, difficulties: Mapping[str, int]) -> NDArray[Any]:
         if not self._metrics:
@@ -362,13 +367,13 @@ class Clusters:
             before, now = self._before, metric.allowed(difficulties[metric.name])
             self._before = max(before, now)
             return metric.samples[before:now]
-        times = numpy.zeros(self._num_samples, dtype=numpy.uint8)
+        allowed_by = numpy.zeros(self._num_samples, dtype=numpy.uint8)
         for metric in self._metrics:
-            times[metric.samples[: metric.allowed(difficulties[metric.name])]] += 1
-        fresh = numpy.flatnonzero((times == len(self._metrics)) & ~self._taken)
+            allowed_by[metric.samples[: metric.allowed(difficulties[metric.name])]] += 1
+        fresh = numpy.flatnonzero((allowed_by == len(self._metrics)) & ~self._taken)
         self._taken[fresh] = True
         return fresh
 
     def sizes(self) -> NDArray[numpy.int64]:
-        """Returns the samples per group."""
+        """Returns the number of samples in each group, ``[groups]``."""
         return numpy.array([len(members) for members in self.members], dtype=numpy.int64)

@@ -1,4 +1,4 @@
-"""The difficulty of the training data as a function of the step."""
+"""Computes the difficulty of the training data as a function of the step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def settings_of(section: CurriculumLearning | CurriculumMetric) -> dict[str, Any
 
 
 class CurriculumScheduler:
-    """The difficulty at each step, by one of the published shapes.
+    """Computes the difficulty at each step by one of four types of schedule.
 
-    ``fixed_linear`` and ``fixed_root`` grow by :func:`~deepspeed.data.curriculum.scheduler.grown`;
-    ``fixed_discrete`` is a list of difficulties and the last step of each but the last; ``custom`` is a function.
+    ``fixed_linear`` and ``fixed_root`` grow by :func:`~deepspeed.data.curriculum.scheduler.grown`; ``fixed_discrete``
+    is a list of difficulties, each but the last one with its last step; ``custom`` is a function.
 
     Args:
         config: ``min_difficulty``, ``max_difficulty``, ``schedule_type`` (one of the four) and ``schedule_config``:
-            ``total_curriculum_step``, ``difficulty_step`` and for the root ``root_degree``; or ``difficulty`` and
-            ``max_step``.
+            ``total_curriculum_step``, ``difficulty_step`` and for ``fixed_root`` ``root_degree``; or ``difficulty`` and
+            ``max_step`` for ``fixed_discrete``.
 
     Attributes:
         custom_get_difficulty: The function of a ``custom`` schedule, or None.
@@ -60,7 +60,7 @@ class CurriculumScheduler:
         self.custom_get_difficulty = schedule_function
 
     def get_state(self) -> dict[str, Any]:
-        """Returns bounds, shape and the current difficulty, without a custom function."""
+        """Returns the bounds, the schedule and the current difficulty, without a custom function."""
         return {
             "min_difficulty": self._min,
             "max_difficulty": self._max,
@@ -76,7 +76,7 @@ class CurriculumScheduler:
         self._current = state["current_difficulty"]
 
     def get_difficulty(self, global_steps: int) -> int:
-        """Returns the difficulty at a step; nothing is changed.
+        """Returns the difficulty at a step, without setting it.
 
         Raises:
             ValueError: A ``custom`` schedule has no function yet.
@@ -84,7 +84,7 @@ class CurriculumScheduler:
         if self._kind == "custom":
             if self.custom_get_difficulty is None:
                 raise ValueError(
-                    "a custom curriculum has no function yet; give it one with "
+                    "CurriculumScheduler: a custom schedule needs a function, found none; set one with "
                     "engine.set_custom_curriculum_learning_schedule({metric: function}) or, for the older section "
                     "curriculum_learning, engine.curriculum_scheduler_legacy.set_custom_get_difficulty(function)"
                 )
@@ -104,23 +104,23 @@ class CurriculumScheduler:
         )
 
     def update_difficulty(self, global_steps: int) -> int:
-        """Sets the difficulty of a step and returns it; that of a ``custom`` schedule may decrease."""
+        """Sets the current difficulty to that of a step, and returns it; a ``custom`` schedule may lower it."""
         self._current = self.get_difficulty(global_steps)
         return self._current
 
 
 def grown(step: int, *, low: int, high: int, steps: int, granularity: int, degree: float = 1) -> int:
-    """Returns the value at ``step``: from ``low`` to ``high`` as the ``degree``-th root of the share of the steps gone.
+    """Returns the value at ``step`` of a growth from ``low`` to ``high`` with the ``degree``-th root of the step.
 
-    ``floor((step / steps) ** (1 / degree) * (high - low) + low)``, rounded down to a multiple of ``granularity``, but
-    never below the least multiple that ``low`` allows nor above ``high``.
+    It is ``floor((step / steps) ** (1 / degree) * (high - low) + low)``, rounded down to a multiple of ``granularity``,
+    but at least the first multiple that is not below ``low``, and at most ``high``.
 
     Args:
         step: Number of the step, from 0.
         low: Value at step 0.
-        high: Value in the end: from ``steps`` on, or a little later where it is not a multiple of ``granularity``.
-        steps: Steps of the growth.
-        granularity: Values are multiples of it, ``high`` apart.
+        high: Final value, reached at ``steps``, or a little later if it is not a multiple of ``granularity``.
+        steps: Number of steps of the growth.
+        granularity: All values but ``high`` are multiples of it.
         degree: 1 grows linearly, 2 as the square root.
     """
     value = math.floor((step / steps) ** (1 / degree) * (high - low) + low)
@@ -132,9 +132,9 @@ def shortened(batch: Any, length: int) -> Any:
     """Returns the first ``length`` positions of every tensor of a batch.
 
     Args:
-        batch: A tensor of shape (samples, positions, ...), or tuples, lists and mappings of such; what has fewer than
-            two dimensions, and what is no tensor, stays as it is.
-        length: Positions; longer than the batch changes nothing.
+        batch: A tensor ``[samples, positions, ...]``, or tuples, lists and mappings of these. Tensors with fewer than
+            two dimensions and other objects are not changed.
+        length: Largest number of positions.
 
     Returns:
         The same structure with contiguous tensors.

@@ -1,4 +1,4 @@
-"""A dataset of token sequences in files, read without loading them."""
+"""A dataset of token sequences in memory-mapped files, and its builder."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from deepspeed.data.indexed.format import code_of, data_file_path, index_file_pa
 
 
 class MMapIndexedDataset(Dataset[Any]):
-    """Items of any length in ``NAME.bin``, found through ``NAME.idx`` (:mod:`deepspeed.data.indexed.format`).
+    """Items of any length in ``NAME.bin``, with the index ``NAME.idx`` (:mod:`deepspeed.data.indexed.format`).
 
-    Files of Megatron are read too. The returned arrays are read-only views of the file.
+    Also reads files of Megatron. The returned arrays are 1-D, read-only views of the file.
 
     Args:
-        path: The name of both files without ending.
-        skip_warmup: Accepted without effect: nothing is prefetched.
+        path: The name of both files without extension.
+        skip_warmup: Has no effect: nothing is prefetched.
 
     Raises:
-        FileNotFoundError: One of the files is not there.
+        FileNotFoundError: One of the files does not exist.
         ValueError: A file has another format, or is truncated.
     """
 
@@ -52,11 +52,11 @@ class MMapIndexedDataset(Dataset[Any]):
         return len(self._index.sizes)
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Returns one item; for a slice without step the list of its items, in one read.
+        """Returns one item, or for a slice without step the list of its items.
 
         Raises:
-            IndexError: There is no such item.
-            ValueError: The slice has a step.
+            IndexError: The dataset has no such item.
+            ValueError: The slice has a step other than 1.
         """
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
@@ -67,28 +67,31 @@ class MMapIndexedDataset(Dataset[Any]):
                 )
             first = self._position(start) if start < stop else 0
             sizes = self._index.sizes[start:stop]
-            whole = self._values[first : first + int(sizes.sum(dtype=numpy.int64))]
-            return numpy.split(whole, numpy.cumsum(sizes[:-1], dtype=numpy.int64)) if len(sizes) else []
+            values = self._values[first : first + int(sizes.sum(dtype=numpy.int64))]
+            return numpy.split(values, numpy.cumsum(sizes[:-1], dtype=numpy.int64)) if len(sizes) else []
         return self.get(index)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """Returns a part of an item.
 
         Args:
-            idx: Number of the item; negative ones count from the end.
-            offset: Values left out at its beginning.
-            length: How many values; None: to its end.
+            idx: Index of the item; negative ones count from the end.
+            offset: Index of the first value in the item.
+            length: Number of values; None: all up to the item's end.
 
         Raises:
-            IndexError: There is no such item, or it has fewer values.
+            IndexError: The dataset has no such item, or the item has too few values.
         """
         number = idx + len(self) if idx < 0 else idx
         if not 0 <= number < len(self):
-            raise IndexError(f"item {idx}: {self._path} has {len(self)} items")
+            raise IndexError(f"item {idx} of {self._path}: expected an index below {len(self)}, the number of items")
         size = int(self._index.sizes[number])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
-            raise IndexError(f"item {idx} of {self._path} has {size} values, so there are no {length} from {offset} on")
+            raise IndexError(
+                f"item {idx} of {self._path}: expected offset and length within its {size} values, found {offset} and "
+                f"{length}"
+            )
         start = self._position(number) + offset
         return self._values[start : start + length]
 
@@ -102,7 +105,7 @@ class MMapIndexedDataset(Dataset[Any]):
 
     @property
     def sizes(self) -> NDArray[numpy.int32]:
-        """Values of each item."""
+        """Number of values of each item, ``[items]``."""
         return self._index.sizes
 
     def size(self, index: int) -> int:
@@ -111,12 +114,12 @@ class MMapIndexedDataset(Dataset[Any]):
 
     @property
     def values(self) -> NDArray[Any]:
-        """All values, item after item."""
+        """The values of all items, one item after the other, 1-D."""
         return self._values
 
     @property
     def doc_idx(self) -> NDArray[numpy.int64]:
-        """The items at which documents begin, and the number of items."""
+        """The indices of items at which documents begin, then the number of items; 1-D."""
         return self._index.documents
 
     def get_doc_idx(self) -> NDArray[numpy.int64]:
@@ -125,44 +128,44 @@ class MMapIndexedDataset(Dataset[Any]):
 
     @property
     def num_documents(self) -> int:
-        """How many documents the items belong to."""
+        """Number of documents."""
         return max(len(self._index.documents) - 1, 0)
 
     def document(self, number: int) -> list[NDArray[Any]]:
         """Returns the items of one document.
 
         Raises:
-            IndexError: There is no document ``number``.
+            IndexError: The dataset has no such document.
         """
         if not 0 <= number < self.num_documents:
-            raise IndexError(f"document {number}: {self._path} has {self.num_documents} documents")
+            raise IndexError(f"document {number} of {self._path}: expected a number from 0 to {self.num_documents - 1}")
         start, stop = self._index.documents[number : number + 2].tolist()
         return list(self[start:stop])
 
     @property
     def supports_prefetch(self) -> bool:
-        """Always False: the operating system reads ahead."""
+        """False: the operating system reads ahead."""
         return False
 
     @staticmethod
     def exists(path: str | Path) -> bool:
-        """Returns whether both files are there."""
+        """Returns whether both files exist."""
         return Path(index_file_path(path)).is_file() and Path(data_file_path(path)).is_file()
 
 
-_MOST_VALUES = 2**31 - 1  # of an item: sizes are int32
+_MAX_VALUES = 2**31 - 1  # of an item: sizes are int32
 
 
 class MMapIndexedDatasetBuilder:
     """Appends items to a ``.bin`` file; :meth:`finalize` writes its ``.idx`` file.
 
     Args:
-        out_file: The ``.bin`` file, with its ending; what is in it is lost.
+        out_file: The ``.bin`` file, with its extension; an existing file is overwritten.
         dtype: The dtype of the values.
-        for_megatron: Write the type as Megatron's readers understand it, which differs for 16-bit tokens.
+        for_megatron: Write Megatron's code of the dtype, which differs for 16-bit tokens.
 
     Raises:
-        ValueError: The format has no such type.
+        ValueError: The format does not have the dtype.
     """
 
     def __init__(self, out_file: str | Path, dtype: Any = numpy.int64, *, for_megatron: bool = False) -> None:
@@ -178,47 +181,47 @@ class MMapIndexedDatasetBuilder:
         self.add_item_numpy(tensor.numpy() if isinstance(tensor, torch.Tensor) else numpy.asarray(tensor))
 
     def add_item_numpy(self, np_array: NDArray[Any]) -> None:
-        """Appends an array, flattened.
+        """Appends an array of any shape, flattened.
 
         Raises:
-            ValueError: Values do not fit the dtype of the dataset, or the array has more than the format allows.
+            ValueError: The dataset's dtype cannot hold a value, or the array has more values than the format allows.
         """
         values = np_array.astype(self._dtype)
         if values.dtype != np_array.dtype and not numpy.array_equal(values, np_array):
             raise ValueError(
-                f"add_item: values from {np_array.min()} to {np_array.max()} do not fit {self._dtype.name}, the type "
-                "of this dataset; make the builder with a larger one"
+                f"add_item: expected values that {self._dtype.name} can hold, found {np_array.min()} to "
+                f"{np_array.max()}; give the builder a wider dtype"
             )
-        if values.size > _MOST_VALUES:
+        if values.size > _MAX_VALUES:
             raise ValueError(
-                f"add_item: an item has {values.size} values, and the format allows {_MOST_VALUES}; split the item"
+                f"add_item: expected at most {_MAX_VALUES} values in an item, found {values.size}; split the item"
             )
         values.tofile(self._file)
         self._sizes.append(values.size)
 
     def add_items(self, arr_list: Iterable[torch.Tensor | ArrayLike]) -> None:
-        """Appends several items, each in the shape that ``add_item`` takes."""
+        """Appends several items, each a tensor or array of any shape."""
         for item in arr_list:
             self.add_item(item)
 
     def end_document(self) -> None:
-        """Ends a document: the items since the last call, or since the start."""
+        """Ends a document, which has the items since the last call or the start."""
         self._documents.append(len(self._sizes))
 
     def merge_file_(self, another_file: str | Path) -> None:
-        """Appends another dataset with its documents; what came before and is in none becomes one.
+        """Appends another dataset with its documents; earlier items that are in no document become one.
 
         Args:
-            another_file: Name of its files without ending.
+            another_file: Name of its files without extension.
 
         Raises:
-            ValueError: Its type is another one.
+            ValueError: Its dtype is another one.
         """
         other = read_index(another_file)
         if other.dtype != self._dtype:
             raise ValueError(
-                f"merge_file_: {another_file} holds {other.dtype.name}, this dataset {self._dtype.name}; build both "
-                "with one type"
+                f"merge_file_: expected {self._dtype.name}, the dtype of this dataset, found {other.dtype.name} in "
+                f"{another_file}; build both with one dtype"
             )
         before = len(self._sizes)
         if self._documents[-1] != before:
@@ -229,7 +232,7 @@ class MMapIndexedDatasetBuilder:
             shutil.copyfileobj(file, self._file)
 
     def finalize(self, index_file: str | Path) -> None:
-        """Ends the ``.bin`` file and writes the ``.idx`` file, given with its ending.
+        """Closes the ``.bin`` file and writes ``index_file``, the ``.idx`` file with its extension.
 
         If :meth:`end_document` was never called, every item is a document.
         """
@@ -241,12 +244,12 @@ class MMapIndexedDatasetBuilder:
 
 
 def write_dataset(prefix: str | Path, values: NDArray[Any], sizes: NDArray[Any]) -> None:
-    """Writes a whole dataset.
+    """Writes a dataset.
 
     Args:
-        prefix: Name of both files without ending.
-        values: Values of all items, item after item; their dtype is that of the dataset.
-        sizes: Values of each item.
+        prefix: Name of both files without extension.
+        values: The values of all items, one item after the other, 1-D; their dtype is that of the dataset.
+        sizes: Number of values of each item, ``[items]``.
     """
     assert int(sizes.sum()) == len(values)
     values.tofile(data_file_path(prefix))

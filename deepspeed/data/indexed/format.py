@@ -1,4 +1,4 @@
-"""The two files of an indexed dataset, as Megatron and DeepSpeed publish them.
+"""Reads and writes the index of an indexed dataset, in the format that Megatron and DeepSpeed publish.
 
 ``NAME.bin`` has the values of all items, one after the other, and nothing else. ``NAME.idx`` has, little-endian:
 
@@ -38,19 +38,19 @@ _CODES: dict[int, type[numpy.generic]] = {
     7: numpy.uint32,
     8: numpy.uint64,
 }
-# Megatron agrees on 1 to 5 and has these for the rest. The number of bytes of a value distinguishes the two.
+# Megatron's codes 1 to 5 are the same, and the others these. The bytes per value distinguish the two tables.
 _MEGATRON: dict[int, type[numpy.generic]] = {6: numpy.float64, 7: numpy.float64, 8: numpy.uint16}
 
 
 def code_of(dtype: Any, *, for_megatron: bool = False) -> int:
-    """Returns the code of a type.
+    """Returns the code of a dtype.
 
     Args:
-        dtype: A numpy type.
-        for_megatron: As Megatron's readers understand it: 16-bit tokens have another code there.
+        dtype: A numpy dtype.
+        for_megatron: Return Megatron's code, which differs for 16-bit tokens.
 
     Raises:
-        ValueError: The format has no such type.
+        ValueError: The format does not have the dtype.
     """
     codes = {**_CODES, **_MEGATRON} if for_megatron else _CODES
     for code, known in codes.items():
@@ -58,12 +58,12 @@ def code_of(dtype: Any, *, for_megatron: bool = False) -> int:
             return code
     names = ", ".join(sorted({numpy.dtype(known).name for known in codes.values()}))
     raise ValueError(
-        f"an indexed dataset cannot hold {numpy.dtype(dtype).name}; expected one of {names}. Convert the values first"
+        f"indexed dataset: expected one of {names}, found {numpy.dtype(dtype).name}; convert the values first"
     )
 
 
 def type_of(code: int, count: int, nbytes: int) -> numpy.dtype[Any] | None:
-    """Returns the type that a code stands for in a file with so many values in so many bytes; None if there is none."""
+    """Returns the dtype of a code in a file with ``count`` values in ``nbytes``; None if none fits."""
     for codes in (_CODES, _MEGATRON):
         if code in codes and numpy.dtype(codes[code]).itemsize * count == nbytes:
             return numpy.dtype(codes[code])
@@ -71,10 +71,10 @@ def type_of(code: int, count: int, nbytes: int) -> numpy.dtype[Any] | None:
 
 
 def smallest_type(least: int, greatest: int) -> type[numpy.generic]:
-    """Returns the smallest integer type that holds all from ``least`` to ``greatest``.
+    """Returns the smallest integer type that holds all values from ``least`` to ``greatest``.
 
     Raises:
-        ValueError: None does.
+        ValueError: No type holds them.
     """
     kinds: tuple[type[Any], ...] = (numpy.uint8, numpy.uint16, numpy.uint32, numpy.uint64)
     if least < 0:
@@ -82,28 +82,28 @@ def smallest_type(least: int, greatest: int) -> type[numpy.generic]:
     for kind in kinds:
         if numpy.iinfo(kind).min <= least and greatest <= numpy.iinfo(kind).max:
             return kind
-    raise ValueError(f"no integer type holds {least} to {greatest}")
+    raise ValueError(f"values from {least} to {greatest}: expected a range of 64 bits; reduce the values")
 
 
 def index_file_path(prefix: str | Path) -> str:
-    """Returns the file of sizes and offsets."""
+    """Returns the name of the file of sizes and offsets."""
     return f"{prefix}.idx"
 
 
 def data_file_path(prefix: str | Path) -> str:
-    """Returns the file of values."""
+    """Returns the name of the file of values."""
     return f"{prefix}.bin"
 
 
 @dataclass(frozen=True)
 class Index:
-    """Holds the content of an ``.idx`` file; arrays that were read stay in the file (memory-mapped).
+    """Holds the content of an ``.idx`` file, in arrays that are memory-mapped.
 
     Attributes:
         dtype: The dtype of the values.
-        sizes: int32, values per item.
-        offsets: int64, bytes before each item.
-        documents: int64, the items at which documents begin, and the number of items.
+        sizes: int32 ``[items]``, the number of values of each item.
+        offsets: int64 ``[items]``, the bytes before each item.
+        documents: int64 1-D, the indices of items at which documents begin, then the number of items.
     """
 
     dtype: numpy.dtype[Any]
@@ -120,14 +120,14 @@ def write_index(
     *,
     for_megatron: bool = False,
 ) -> None:
-    """Writes an ``.idx`` file for items that lie one after the other.
+    """Writes an ``.idx`` file for contiguous items.
 
     Args:
-        path: With its ending.
+        path: The file, with its extension.
         dtype: The dtype of the values.
-        sizes: Values per item.
-        documents: The items at which documents begin, and the number of items.
-        for_megatron: As Megatron's readers understand the type.
+        sizes: Number of values of each item.
+        documents: The indices of items at which documents begin, then the number of items.
+        for_megatron: Write Megatron's code of the dtype.
     """
     offsets = numpy.zeros(len(sizes), dtype="<i8")
     numpy.cumsum(sizes[:-1], dtype=numpy.int64, out=offsets[1:])
@@ -142,28 +142,30 @@ def read_index(prefix: str | Path) -> Index:
     """Opens the ``.idx`` file of a dataset and compares it with the size of the ``.bin`` file.
 
     Raises:
-        FileNotFoundError: One of the two is not there.
-        ValueError: It is not such a file, or one of the two was cut off.
+        FileNotFoundError: One of the two files does not exist.
+        ValueError: The file is no index, or one of the two files is truncated.
     """
     path, data = Path(index_file_path(prefix)), Path(data_file_path(prefix))
     for each in (path, data):
         if not each.is_file():
             raise FileNotFoundError(
-                f"{each} is not there; an indexed dataset is named without ending and consists of NAME.idx and NAME.bin"
+                f"{each} does not exist; give the name of an indexed dataset, NAME of its files NAME.idx and NAME.bin"
             )
     with open(path, "rb") as file:
         head = file.read(_HEAD.size)
     if len(head) < _HEAD.size or not head.startswith(MAGIC):
-        raise ValueError(f"{path} is not the index of a dataset: it does not begin with {MAGIC!r}")
+        raise ValueError(f"{path}: expected the index of a dataset, which begins with {MAGIC!r}; give another file")
     _, version, code, count, num_documents = _HEAD.unpack(head)
     if version != VERSION:
-        raise ValueError(f"{path} has version {version} of the format; only version {VERSION} is known")
+        raise ValueError(f"{path}: expected version {VERSION} of the format, found {version}; convert the file")
     expected = _HEAD.size + 12 * count + 8 * num_documents
     if path.stat().st_size != expected:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, not the {expected} of {count} items; copy it again")
+        raise ValueError(
+            f"{path}: expected {expected} bytes for {count} items, found {path.stat().st_size}; copy the file again"
+        )
     mapped = numpy.memmap(path, mode="r", dtype=numpy.uint8)
     ends = [_HEAD.size, _HEAD.size + 4 * count, _HEAD.size + 12 * count, expected]
-    # The arrays are not aligned in the file, which numpy copes with.
+    # The arrays are not aligned in the file; numpy supports that.
     sizes, offsets, documents = (
         numpy.frombuffer(mapped, dtype=kind, count=(end - start) // int(kind[-1]), offset=start)
         for kind, start, end in zip(("<i4", "<i8", "<i8"), ends[:-1], ends[1:], strict=True)
@@ -172,7 +174,7 @@ def read_index(prefix: str | Path) -> Index:
     dtype = type_of(code, total, nbytes)
     if dtype is None:
         raise ValueError(
-            f"{path} lists {total} values of the type with code {code}, and {data} has {nbytes} bytes, which does not "
-            "fit; one of the two files was cut off or belongs to another dataset"
+            f"{path} lists {total} values of the dtype with code {code}, but {data} has {nbytes} bytes: one of the two "
+            "files is truncated or belongs to another dataset; copy both again"
         )
     return Index(dtype, sizes, offsets, documents)
