@@ -1,8 +1,8 @@
-"""Reads and writes of one file by many small requests on threads.
+"""Reads and writes one file by many small requests on threads.
 
-``os.preadv`` and ``os.pwritev`` release the interpreter lock, so a few threads keep the disk busy during
-training. The file is opened for direct access where the file system has it: data then moves between the disk and our
-page-aligned buffers without passing through the page cache, which would copy it and evict other data.
+``os.preadv`` and ``os.pwritev`` release the interpreter lock, so a few threads keep the disk busy during training. If
+the file system supports direct access, data moves between the disk and page-aligned buffers without the page cache,
+which would copy it and evict other data.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _LACK_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class IoSettings:
-    """The ``aio`` section.
+    """The settings of reads and writes, from the section ``aio``.
 
     Attributes:
         block_size: Bytes of one request, rounded up to pages.
-        queue_depth: Requests in flight.
-        threads: Threads that have requests in flight, each ``queue_depth`` of them.
+        queue_depth: Number of requests in flight, per unit of ``threads``.
+        threads: Factor of ``queue_depth``: ``queue_depth * threads`` requests are in flight, each on its own thread.
         direct: Bypass the page cache if the file system supports it.
     """
 
@@ -48,7 +48,7 @@ class Transfer:
         self._requests = requests
 
     def wait(self) -> None:
-        """Blocks until it is done; later calls return at once.
+        """Blocks until the transfer is complete; later calls return immediately.
 
         Raises:
             OffloadError: The disk failed or is full.
@@ -60,14 +60,14 @@ class Transfer:
 
 
 class BlockFile:
-    """A new file, accessed in whole pages.
+    """A new file that is read and written in whole pages.
 
     Args:
-        path: Its name; it must not exist.
+        path: The path of the file; it must not exist.
         settings: Sizes and numbers of requests.
 
     Raises:
-        OffloadError: It cannot be made.
+        OffloadError: The file cannot be created.
     """
 
     def __init__(self, path: Path, settings: IoSettings) -> None:
@@ -82,10 +82,12 @@ class BlockFile:
         try:
             self.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise OffloadError(f"{path}: cannot be made ({error.strerror}); check nvme_path") from error
+            raise OffloadError(f"{path}: cannot be created ({error.strerror}); check nvme_path") from error
         self._direct = self._open_direct() if settings.direct else None
 
-    def __del__(self) -> None:  # of an engine that was not destroyed; pending requests would keep this object
+    def __del__(
+        self,
+    ) -> None:  # for engines that were not destroyed; no request is pending, as one would keep this object alive
         self.close()
 
     def _open_direct(self) -> int | None:
@@ -100,17 +102,17 @@ class BlockFile:
 
     @property
     def is_direct(self) -> bool:
-        """Returns whether data bypasses the page cache."""
+        """Whether data bypasses the page cache."""
         return self._direct is not None
 
     def grow(self, nbytes: int) -> int:
-        """Adds ``nbytes`` (whole pages) of zeros, with the disk space for them.
+        """Appends ``nbytes`` (whole pages) of zeros, and reserves the disk space for them.
 
         Returns:
-            Where they begin.
+            Their offset in the file, in bytes.
 
         Raises:
-            OffloadError: The disk has not enough space.
+            OffloadError: The disk does not have enough space.
         """
         start = self.size
         if nbytes == 0:
@@ -124,31 +126,31 @@ class BlockFile:
         return start
 
     def map(self, offset: int, nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns ``numel`` elements at ``offset`` as a tensor over the file itself.
+        """Returns ``numel`` elements at ``offset`` as a 1-D tensor that is mapped from the file.
 
         Args:
-            offset: Multiple of the page size.
-            nbytes: Whole pages that belong to the tensor.
-            numel: Elements.
+            offset: In bytes, a multiple of the page size.
+            nbytes: Size of the mapping, whole pages.
+            numel: Number of elements.
             dtype: Their dtype.
 
         Raises:
-            OSError: The system cannot map it.
+            OSError: The system cannot map the file.
         """
         mapped = mmap.mmap(self.handle, nbytes, flags=mmap.MAP_SHARED, offset=offset)
         with torch.inference_mode(False):
             return torch.frombuffer(mapped, dtype=dtype, count=numel)
 
     def expect(self, offset: int, nbytes: int) -> None:
-        """Advises the system that these bytes are read soon through the page cache; it reads what is not there."""
+        """Advises the system to read these bytes into the page cache, as they will be read soon."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.handle, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def read(self, buffer: torch.Tensor, offset: int) -> Transfer:
-        """Starts to fill ``buffer`` from ``offset`` of the file.
+        """Starts to read from ``offset`` of the file into ``buffer``.
 
         Args:
-            buffer: 1-D uint8: whole pages at a page boundary.
+            buffer: 1-D uint8, whole pages on a page boundary.
             offset: In bytes, a multiple of the page size.
         """
         return self._start(os.preadv, buffer, offset, "reading")
@@ -157,7 +159,7 @@ class BlockFile:
         """Starts to write ``buffer`` to ``offset`` of the file.
 
         Args:
-            buffer: 1-D uint8: whole pages at a page boundary.
+            buffer: 1-D uint8, whole pages on a page boundary.
             offset: In bytes, a multiple of the page size.
         """
         return self._start(os.pwritev, buffer, offset, "writing")
@@ -180,13 +182,17 @@ class BlockFile:
                 moved = call(self.handle if direct is None else direct, [view[done:]], offset + done)
             except OSError as error:
                 if direct is not None and error.errno == errno.EINVAL:
-                    self._direct = None  # it can be opened for direct access, but not used
-                    warn_once(f"direct:{self.path.parent}", f"{self.path}: no direct access here; using the page cache")
+                    self._direct = None  # the file system opens files for direct access, but does not support it
+                    warn_once(
+                        f"direct:{self.path.parent}",
+                        f"{self.path}: the file system has no direct access; using the page cache",
+                    )
                     continue
                 raise _explained(error, what, self.path, len(view) - done) from error
             if moved == 0:
                 raise OffloadError(
-                    f"{what} {self.path}: it ends {len(view) - done} bytes too early; another process has changed it"
+                    f"{what} {self.path}: the file ends {len(view) - done} bytes too early, as another process has "
+                    "changed it; start the run again"
                 )
             done += moved
 
@@ -199,29 +205,28 @@ class BlockFile:
 
 
 def free_bytes(path: Path) -> int:
-    """Returns the bytes that this user may still write on the file system of ``path``."""
+    """Returns the free bytes that this user may write on the file system of ``path``."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
 
 
 def check_space(path: Path, nbytes: int) -> None:
-    """Raises if ``nbytes`` do not fit beside ``path``.
+    """Checks that the file system of ``path`` has ``nbytes`` free.
 
     Raises:
-        OffloadError: The file system has fewer free bytes.
+        OffloadError: It has fewer free bytes.
     """
     free = free_bytes(path.parent)
     if free < nbytes:
         raise OffloadError(
-            f"{path}: {nbytes:,} bytes are needed there, but only {free:,} are free; make room or choose another "
-            "nvme_path"
+            f"{path}: expected {nbytes:,} free bytes, found {free:,}; free some space or choose another nvme_path"
         )
 
 
 def _explained(error: OSError, what: str, path: Path, nbytes: int) -> OffloadError:
     if error.errno in _LACK_OF_SPACE:
         return OffloadError(
-            f"{what} {path}: the disk is full; {nbytes:,} bytes are needed and {free_bytes(path.parent):,} are free. "
-            "Make room or choose another nvme_path"
+            f"{what} {path}: the disk is full: {nbytes:,} bytes are needed, {free_bytes(path.parent):,} are free. "
+            "Free some space or choose another nvme_path"
         )
-    return OffloadError(f"{what} {path} failed: {error.strerror} (errno {error.errno}); check that disk")
+    return OffloadError(f"{what} {path} failed: {error.strerror} (errno {error.errno}); check the disk")

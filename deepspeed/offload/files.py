@@ -1,17 +1,16 @@
-"""Files as a tier: tensors mapped from a file, and transfers through page-aligned buffers.
+"""The tier of files: tensors mapped from a file, and transfers through page-aligned buffers.
 
-Every tensor made here is a mapping of its part of the file, so that checkpoints, ``safe_get_full_fp32_param`` and users
-can read and write it like any other tensor. Training does not use the mapping: it reads and writes
-the file directly. Both views agree because they are used in turn: the kernel writes mapped changes back before a direct
+Every tensor of this tier is a mapping of its part of the file, so that checkpoints, ``safe_get_full_fp32_param`` and
+users can read and write it like any other tensor. Training does not use the mapping, but reads and writes the file
+directly. The two are not used at the same time, so they agree: the kernel writes mapped changes back before a direct
 read, and drops cached pages after a direct write.
 
 If :class:`CachePolicy` chooses the page cache and the model computes in host memory, only the mapping is used: tensors
 are copied from it, or used in place.
 
-Direct access moves bytes only between the disk and the buffers, which suits a model larger than memory: the cache would
-have evicted its pages before their next use, and with them pages of other programs. Parameters that no optimizer
-updates and that fit into free memory are better cached: after the first use they are read at the speed of memory, and
-the system frees the pages when memory is needed.
+Direct access suits a model larger than memory: the page cache would evict its pages before their next use, and pages of
+other programs too. Parameters that are not updated and fit into free memory are better cached: after the first use they
+are read at the speed of memory, and the system frees the pages when memory is needed.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from deepspeed.offload.streams import CopyHandle, CopyStream
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import Memory, MemoryTracker, StorageKind, storage_key
 
-_RESERVE = 8  # 1/8 of the host's memory stays free for others
+_RESERVE = 8  # 1/8 of the host's memory stays free
 BufferSize = Callable[[Sequence[tuple[int, int]]], int]
-"""From the tensors to come, as ``(elements, bytes per element)``, to the bytes of one staging buffer."""
+"""Takes ``(elements, bytes per element)`` of all tensors; returns the bytes of one staging buffer."""
 
 
 @dataclass(frozen=True)
 class CachePolicy:
-    """Decides about the page cache.
+    """Decides whether the page cache is used.
 
     Attributes:
-        requested: ``offload_param.page_cache``; None: what fits is cached.
-        is_trained: Something updates the values, so that cached pages would be written out at every step.
-        ranks: Ranks on this host, each with an equal share.
+        requested: ``offload_param.page_cache``; None: use the cache if the values fit.
+        is_trained: Whether the values are updated; then cached pages would be written to the disk at every step.
+        ranks: Number of ranks on this host, which are taken to need equal amounts.
     """
 
     requested: bool | None = False
@@ -56,7 +55,7 @@ class CachePolicy:
     ranks: int = 1
 
     def choose(self, nbytes: int) -> tuple[bool, str]:
-        """Returns whether ``nbytes`` of this rank go through the cache, and the reason, for the log."""
+        """Returns whether the ``nbytes`` of this rank are cached, and the reason for the log, which may be empty."""
         if self.requested is not None:
             return (
                 self.requested,
@@ -74,13 +73,13 @@ class FileSettings:
     """Holds the configuration of one set of files.
 
     Attributes:
-        parent: ``nvme_path``.
+        parent: The folder ``nvme_path``.
         purpose: ``parameters`` or ``optimizer``.
         rank: Global rank.
-        io: Requests.
+        io: Sizes and numbers of requests.
         pin: Lock the buffers' pages.
-        zeros_are_written: Zeros are written into new files; False leaves it to the file system, which reads them so.
-        cache: When the page cache is used.
+        zeros_are_written: Whether zeros are written to new files; False: reserved space reads as zeros anyway.
+        cache: Decides whether the page cache is used.
     """
 
     parent: str
@@ -93,13 +92,13 @@ class FileSettings:
 
 
 class FileMemory(Memory):
-    """Tensors in a file.
+    """Stores tensors in a file.
 
     Args:
         device: Where the model computes.
-        settings: Folder, rank, kind of access and cache policy of the file.
-        buffer_count: Staging buffers.
-        buffer_bytes: Returns the size of a buffer, given the tensors to come.
+        settings: Folder, rank, access and cache policy of the file.
+        buffer_count: Number of staging buffers.
+        buffer_bytes: Returns the size of a buffer.
         up: Stream for copies to the device.
     """
 
@@ -122,7 +121,7 @@ class FileMemory(Memory):
         self._directory: RunDirectory | None = None
         self._file: BlockFile | None = None
         self._reserved = 0  # bytes of the file that belong to no tensor yet
-        self._offsets: dict[int, int] = {}  # storage of a mapping to its place in the file
+        self._offsets: dict[int, int] = {}  # offset in the file, by the storage of a mapping
         self._free: list[torch.Tensor] = []
         self._copying: deque[tuple[torch.Tensor, CopyHandle]] = deque()
         self._writing: deque[tuple[int, torch.Tensor, Transfer]] = deque()
@@ -133,17 +132,17 @@ class FileMemory(Memory):
 
     @property
     def tensor_device(self) -> torch.device:
-        """Mapped tensors are host tensors."""
+        """The host: mapped tensors are host tensors."""
         return host_device()
 
     @property
     def lends(self) -> bool:
-        """Returns whether tensors are loaned: only mapped, untrained ones, as an update may come during a loan."""
+        """Whether tensors are loaned: only mapped ones that are not updated, as an update could occur during a loan."""
         return self._is_mapped and not self._settings.cache.is_trained
 
     @property
     def file(self) -> BlockFile:
-        """The file; only after :meth:`empty` or an :meth:`open` that announced something."""
+        """The file; exists after :meth:`empty`, or after :meth:`open` with tensors."""
         assert self._file is not None
         return self._file
 
@@ -155,14 +154,14 @@ class FileMemory(Memory):
     # -- making ------------------------------------------------------------------------------------------------------
 
     def open(self, tensors: Sequence[tuple[int, int]], memory_tracker: MemoryTracker) -> None:
-        """Creates the file with room for ``tensors`` and the staging buffers; does nothing without tensors.
+        """Creates the file with space for ``tensors``, and the staging buffers; does nothing without tensors.
 
         Args:
-            tensors: ``(elements, bytes per element)`` of every tensor to come.
+            tensors: ``(elements, bytes per element)`` of every tensor that will be made.
             memory_tracker: Counts the staging buffers.
 
         Raises:
-            OffloadError: The folder or file cannot be made, or the disk or the host memory is too small.
+            OffloadError: The folder or file cannot be created, the disk is too small, or the configured buffers are.
         """
         self._memory_tracker = memory_tracker
         if tensors:
@@ -187,7 +186,7 @@ class FileMemory(Memory):
         access = "direct access" if self._file.is_direct else "access through the page cache"
         log_dist(
             f"offload: {settings.purpose} in {self._directory.path} ({nbytes:,} bytes on this rank, {access}"
-            f"{f': {why}' if why else ''}); other ranks have folders of their own beside it"
+            f"{f': {why}' if why else ''}); other ranks have folders next to it"
         )
 
     @override
@@ -195,18 +194,18 @@ class FileMemory(Memory):
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(0, dtype=dtype)
-        whole = round_to_pages(nbytes)
-        if self._file is None:  # nothing was trained before
-            assert self._memory_tracker is not None, "open comes first"
+        mapped_bytes = round_to_pages(nbytes)
+        if self._file is None:  # open() got no tensors, as no parameter was trained
+            assert self._memory_tracker is not None, "open() must be called first"
             self._create([(numel, dtype.itemsize)], self._memory_tracker)
         file = self.file
-        if self._reserved < whole:
-            file.grow(whole - self._reserved)
-            self._reserved = whole
+        if self._reserved < mapped_bytes:
+            file.grow(mapped_bytes - self._reserved)
+            self._reserved = mapped_bytes
         offset = file.size - self._reserved
-        self._reserved -= whole
+        self._reserved -= mapped_bytes
         try:
-            tensor = file.map(offset, whole, numel, dtype)
+            tensor = file.map(offset, mapped_bytes, numel, dtype)
         except OSError as error:
             raise OffloadError(f"{file.path}: {label} cannot be mapped ({error.strerror})") from error
         self._offsets[storage_key(tensor)] = offset
@@ -216,14 +215,14 @@ class FileMemory(Memory):
     def initialise(self, target: torch.Tensor, value: float) -> None:
         if value != 0 or self._settings.zeros_are_written:
             self.write(target, torch.full_like(target, value))
-            # The owner may write through the mapping next, which must not happen before this transfer.
+            # The owner may write through the mapping next, which must not precede this transfer.
             self._await_writes(self.locate(target)[0])
 
     def locate(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Returns the key of the mapping and the place in the file, in bytes, of a view of what :meth:`empty` made.
+        """Returns the key of a tensor's mapping, and its offset in the file in bytes.
 
         Args:
-            tensor: 1-D.
+            tensor: A 1-D tensor of :meth:`empty`, or a view of one.
         """
         base = storage_key(tensor)
         return base, self._offsets[base] + int(tensor.storage_offset()) * tensor.element_size()
@@ -288,7 +287,7 @@ class FileMemory(Memory):
         end = (target.storage_offset() + target.numel()) * target.element_size()
         ends_tensor = end == target.untyped_storage().nbytes()
         self._drop_ahead(base)
-        # with neighbours, which would be overwritten
+        # Direct writes would overwrite the neighbours in these pages.
         shares_pages = offset % PAGE or (nbytes % PAGE and not ends_tensor)
         if self._is_mapped or shares_pages:
             self._await_writes(base)
@@ -327,7 +326,7 @@ class FileMemory(Memory):
     # -- buffers -----------------------------------------------------------------------------------------------------
 
     def _free_buffer(self, *, wait: bool) -> torch.Tensor | None:
-        """Returns a staging buffer that nothing uses; None if that would mean waiting and ``wait`` is False."""
+        """Returns an unused staging buffer; with ``wait`` False, None if there is none yet."""
         while self._copying and self._copying[0][1].has_arrived():
             self._free.append(self._copying.popleft()[0])
         if not self._free and self._copying and wait:
@@ -341,7 +340,7 @@ class FileMemory(Memory):
         return self._free.pop() if self._free else None
 
     def take_buffers(self, count: int) -> list[torch.Tensor]:
-        """Gives staging buffers away permanently; :meth:`read` and :meth:`write` must not need them."""
+        """Removes ``count`` staging buffers and returns them; :meth:`read` and :meth:`write` use the others."""
         self.settle()
         self.forget()
         taken, self._free = self._free[:count], self._free[count:]

@@ -1,8 +1,8 @@
-"""Host memory as a tier: shards, gradients copied from the device, and updates that overlap with copies.
+"""The tier of host memory: shards, gradients copied from the device, and updates that overlap with copies.
 
-On an accelerator a reduced gradient is copied down while backward still runs. The update of bucket *i* works on host
-memory; its 16-bit result goes up to the device while bucket *i + 1* is updated. If the model computes on the CPU,
-host memory is the device: nothing is copied, and results are bit-equal to training without offload.
+With an accelerator, a reduced gradient is copied to the host while backward still runs. The update of bucket *i* works
+in host memory; its 16-bit result is copied to the device while bucket *i + 1* is updated. If the model computes on the
+CPU, host memory is the device: nothing is copied, and results are bit-equal to training without offload.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from deepspeed.zero.storage import FlatBuffer, Memory, MemoryTracker, StorageKin
 from deepspeed.zero.update.loop import Operands, PendingCopy, UpdateSlice, UpdateStrategy
 from deepspeed.zero.update.masters import MasterBucket
 
-_STAGING = 2  # one copy in flight, one being filled
+_MAX_STAGING = 2  # one buffer in a copy, one that is written
 
 
 class HostMemory(Memory):
-    """Tensors in host memory.
+    """Stores tensors in host memory.
 
     Args:
         device: Where the model computes.
@@ -78,9 +78,9 @@ class StagingPool:
         self._waiting: deque[tuple[HeldBuffer, torch.Tensor, CopyHandle, Squares | None]] = deque()
 
     def add(self, result: HeldBuffer, gradient: torch.Tensor, squares: Squares | None = None) -> None:
-        """Starts to add ``gradient`` (1-D) to ``result``; ``squares`` receives those of the sum."""
+        """Starts to add ``gradient`` (1-D) to ``result``; adds the squares of the sum to ``squares``."""
         with self._lock:
-            while len(self._waiting) >= _STAGING:
+            while len(self._waiting) >= _MAX_STAGING:
                 self._add_oldest()
             numel, dtype = gradient.numel(), gradient.dtype
             fits = [i for i, buffer in enumerate(self._free) if buffer.numel() >= numel and buffer.dtype == dtype]
@@ -124,7 +124,7 @@ class HeldBuffer(FlatBuffer):
         """Does nothing: the memory is kept."""
 
     def drop(self, memory_tracker: MemoryTracker) -> None:
-        """Subtracts it from the count; the memory is freed with the last reference."""
+        """Subtracts its bytes from the tracker; the memory is freed with the last reference."""
         memory_tracker.add(StorageKind.GRADIENT, Tier.HOST, -self.nbytes)
 
 
@@ -144,7 +144,7 @@ class HostGradientDestination(GradientDestination):
 
     @property
     def incoming_tier(self) -> Tier:
-        """Reductions run on the device."""
+        """The tier in which reductions run: the device."""
         return Tier.DEVICE
 
     @override
@@ -158,7 +158,7 @@ class HostGradientDestination(GradientDestination):
         return held
 
     def _hold(self, numel: int, dtype: torch.dtype) -> HeldBuffer:
-        """Returns memory for at least ``dtype``; frees what was held in a narrower one."""
+        """Returns the buffer of the gradient in ``dtype`` or a wider one; replaces a narrower one."""
         if self._held is not None and self._held.tensor.dtype.itemsize < dtype.itemsize:
             self._held.drop(self._memory_tracker)
             self._held = None
@@ -170,7 +170,7 @@ class HostGradientDestination(GradientDestination):
     def add(
         self, result: FlatBuffer, reduced: FlatBuffer, dtype: torch.dtype, squares: Squares | None = None
     ) -> FlatBuffer:
-        """Starts to add ``reduced`` (1-D, on the device) to ``result``; ``squares`` receives those of the sum."""
+        """Starts to add ``reduced`` (1-D, on the device) to ``result``; adds the squares of the sum to ``squares``."""
         assert result is self._held and self._held is not None
         if result.tensor.dtype.itemsize < dtype.itemsize:
             self.wait(result)
@@ -191,7 +191,7 @@ class HostUpdate(UpdateStrategy):
     """Updates masters in host memory; results are copied to the device while the next chunk is updated.
 
     Args:
-        chunk_numel: Most elements of a chunk.
+        chunk_numel: Largest number of elements in a chunk.
         pin: Lock the staging buffers' pages.
         up: Stream for copies to the device.
     """
@@ -205,8 +205,7 @@ class HostUpdate(UpdateStrategy):
 
     @override
     def begin(self, chunks: Sequence[UpdateSlice]) -> None:
-        # The kernel writes compute shards that lie in host memory; the gather of a forward may still be
-        # reading one, if its wait() was not called.
+        # The update writes compute shards in host memory; a gather whose wait() was not called may still read one.
         self._up.wait_on_host()
         self._last = None
 
@@ -219,8 +218,8 @@ class HostUpdate(UpdateStrategy):
         return buffer[:nbytes].view(out.dtype)
 
     def _free_staging(self, nbytes: int) -> torch.Tensor:
-        """Returns a byte buffer whose latest copy is complete."""
-        if len(self._staging) >= _STAGING:
+        """Returns a buffer of bytes whose last copy is complete."""
+        if len(self._staging) >= _MAX_STAGING:
             buffer, copied = self._staging.popleft()
             copied.wait_on_host()
             if buffer.numel() >= nbytes:
@@ -236,13 +235,13 @@ class HostUpdate(UpdateStrategy):
         if master.bucket.memory.tier is Tier.FILE:
             super().store(chunk, operands, updated)
         else:
-            copied = self._send_up(chunk, operands, updated)
-        whole = operands.out.untyped_storage()
-        buffer = torch.empty(0, dtype=torch.uint8, device=operands.out.device).set_(whole)
+            copied = self._copy_to_device(chunk, operands, updated)
+        storage = operands.out.untyped_storage()
+        buffer = torch.empty(0, dtype=torch.uint8, device=operands.out.device).set_(storage)
         self._staging.append((buffer, copied))
 
-    def _send_up(self, chunk: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> CopyHandle:
-        """Starts to copy new compute parameters to the device; returns the last copy."""
+    def _copy_to_device(self, chunk: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> CopyHandle:
+        """Starts to copy new compute parameters to the device; returns the handle of the last copy."""
         assert chunk.master.out is not None and operands.out is not None
         copied = CopyHandle()
         target = chunk.master.out[chunk.start : chunk.stop]
@@ -255,7 +254,7 @@ class HostUpdate(UpdateStrategy):
         master = chunk.master
         if master.writes_out_in_place or master.bucket.memory.tier is Tier.FILE:
             return super().store_whole(chunk, operands, updated)
-        return self._send_up(chunk, operands, updated)
+        return self._copy_to_device(chunk, operands, updated)
 
     @override
     def before_publish(self, master: MasterBucket) -> None:

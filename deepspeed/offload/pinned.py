@@ -1,7 +1,7 @@
-"""Host buffers of exact size on page boundaries, page-locked if an accelerator benefits.
+"""Allocates host buffers of exact size on page boundaries, page-locked if an accelerator benefits.
 
-Torch's own allocator of page-locked memory rounds every block up to a power of two, which can double the size of a
-large shard, and does not align to pages, which direct file access needs. So buffers are mapped from the system and
+Torch's allocator of page-locked memory rounds every block up to a power of two, which can double the size of a large
+shard, and does not align to pages, which direct file access needs. So buffers are mapped from the system and
 registered with the driver if it supports that.
 """
 
@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.logging import log_dist_once, warn_once
 
 PAGE = mmap.PAGESIZE
-_HUGE = 8 << 20  # smallest size in bytes for which huge pages are requested
+_HUGE_PAGE_BYTES = 8 << 20  # smallest buffer for which huge pages are requested
 
 
 def round_to_pages(nbytes: int) -> int:
@@ -29,7 +29,7 @@ def round_to_pages(nbytes: int) -> int:
 
 
 def may_pin(requested: bool) -> bool:
-    """Returns whether page-locking is requested and would speed anything up here; logs once if it would not."""
+    """Returns whether page-locking is requested and has a use here; logs once if it has none."""
     if not requested:
         return False
     if get_accelerator().computes_in_host_memory:
@@ -39,9 +39,9 @@ def may_pin(requested: bool) -> bool:
 
 
 class _PageBuffer(mmap.mmap):
-    """Pages from the system, which may be locked for as long as they are mapped.
+    """Pages from the system that may be locked until they are unmapped.
 
-    Unlocked by ``__del__``, as a callback of ``weakref`` would run after the pages are unmapped.
+    ``__del__`` unlocks them: a callback of ``weakref`` would run after they are unmapped.
     """
 
     unlock: Callable[[], Any] | None = None
@@ -56,13 +56,13 @@ class HostMemorySource:
 
     @property
     def device(self) -> torch.device:
-        """Device of its tensors."""
+        """The device of its tensors."""
         return torch.device("cpu")
 
     def pages(self, nbytes: int, *, pin: bool) -> torch.Tensor:
-        """Returns a 1-D uint8 tensor that fills ``nbytes`` (whole pages, above 0), zeroed."""
+        """Returns a 1-D uint8 tensor of ``nbytes`` zeros; ``nbytes`` must be whole pages, and not 0."""
         mapped = _PageBuffer(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if nbytes >= _HUGE:
+        if nbytes >= _HUGE_PAGE_BYTES:
             _advise_huge_pages(mapped)
         with torch.inference_mode(False):
             buffer = torch.frombuffer(mapped, dtype=torch.uint8)
@@ -71,7 +71,7 @@ class HostMemorySource:
         return buffer
 
     def plain(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a 1-D tensor, not initialised, its pages not locked."""
+        """Returns an uninitialised 1-D tensor that is not page-locked."""
         with torch.inference_mode(False):
             return torch.empty(numel, dtype=dtype)
 
@@ -91,15 +91,15 @@ def host_memory_from(source: HostMemorySource) -> Iterator[None]:
 
 
 def host_device() -> torch.device:
-    """Returns the device of the tensors that are made here."""
+    """Returns the device of the tensors that this module allocates."""
     return _source.device
 
 
 def page_buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
-    """Returns a 1-D uint8 tensor of ``nbytes`` zero bytes that begins on a page boundary and fills whole pages.
+    """Returns a 1-D uint8 tensor of ``nbytes`` zeros that begins on a page boundary.
 
     Args:
-        nbytes: Size; memory is taken in whole pages.
+        nbytes: Its size; its memory is rounded up to whole pages.
         pin: Lock its pages for asynchronous copies to and from the accelerator.
     """
     if nbytes == 0:
@@ -108,23 +108,23 @@ def page_buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
 
 
 def host_tensor(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
-    """Returns a 1-D host tensor of ``numel`` elements; large and pinned ones in whole pages."""
-    if not pin and numel * dtype.itemsize < _HUGE:
+    """Returns a 1-D host tensor of ``numel`` elements, large or pinned ones on page boundaries and zeroed."""
+    if not pin and numel * dtype.itemsize < _HUGE_PAGE_BYTES:
         return _source.plain(numel, dtype)
     return page_buffer(numel * dtype.itemsize, pin=pin).view(dtype)
 
 
 def _advise_huge_pages(mapped: mmap.mmap) -> None:
-    """Requests pages of 2 MiB: an update walks over seven streams at once, more than the page table's cache holds."""
+    """Requests pages of 2 MiB: an update reads and writes seven arrays at once, too many for a TLB of small pages."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # raised by a kernel without them; small pages work as well
+        with contextlib.suppress(OSError):  # raised by kernels without huge pages; small pages work too
             mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _register(mapped: _PageBuffer, buffer: torch.Tensor) -> None:
-    """Page-locks memory that torch did not allocate, until the mapping is freed."""
+    """Page-locks a buffer until its mapping is freed; warns once if that is not possible."""
     if get_accelerator().device_name() != "cuda":
-        warn_once("pin:registering", "pin_memory: only CUDA can lock pages of exact size; these buffers stay unpinned")
+        warn_once("pin:registering", "pin_memory: only CUDA can lock buffers of exact size; they are not pinned")
         return
     runtime = torch.cuda.cudart()
     address, nbytes = buffer.data_ptr(), buffer.numel()
@@ -136,19 +136,19 @@ def _register(mapped: _PageBuffer, buffer: torch.Tensor) -> None:
             "overlap. Raise the limit of locked memory (ulimit -l), or set pin_memory to false",
         )
         return
-    # The storage keeps ``mapped`` alive, so the pages are unlocked no earlier than their last use.
+    # The storage keeps ``mapped`` alive, so the pages stay locked while the tensor is in use.
     mapped.unlock = functools.partial(_unlock, runtime, address, get_accelerator().synchronize)
-    _keep_from_children(mapped)
+    _exclude_from_forks(mapped)
 
 
 def _unlock(runtime: Any, address: int, synchronize: Callable[[], Any]) -> None:
-    """Unlocks pages after copies from or to them have ended, as an engine that was dropped did not wait for them."""
-    if not sys.is_finalizing():  # the pages end with the process, and the driver may be gone already
+    """Unlocks pages after the end of their copies, for which an engine that was dropped has not waited."""
+    if not sys.is_finalizing():  # the process ends with its pages, and the driver may be unloaded
         synchronize()
         runtime.cudaHostUnregister(address)
 
 
-def _keep_from_children(mapped: mmap.mmap) -> None:
+def _exclude_from_forks(mapped: mmap.mmap) -> None:
     """Excludes the pages from forked processes, such as workers of a ``DataLoader``.
 
     After a fork the first write to a shared page copies it. Kernels before 5.12 may give the copy to the parent, while

@@ -1,12 +1,12 @@
-"""Directories of one rank of one run, removed when the run ends.
+"""Creates directories for one rank of one run, and removes them when the run ends.
 
-The owner holds an advisory lock on a file beside the directory for as long as it lives; the kernel drops the lock when
-the process dies, however it dies. So if a later run can take the lock, the owner has certainly ended, and its files are
-removed. Only directories of this kernel (by the boot identifier in the name) or of this host name are removed, as
-containers of one machine have different names but one kernel. Those of other machines are kept: on a shared file
-system their locks may be invisible here. Directories left by a container before a reboot must be removed by hand.
+The owner holds an advisory lock on a file next to the directory while it lives; the kernel releases the lock when the
+process ends in any way. So if a later run can take the lock, the owner has ended, and its files are removed. Only
+directories of this kernel (by the boot identifier in the name) or of this host name are removed, as containers of one
+machine have different names but one kernel. Those of other machines are kept, as their locks on a shared file system
+may not be visible here. Directories that a container left before a reboot must be removed by hand.
 
-All users may be able to write to the folder. So a lock is always a new file, and files of other users are neither
+Other users may be able to write to the folder. So a lock is always a new file, and files of other users are neither
 followed nor waited for.
 """
 
@@ -33,7 +33,7 @@ from deepspeed.offload.file_io import BlockFile, IoSettings
 _PREFIX = "deepspeed-offload"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _UNKNOWN_BOOT = "boot"
-_MOST_TRIES = 1000
+_MAX_TRIES = 1000
 _numbers = itertools.count()
 
 
@@ -41,15 +41,15 @@ class RunDirectory:
     """A directory that only this process uses.
 
     Args:
-        parent: Folder to put it in; made if missing; may be relative.
+        parent: The folder to create it in; created if missing; may be relative.
         rank: Global rank, for the name.
-        purpose: What it holds, for the name.
+        purpose: Its content, for the name.
 
     Attributes:
         path: Its absolute path.
 
     Raises:
-        OffloadError: It cannot be made.
+        OffloadError: The directory cannot be created.
     """
 
     def __init__(self, parent: str | os.PathLike[str], *, rank: int, purpose: str) -> None:
@@ -65,14 +65,14 @@ class RunDirectory:
         except OSError as error:
             _remove(self.path, lock, os.getpid())
             raise OffloadError(
-                f"nvme_path {folder}: cannot make the folder {name} in it ({error.strerror or error}); choose a path "
+                f"nvme_path {folder}: cannot create the folder {name} in it ({error.strerror or error}); choose a path "
                 "on a writable local disk"
             ) from error
-        # Also when the process exits, or the last reference to this object is gone.
+        # Also runs at exit, and when this object is garbage-collected.
         self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def remove(self) -> None:
-        """Deletes the directory with everything in it. May be called twice, and does nothing in a forked child."""
+        """Deletes the directory with its content. May be called twice, and does nothing in a forked child."""
         self._finalizer()
 
 
@@ -85,7 +85,7 @@ def _remove(path: Path, lock: int, owner: int) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes directories in ``folder`` whose owner, on this machine, has died."""
+    """Removes directories in ``folder`` whose owner on this machine has ended."""
     patterns = [f"{_PREFIX}-{_host()}-*.lock"]
     if _boot() != _UNKNOWN_BOOT:
         patterns.append(f"{_PREFIX}-*-{_boot()}-*.lock")
@@ -100,7 +100,7 @@ def remove_leftovers(folder: Path) -> None:
         else:
             left = lock.with_suffix("")
             if left.is_dir():
-                log_dist(f"nvme_path {folder}: removing {left.name}, left by a process that has died")
+                log_dist(f"nvme_path {folder}: removing {left.name}, left by a process that has ended")
                 shutil.rmtree(left, ignore_errors=True)
             lock.unlink(missing_ok=True)
         finally:
@@ -108,10 +108,10 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _open_own(lock: Path) -> int | None:
-    """Opens a lock of this user; None if it is gone, or is no lock of this user."""
+    """Opens a lock and returns its handle; None if it is gone, or is not a file of this user."""
     try:
         handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # its owner has just removed it; or it is another user's, a link or a directory
+    except OSError:  # removed by its owner just now, another user's, a link or a directory
         return None
     status = os.fstat(handle)
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
@@ -121,25 +121,25 @@ def _open_own(lock: Path) -> int | None:
 
 
 def _locked(path: Path) -> tuple[Path, int]:
-    """Makes a new lock; returns the directory that it is for, ``path`` with a number, and a handle that holds the lock.
+    """Creates a lock; returns the path of its directory, ``path`` with a number, and a handle that holds the lock.
 
     Raises:
-        OSError: The file cannot be made.
+        OSError: The file cannot be created.
     """
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
         numbered = path.with_name(f"{path.name}-{next(_numbers)}")
         lock = _lock_path(numbered)
         try:
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except FileExistsError:  # taken; try the next number
+        except FileExistsError:  # exists already: try the next number
             continue
-        # Another process may have taken it for a leftover before it was locked.
+        # Another process may have removed it as a leftover before it was locked.
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not numbered.exists() and os.stat(lock).st_ino == os.fstat(handle).st_ino:
                 return numbered, handle
         os.close(handle)
-    raise FileExistsError(errno.EEXIST, f"{_MOST_TRIES} names of locks are taken", str(path))
+    raise FileExistsError(errno.EEXIST, f"{_MAX_TRIES} names of locks exist already", str(path))
 
 
 def _lock_path(path: Path) -> Path:
@@ -147,7 +147,7 @@ def _lock_path(path: Path) -> Path:
 
 
 def _boot() -> str:
-    """Returns a name of this boot of this machine, the same in all its containers."""
+    """Returns an identifier of this boot of the machine, the same in all its containers."""
     try:
         return _BOOT.read_text().strip().replace("-", "")[:16] or _UNKNOWN_BOOT
     except OSError:  # not Linux
@@ -159,14 +159,14 @@ def _host() -> str:
 
 
 class Disk:
-    """Makes folders and files on the file systems of this host."""
+    """Creates folders and files on the file systems of this host."""
 
     def folder(self, parent: str, *, rank: int, purpose: str) -> RunDirectory:
-        """Returns a folder of this run; see :class:`RunDirectory`."""
+        """Returns a new folder; see :class:`RunDirectory`."""
         return RunDirectory(parent, rank=rank, purpose=purpose)
 
     def file(self, path: Path, settings: IoSettings) -> BlockFile:
-        """Returns a file in it; see :class:`BlockFile`."""
+        """Returns a new file; see :class:`BlockFile`."""
         return BlockFile(path, settings)
 
 
@@ -175,7 +175,7 @@ _disk: ContextVar[Disk] = ContextVar("disk", default=_HOST)
 
 
 @contextmanager
-def disk_is(disk: Disk) -> Iterator[None]:
+def use_disk(disk: Disk) -> Iterator[None]:
     """Makes this thread create folders and files on ``disk`` inside the context."""
     token = _disk.set(disk)
     try:
@@ -185,27 +185,27 @@ def disk_is(disk: Disk) -> Iterator[None]:
 
 
 def open_folder(parent: str, *, rank: int, purpose: str) -> RunDirectory:
-    """Makes a folder for one rank of this run.
+    """Creates and returns a folder for one rank of this run.
 
     Args:
-        parent: The folder in which to make it.
+        parent: The folder to create it in.
         rank: Global rank, for its name.
-        purpose: What it holds, for its name.
+        purpose: Its content, for its name.
 
     Raises:
-        OffloadError: It cannot be made.
+        OffloadError: The folder cannot be created.
     """
     return _disk.get().folder(parent, rank=rank, purpose=purpose)
 
 
 def open_file(path: Path, settings: IoSettings) -> BlockFile:
-    """Makes a file.
+    """Creates and returns a file.
 
     Args:
-        path: Its name; it must not exist.
+        path: The path of the file; it must not exist.
         settings: Sizes and numbers of requests.
 
     Raises:
-        OffloadError: It cannot be made.
+        OffloadError: The file cannot be created.
     """
     return _disk.get().file(path, settings)

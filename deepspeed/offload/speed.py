@@ -1,4 +1,4 @@
-"""Measures how fast offloaded states and ``fio`` read and write files, for ``ds_io``."""
+"""Measures how fast this package and ``fio`` read and write files, for ``ds_io``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class FileSpeed:
     """Holds the measured speed of reading and writing files.
 
     Attributes:
-        nbytes: Bytes of the file; each pass moves all of them, front to back.
+        nbytes: Size of the file; each pass reads or writes all of it sequentially.
         is_direct: Whether the page cache is bypassed.
         ours: Bytes per second of this package's fastest pass, by operation.
-        fio: The same for fio; empty without it.
+        fio: Bytes per second of fio's fastest pass, by operation; empty without fio.
     """
 
     nbytes: int
@@ -38,7 +38,7 @@ class FileSpeed:
     fio: dict[str, float]
 
     def against_fio(self, operation: str) -> float | None:
-        """Returns this package's speed relative to fio's; None without fio."""
+        """Returns the ratio of this package's speed to fio's; None without fio."""
         return self.ours[operation] / self.fio[operation] if operation in self.fio else None
 
 
@@ -51,21 +51,21 @@ def measure_files(
     operations: tuple[str, ...] = OPERATIONS,
     with_fio: bool = True,
 ) -> FileSpeed:
-    """Times sequential passes over a file of the kind that offloaded states live in; it is removed afterwards.
+    """Times sequential passes over a file like those of offloaded states, and removes it.
 
-    The store and fio take turns on the same file, with requests of the same size, as many of them in flight, and direct
-    access on both sides or on none, as other users of the disk only slow it down.
+    This package and fio take turns on the same file, with the same size and number of requests, and both with or both
+    without direct access. The fastest pass counts, as other users of the disk can only slow a pass down.
 
     Args:
-        folder: Where the file is made.
+        folder: Where the file is created.
         nbytes: Its size, rounded up to pages; a buffer of that size is held in memory.
         settings: Sizes and numbers of requests.
-        loops: Passes; the fastest counts.
-        operations: Some of ``write`` and ``read``.
-        with_fio: Compare with fio, if it is installed.
+        loops: Number of passes of each operation.
+        operations: ``write``, ``read`` or both.
+        with_fio: Whether to compare with fio, if it is installed.
 
     Raises:
-        OffloadError: The disk is too small or fails, what is read is not what was written, or fio fails.
+        OffloadError: The disk is too small or fails, the data read differs from the data written, or fio fails.
     """
     nbytes = -(-nbytes // PAGE) * PAGE
     directory = RunDirectory(folder, rank=0, purpose="speed")
@@ -76,7 +76,7 @@ def measure_files(
         data = page_buffer(nbytes, pin=False)
         data.view(torch.int64).copy_(torch.arange(nbytes // 8))
         checksum = int(data.view(torch.int64).sum())
-        file.write(data, 0).wait()  # the first write of reserved space costs the file system more than any later one
+        file.write(data, 0).wait()  # the first write of reserved space takes longer than later ones
         may_compare = with_fio and shutil.which("fio") is not None
         ours: dict[str, float] = {}
         fio: dict[str, float] = {}
@@ -88,7 +88,7 @@ def measure_files(
                 speed = nbytes / _seconds(lambda move=move: move(data, 0).wait())  # type: ignore[misc]
                 ours[operation] = max(speed, ours.get(operation, 0.0))
                 if operation == "read" and int(data.view(torch.int64).sum()) != checksum:
-                    raise OffloadError(f"{file.path}: what was read is not what was written; check that disk")
+                    raise OffloadError(f"{file.path}: the data read differs from the data written; check the disk")
                 if may_compare:
                     speed = _fio(file, operation, nbytes, settings)
                     fio[operation] = max(speed, fio.get(operation, 0.0))
@@ -109,7 +109,7 @@ def _seconds(action: Callable[[], None]) -> float:
 
 def _fio(file: BlockFile, operation: str, nbytes: int, settings: IoSettings) -> float:
     """Returns the bytes per second of one pass of fio."""
-    name = str(file.path).replace(":", "\\:")  # a colon separates files there
+    name = str(file.path).replace(":", "\\:")  # fio separates files by colons
     command = [
         "fio",
         "--name=speed",

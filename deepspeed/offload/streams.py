@@ -1,7 +1,7 @@
 """Copies between device and host concurrently with the computation.
 
-One stream per direction, so that gradients to the host do not queue behind parameters to the device. If the device
-computes in host memory, every copy is complete when the call returns, and these objects do nothing.
+Each direction has its own stream, so that gradients to the host do not queue behind parameters to the device. If the
+device computes in host memory, every copy is complete when the call returns, and waits do nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class CopyHandle:
 
     @property
     def is_done(self) -> bool:
-        """Returns whether it was complete when it was started."""
+        """Whether the copy is known to be complete; does not query the device."""
         return self._event is None
 
     def wait(self) -> None:
-        """Makes later work of the current stream wait for the result; does not block the host."""
+        """Makes later work of the current stream wait for the copy; does not block the host."""
         event = self._event
         if event is not None:
             get_accelerator().current_stream().wait_event(event)
@@ -40,12 +40,12 @@ class CopyHandle:
         return True
 
     def has_arrived(self) -> bool:
-        """Returns whether :meth:`wait_on_host` would return at once."""
+        """Returns whether the copy is complete, by a query of the device."""
         event = self._event
         return event is None or bool(event.query())
 
     def wait_on_host(self) -> None:
-        """Blocks until the result can be read by the host, or the source be written."""
+        """Blocks until the copy is complete: the host may then read the target and write the source."""
         event = self._event  # several threads may wait
         if event is not None:
             event.synchronize()
@@ -63,26 +63,26 @@ class CopyStream:
         self._stream: Any = None if get_accelerator().shares_host_memory(device) else get_accelerator().Stream()
 
     def context(self) -> AbstractContextManager[Any]:
-        """Returns a context whose work runs on the stream, after everything queued on the current one so far."""
+        """Returns a context whose work runs on this stream, after all work queued on the current stream so far."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(get_accelerator().current_stream())
         return get_accelerator().stream(self._stream)
 
     def wait_for(self, other: CopyStream) -> None:
-        """Puts later copies behind all that ``other`` has queued so far. The host does not wait."""
+        """Makes later copies wait for all copies of ``other`` so far. Does not block the host."""
         if self._stream is not None and other._stream is not None:
             self._stream.wait_stream(other._stream)
 
     def wait_on_host(self) -> None:
-        """Blocks until every copy queued so far is over."""
+        """Blocks until every copy queued so far is complete."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> CopyHandle:
-        """Copies ``source`` to ``target`` (equal shapes); inside or outside :meth:`context`.
+        """Starts to copy ``source`` to ``target``, of equal shapes; inside or outside :meth:`context`.
 
-        Both tensors must stay as they are until it is done.
+        Neither tensor may be changed until the copy is complete.
         """
         if self._stream is None:
             target.copy_(source)

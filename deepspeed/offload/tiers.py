@@ -1,9 +1,8 @@
 """Builds the tiers of one engine from the configuration: memories, gradient destinations, update strategies.
 
-Masters in files are read ahead, updated, and written behind. A chunk passes through a *set* of staging buffers, one for
-the master and one for each state. With one set reads, updates and writes are sequential; with more, the next chunk is
-read and the previous one written while one is updated. Gradients and compute parameters are handled as in the host's
-update.
+Masters in files are updated in chunks. A chunk passes through a *set* of staging buffers, one for the master and one
+for each state. With one set, reads, updates and writes are sequential; with more, the next chunk is read and the
+previous one written during an update. Gradients and compute parameters are handled as in the host's update.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.storage import Memory, MemoryTracker
 from deepspeed.zero.update.loop import Operands, UpdateSlice, UpdateStrategy
 
-_CHUNK = 4096  # elements; chunks are multiples of it: whole pages in every dtype
-_FILE_CHUNK = 1 << 22  # most elements of a chunk that passes through staging buffers: 16 MiB of fp32
+_CHUNK = 4096  # elements; multiples of it are whole pages in every dtype
+_FILE_CHUNK = 1 << 22  # largest chunk in staging buffers, in elements: 16 MiB of fp32
 
 
 @dataclass
@@ -39,9 +38,9 @@ class OffloadTiers:
     """The tiers of one engine.
 
     Attributes:
-        param_memories: Where compute shards are kept, by tier.
-        master_memories: Where masters and optimizer states are kept, by tier.
-        strategies: How masters are updated, by tier.
+        param_memories: The memories of compute shards, by tier.
+        master_memories: The memories of masters and optimizer states, by tier.
+        strategies: The strategies that update masters, by tier.
     """
 
     param_memories: Mapping[Tier, Memory]
@@ -78,12 +77,12 @@ def open_tiers(
 
     Args:
         root: The configuration.
-        placement: What it requests.
+        placement: The tiers that it requests.
         device: Where the model computes.
         rank: Global rank, for the names of folders.
-        ranks_here: Ranks on this host.
+        ranks_here: Number of ranks on this host.
         state_itemsizes: Bytes per element of every optimizer state.
-        is_trained: There is an optimizer.
+        is_trained: Whether there is an optimizer.
     """
     zero = root.zero_optimization
     optimizer, param = zero.offload_optimizer, zero.offload_param
@@ -142,9 +141,9 @@ def _param_files(
         largest, itemsize = max(tensors)
         if largest > section.buffer_size:
             raise OffloadError(
-                f"zero_optimization.offload_param.buffer_size: a buffer must hold the largest shard, which has "
-                f"{largest:,} elements; found {section.buffer_size:,}. Raise it, or lower reduce_bucket_size, which "
-                "bounds the shards of one module"
+                f"zero_optimization.offload_param.buffer_size: expected at least {largest:,} elements, the largest "
+                f"shard; found {section.buffer_size:,}. Raise it, or lower reduce_bucket_size, which limits the "
+                "shards of one module"
             )
         return largest * itemsize
 
@@ -163,12 +162,12 @@ def _master_files(
     tensors: int,
 ) -> tuple[FileMemory, FileUpdate]:
     assert section.nvme_path is not None
-    wanted = 1 + section.pipeline_read + section.pipeline_write
-    sets = wanted if wanted == 1 else max(wanted, section.buffer_count // tensors)
+    least = 1 + section.pipeline_read + section.pipeline_write
+    sets = least if least == 1 else max(least, section.buffer_count // tensors)
     if sets * tensors > section.buffer_count:
         log_dist(
-            f"zero_optimization.offload_optimizer.buffer_count: {sets * tensors} buffers are used instead of "
-            f"{section.buffer_count}: {tensors} tensors of a chunk (master and states), {sets} chunks at a time"
+            f"zero_optimization.offload_optimizer.buffer_count: using {sets * tensors} buffers instead of "
+            f"{section.buffer_count}: {sets} chunks at a time, each of {tensors} tensors (master and states)"
         )
     chunk = min(_whole_chunks(root.zero_optimization.sub_group_size), _FILE_CHUNK)
 
@@ -184,7 +183,7 @@ def _master_files(
         pin,
         zeros_are_written=not section.fast_init,
     )
-    # One more buffer than the update needs, for writes outside of it.
+    # One buffer is for writes outside the update.
     memory = FileMemory(device, settings, buffer_count=sets * tensors + 1, buffer_bytes=size, up=up)
     strategy = FileUpdate(
         memory,
@@ -201,7 +200,7 @@ def _master_files(
 
 @dataclass
 class _StagingBuffers:
-    """Staging buffers of one chunk."""
+    """The staging buffers of one chunk, and their transfers in flight."""
 
     buffers: list[torch.Tensor]
     transfers: list[Transfer] = field(default_factory=list)
@@ -217,12 +216,12 @@ class FileUpdate(HostUpdate):
 
     Args:
         memory: The files.
-        chunk_numel: Most elements of a chunk; whole pages of fp32.
-        tensors: Tensors of a chunk: the master and its states.
-        sets: Sets of buffers.
-        reads_ahead: Read the next chunks while one is updated.
-        writes_behind: Write the last chunks while one is updated.
-        pin: Lock the pages of further buffers.
+        chunk_numel: Largest number of elements in a chunk; whole pages in every dtype.
+        tensors: Number of tensors of a chunk: the master and its states.
+        sets: Number of sets of buffers.
+        reads_ahead: Whether the next chunks are read while one is updated.
+        writes_behind: Whether the last chunks are written while one is updated.
+        pin: Lock the pages of buffers that are added later.
         up: Stream for copies to the device.
     """
 
@@ -264,7 +263,7 @@ class FileUpdate(HostUpdate):
             self._read_ahead()
 
     def _fit_buffers(self, chunks: Sequence[UpdateSlice]) -> None:
-        """Adds buffers if needed: the optimizer may have added states, or a bucket unfrozen later may be larger."""
+        """Adds or enlarges buffers if needed: for new optimizer states, or a larger bucket that was unfrozen."""
         tensors = max(1 + len(chunk.master.states) for chunk in chunks)
         nbytes = max(self._memory.buffer_nbytes, *(round_to_pages(_widest(chunk) * chunk.numel) for chunk in chunks))
         for each in self._sets or []:
@@ -273,7 +272,7 @@ class FileUpdate(HostUpdate):
                 each.buffers.append(page_buffer(nbytes, pin=self._pin))
 
     def _tensors_of(self, chunk: UpdateSlice) -> dict[str, torch.Tensor]:
-        """Returns master and states of a chunk, as mapped; the master under the name ``""``."""
+        """Returns the mapped master and states of a chunk by name; the master has the name ``""``."""
         part = slice(chunk.start, chunk.stop)
         return {"": chunk.master.flat[part]} | {key: state[part] for key, state in chunk.master.states.items()}
 
@@ -288,8 +287,8 @@ class FileUpdate(HostUpdate):
         assert not target.transfers
         for buffer, tensor in zip(target.buffers, self._tensors_of(self._unread.popleft()).values(), strict=False):
             _, offset = self._memory.locate(tensor)
-            whole = round_to_pages(tensor.numel() * tensor.element_size())
-            target.transfers.append(self._memory.file.read(buffer[:whole], offset))
+            nbytes = round_to_pages(tensor.numel() * tensor.element_size())
+            target.transfers.append(self._memory.file.read(buffer[:nbytes], offset))
         self._reading.append(target)
 
     @override
@@ -316,8 +315,8 @@ class FileUpdate(HostUpdate):
         assert current is not None
         for buffer, tensor in zip(current.buffers, self._tensors_of(chunk).values(), strict=False):
             _, offset = self._memory.locate(tensor)
-            whole = round_to_pages(tensor.numel() * tensor.element_size())
-            current.transfers.append(self._memory.file.write(buffer[:whole], offset))
+            nbytes = round_to_pages(tensor.numel() * tensor.element_size())
+            current.transfers.append(self._memory.file.write(buffer[:nbytes], offset))
         self._writing.append(current)
         if not self._writes_behind:
             self._free_oldest()
@@ -347,5 +346,5 @@ class FileUpdate(HostUpdate):
 
 
 def _widest(chunk: UpdateSlice) -> int:
-    """Returns the bytes per element of the widest tensor that a chunk cuts."""
+    """Returns the largest number of bytes per element of a chunk's tensors."""
     return max(tensor.element_size() for tensor in (chunk.master.flat, *chunk.master.states.values()))

@@ -31,7 +31,7 @@ from deepspeed.comm.transports.transport import LocalTransport, Transport
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.logging import quiet
 from deepspeed.offload.pinned import host_memory_from
-from deepspeed.offload.run_directory import disk_is
+from deepspeed.offload.run_directory import use_disk
 from deepspeed.ops.flat import drop_scratch
 from deepspeed.parallel.pipe.channel import StageChannels
 from deepspeed.plan.autocasting import autocast_on_meta
@@ -288,7 +288,7 @@ def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount,
                 autocast_on_meta(),
                 world.as_current(),
                 host_memory_from(host),
-                disk_is(disk),
+                use_disk(disk),
                 workers_from(IdleWorker),
                 count.counting(),
             ):

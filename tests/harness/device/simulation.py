@@ -15,7 +15,7 @@ from deepspeed.checkpoint import disk as checkpoint_disk
 from deepspeed.comm.transports import native
 from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
 from deepspeed.offload.pinned import HostMemorySource, host_memory_from
-from deepspeed.offload.run_directory import Disk, disk_is
+from deepspeed.offload.run_directory import Disk, use_disk
 from deepspeed.zero.update.speculation import InlineWorker, workers_from
 from tests.harness.device.accelerator import SimulatedAccelerator
 from tests.harness.device.allocator import PinnedAllocator
@@ -111,7 +111,7 @@ def _simulated(clocks: Clocks, world: MirrorJob | None) -> Iterator[Device]:
         with ExitStack() as stack:
             stack.enter_context(tensors_report_their_device(operations, memory))
             stack.enter_context(host_memory_from(_Pages(memory)))
-            stack.enter_context(disk_is(_RecordedDisk(operations, memory)))
+            stack.enter_context(use_disk(_RecordedDisk(operations, memory)))
             stack.enter_context(workers_from(InlineWorker))
             stack.enter_context(_bytes_are_read(operations, memory))
             stack.enter_context(mock.patch.object(native, "pause", clocks.nap))
