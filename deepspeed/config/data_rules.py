@@ -72,11 +72,11 @@ def check_data_efficiency(section: DataEfficiency, findings: ConfigMessages) -> 
     sampling, at = section.data_sampling, ("data_efficiency", "data_sampling")
     if sampling.enabled and sampling.curriculum_learning.enabled:
         _curriculum_metrics(section, findings)
-    if sampling.enabled and sampling.dynamic_batching.enabled:
+    if section.packs_tokens:
         batching: Path = (*at, "dynamic_batching")
         if sampling.dynamic_batching.max_tokens is None:
             findings.problem((*batching, "max_tokens"), "is required when dynamic_batching is enabled, and missing")
-        if sampling.curriculum_learning.enabled:
+        if sampling.enabled and sampling.curriculum_learning.enabled:
             findings.problem(
                 (*batching, "enabled"),
                 "cannot be combined with curriculum_learning: both choose the samples of a batch; keep one",

@@ -165,7 +165,8 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
 
     def _make_train_step(self) -> TrainStep:
         settings = self._root.flops_profiler
-        packs_tokens = self.data_sampling_enabled() and self.data_sampling_config().dynamic_batching.enabled
+        efficiency = self._root.data_efficiency
+        packs_tokens = efficiency is not None and efficiency.packs_tokens
         return TrainStep(
             self._runtime,
             self._updater,

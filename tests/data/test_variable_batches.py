@@ -136,7 +136,7 @@ def _config(folder):
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": 2},
-        "data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "dynamic_batching": batching}},
+        "data_efficiency": {"enabled": True, "data_sampling": {"dynamic_batching": batching}},
     }
 
 

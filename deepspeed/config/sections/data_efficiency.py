@@ -154,6 +154,11 @@ class DataEfficiency(Section):
     data_sampling: DataSampling = key(None, "The sampler of the data loader.", factory=DataSampling)
     data_routing: DataRouting = key(None, "Which tokens pass which layers.", factory=DataRouting)
 
+    @property
+    def packs_tokens(self) -> bool:
+        """Whether batches have a limit on tokens, whatever ``data_sampling.enabled`` is."""
+        return self.enabled and self.data_sampling.dynamic_batching.enabled
+
 
 class CurriculumLearning(Section):
     """Curriculum learning in the format of releases up to 0.19.6."""

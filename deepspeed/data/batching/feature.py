@@ -18,8 +18,8 @@ class BatchesByTokens(EngineFeature):
 
     @override
     def finish(self, engine: Any, training_data: Any) -> None:
-        is_on = engine.data_sampling_enabled() and engine.data_sampling_config().dynamic_batching.enabled
-        if training_data is None or not is_on:
+        section = engine.data_efficiency_config()
+        if training_data is None or section is None or not section.packs_tokens:
             return
         loader, scheduler, _ = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(training_data, engine)
         engine.training_dataloader, engine.lr_scheduler = loader, scheduler

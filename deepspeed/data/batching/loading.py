@@ -116,10 +116,10 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
 
 def _settings(engine: Any) -> tuple[DynamicBatching, int]:
     section = engine.data_efficiency_config()
-    if section is None or not engine.data_sampling_enabled() or not section.data_sampling.dynamic_batching.enabled:
+    if section is None or not section.packs_tokens:
         raise DeepSpeedConfigError(
             "data_efficiency.data_sampling.dynamic_batching: expected the section to be enabled; set enabled in "
-            "data_efficiency, in its data_sampling and in dynamic_batching"
+            "data_efficiency and in dynamic_batching"
         )
     return section.data_sampling.dynamic_batching, section.seed
 
