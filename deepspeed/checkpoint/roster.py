@@ -154,8 +154,8 @@ def _refuse_copies(listed: tuple[Listed, ...]) -> None:
                 raise CheckpointError(
                     f"save_checkpoint: parameter {tile.logical!r} is {what} on rank "
                     f"{found[tile.logical, tile.regions]} and again on rank {entry.rank}, where one of the "
-                    "two must be a replica. If the ranks hold different parts of it, mark them: "
-                    "deepspeed.zero.tiling.parts.say_part(parameter, TilePart.cut(...)) before initialize"
+                    "two must be a replica. If the ranks hold different parts of it, set on it, before initialize, "
+                    "tensor_model_parallel = True and partition_dim = <the dimension that is cut>, as Megatron does"
                 )
 
 
