@@ -274,10 +274,11 @@ class _Run:
                 for rank, worker in enumerate(self.workers)
                 if rank not in self.ready and rank not in self.died
             }
-            # Short waits: a grandchild may hold a dead worker's connection open, so its end is looked for as well.
-            for connection in wait(list(pending), timeout=min(remaining, 0.5)):
+            messages = wait(list(pending), timeout=min(remaining, 0.5))
+            for connection in messages:
                 self._receive(pending[connection], connection)
-            for rank in pending.values():
+            # A grandchild may hold a dead worker's connection open, so where none speaks, its end is looked for too.
+            for rank in pending.values() if not messages else ():
                 if self.workers[rank].process.poll() is not None and not self.workers[rank].connection.poll():
                     self._note_death(rank)
 

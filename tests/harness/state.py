@@ -85,4 +85,7 @@ class ProcessState:
         """Sets the same seed on every rank, because models must start equal. Tests seed their data themselves."""
         random.seed(SEED)
         np.random.seed(SEED)
-        torch.manual_seed(SEED)
+        if torch.accelerator.is_available():
+            torch.manual_seed(SEED)
+        else:
+            torch.default_generator.manual_seed(SEED)  # the same, without a question to each kind of device
