@@ -28,6 +28,10 @@ Values = dict[tuple[Any, ...], Any]
 _MARGIN = 2e-6
 
 
+class NothingTrained(Exception):
+    """Actions of the program have frozen every parameter, so it has no backward."""
+
+
 class Oracle:
     """Runs a program. ``values`` has what the ranks must find, by key.
 
@@ -150,6 +154,8 @@ class Oracle:
                 self.frozen[name] = is_frozen
                 self.named[name].requires_grad_(not is_frozen)
                 self.computing[name].requires_grad_(not is_frozen)
+            if not any(parameter.requires_grad for parameter in self.named.values()):
+                raise NothingTrained
 
     def _evaluate(self, number: int, phase: Phase, step: int) -> None:
         """Evaluates every rank's batch. Sequence ranks evaluate whole batches of their own."""
