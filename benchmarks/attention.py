@@ -78,7 +78,7 @@ def beside_dense(repetitions: int) -> list[dict[str, Any]]:
 
 def beside_big_bird(repetitions: int) -> dict[str, Any]:
     """Times Transformers' BigBird attention layer beside the same layer with our attention; returns the row."""
-    from transformers import BigBirdConfig
+    from transformers.models.big_bird import BigBirdConfig
     from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention, BigBirdModel
 
     length, block = 4096, 64

@@ -317,10 +317,10 @@ def report(found: dict[str, dict[str, Any]]) -> str:
         ]
         for name in sorted(referee_seconds, key=lambda name: quartile(referee_seconds[name])):
             values = referee_seconds[name]
-            low, middle = quartile(values) * 1e3, statistics.median(values) * 1e3
+            first, middle = quartile(values) * 1e3, statistics.median(values) * 1e3
             cells = [tuner["predicted"].get(name), tuner["measured"].get(name), results["grid"]["seconds"][name]]
             shown = " | ".join("" if cell is None else f"{cell * 1e3:.1f}" for cell in cells)
-            lines.append(f"| {name} | {low:.1f} | {middle:.1f} | {len(values)} | {shown} |")
+            lines.append(f"| {name} | {first:.1f} | {middle:.1f} | {len(values)} | {shown} |")
     return "\n".join(lines) + "\n"
 
 

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.bert import BertConfig, BertForSequenceClassification
+from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
 import deepspeed
 from deepspeed.compression import compression_state, init_compression, redundancy_clean
@@ -69,11 +71,11 @@ def gpt_task(text: str, scale: float) -> Task:
     split, length = int(0.95 * len(ids)), 64
 
     def make(layers: int) -> torch.nn.Module:
-        config = transformers.GPT2Config(
+        config = GPT2Config(
             n_embd=96, n_layer=layers, n_head=HEADS, vocab_size=len(letters), n_positions=length, use_cache=False,
             resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
-        return transformers.GPT2LMHeadModel(config)
+        return GPT2LMHeadModel(config)
 
     def batches(seed: int) -> Iterator[Batch]:
         dice = torch.Generator().manual_seed(seed)
@@ -111,11 +113,11 @@ def bert_task(text: str, scale: float) -> Task:
     split = int(0.85 * len(ids))
 
     def make(layers: int) -> torch.nn.Module:
-        config = transformers.BertConfig(
+        config = BertConfig(
             hidden_size=64, num_hidden_layers=layers, num_attention_heads=HEADS, intermediate_size=256,
             vocab_size=1502, max_position_embeddings=length, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
         )  # fmt: skip
-        return transformers.BertForSequenceClassification(config)
+        return BertForSequenceClassification(config)
 
     def draw(low: int, high: int, count: int, dice: torch.Generator) -> Batch:
         """Draws as many questions as other sentences from a range."""
@@ -331,7 +333,7 @@ def report(results: dict[str, list[Row]], tasks: list[Task], args: argparse.Name
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, help="a text of a million characters or more")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of steps")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of steps, 0.4 or more")
     parser.add_argument("--write-report", action="store_true", help="write results/compression-of-models-DATE.md")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -40,7 +40,7 @@ spec = importlib.util.spec_from_file_location("quickstart", _HERE.parent / "exam
 assert spec is not None and spec.loader is not None
 quickstart = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(quickstart)
-quickstart.CONTEXT = CONTEXT
+quickstart.CONTEXT = CONTEXT  # type: ignore[attr-defined]
 
 
 # -- what a step costs ------------------------------------------------------------------------------------------------

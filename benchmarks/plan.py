@@ -65,11 +65,11 @@ print(json.dumps({
 
 def llama(layers: int, distinct: int) -> nn.Module:
     """Returns the model; its layers have ``distinct`` different widths in turn."""
-    import transformers
-    from transformers.models.llama.modeling_llama import LlamaMLP
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
 
-    config = transformers.AutoConfig.for_model(**{**LLAMA_70B, "num_hidden_layers": layers})
-    model = transformers.LlamaForCausalLM._from_config(config)
+    config = AutoConfig.for_model(**{**LLAMA_70B, "num_hidden_layers": layers})
+    model = LlamaForCausalLM._from_config(config)
     for number, layer in enumerate(model.model.layers):
         narrower = {**config.to_dict(), "intermediate_size": config.intermediate_size - 128 * (number % distinct)}
         layer.mlp = LlamaMLP(type(config)(**narrower))

@@ -103,9 +103,9 @@ def _saved_bytes(block: torch.nn.Module, x: torch.Tensor, **arguments: Any) -> i
 
 def _saved_by_llama(rank: int, size: int, tokens: int, once: bool) -> int:
     """Returns the bytes alive for backward of a Llama layer; ``once``: with ``recompute_exchange``."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-    from deepspeed.parallel.sequence.context import sharing_of
+    from deepspeed.parallel.sequence.context import AttentionExchange
     from deepspeed.parallel.sequence.ulysses import share_sequences
 
     width = HEADS * WIDTH
@@ -115,10 +115,8 @@ def _saved_by_llama(rank: int, size: int, tokens: int, once: bool) -> int:
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     if size > 1:
-        share_sequences(model, dist.group.WORLD)
-        sharing = sharing_of(model)
-        assert sharing is not None
-        sharing.recompute_exchange = once
+        exchange = AttentionExchange(heads_group=dist.group.WORLD, recompute=once)
+        share_sequences(model, dist.group.WORLD, exchange, core=None, disable_in_eval=False)
     x = torch.randn(1, tokens // size, width, requires_grad=True)
     places = torch.arange(rank * tokens // size, (rank + 1) * tokens // size)[None]
     angles = model.model.rotary_emb(x, places)
@@ -233,7 +231,7 @@ def _time(tokens: int, rounds: int) -> list[str]:
 
 def _train_once(tokens: int, mebibytes: int, is_ours: bool) -> None:
     """Trains one step of a small Llama in this process, whose data may grow by ``mebibytes`` (0: without limit)."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(2)
     config = LlamaConfig(

@@ -404,7 +404,7 @@ def measure_rates(seconds: float = 3.0, clients: int = 16) -> StoreRates:
     server = torch_dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     stores = [torch_dist.TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(clients)]
     many = [f"key{number}" for number in range(2048)]
-    server.multi_set(many, ["x" * 200] * len(many))
+    server.multi_set(many, ["x" * 200] * len(many))  # type: ignore[attr-defined]
     server.set("large", "x" * 1_000_000)
 
     def per_second(request: Callable[[Any], object]) -> float:

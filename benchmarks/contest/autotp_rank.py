@@ -37,7 +37,7 @@ def main() -> None:
         },
     }
     model = deepspeed.initialize(model=tensor.stack(tensor.Block, arguments), config=config)[0].module
-    for block in model:
+    for block in model.children():
         block.num_heads = arguments.heads // tensor.RANKS
     x = tensor.batch(arguments)
     for line in sys.stdin:

@@ -54,7 +54,8 @@ def shifted(tokens: torch.Tensor) -> torch.Tensor:
 
 def make_model(kind: str) -> nn.Module:
     """Returns a tiny causal language model of Transformers in fp32, with the same weights on every call."""
-    import transformers
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+    from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
     shape: dict[str, Any] = {
@@ -67,9 +68,8 @@ def make_model(kind: str) -> nn.Module:
         "max_position_embeddings": TOKENS,
     }
     if kind == "mixtral":
-        config = transformers.MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2)
-        return transformers.MixtralForCausalLM(config)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+        return MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2))
+    return LlamaForCausalLM(LlamaConfig(**shape))
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
