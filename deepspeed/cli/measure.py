@@ -37,11 +37,13 @@ def main(args: Sequence[str] | None = None) -> None:
     if comm.get_rank() == 0:
         write_machine_file(device, target)
         reached = device.efficiency
+        collectives = (
+            f"{device.link * reached.link / 1e9:,.2f} GB/s of a collective, {1e6 * reached.start:,.0f} us to start one"
+        )
         sys.stdout.write(
             f"{target}: {device.name}, {device.flops * reached.matmul / 1e9:,.1f} GFLOP/s in products, "
             f"{device.memory_bandwidth * reached.bandwidth / 1e9:,.2f} GB/s elementwise, "
-            f"{device.link * reached.link / 1e9:,.2f} GB/s of a collective, "
-            f"{1e6 * reached.start:,.0f} us to start one, "
+            f"{collectives if comm.get_world_size() > 1 else 'no collective, as there is one rank'}, "
             f"{1e6 * reached.launch:,.1f} us per operation\n"
         )
     comm.barrier()

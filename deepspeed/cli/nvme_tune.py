@@ -82,6 +82,7 @@ def _run(options: argparse.Namespace) -> None:
     if not operations:
         raise DeepSpeedConfigError("--no_read and --no_write leave nothing to measure; drop one of them")
     choices = _choices(options.sweep_config)
+    _write_log(options, [])  # a folder that cannot be written is refused before anything is measured
     console = Console()
 
     def report(trial: TuneTrial) -> None:
@@ -146,7 +147,7 @@ def _choices(path: Path | None) -> list[IoSettings]:
 
 def _number(path: Path, key: str, value: Any) -> int:
     try:
-        return size_of(str(value)) if not isinstance(value, bool) else size_of("no number")
+        return size_of(str(value))
     except argparse.ArgumentTypeError as error:
         raise DeepSpeedConfigError(f"--sweep_config {path}: {key}: {error}") from None
 

@@ -231,7 +231,8 @@ def _width(most: int) -> int:
 
 
 def _refuse_below_one(options: argparse.Namespace) -> None:
-    for name in ("nodes", "devices", "sequence_length", "micro_batch", "accumulation", "num_chunks", *DEGREES):
+    counts = ("nodes", "devices", "sequence_length", "micro_batch", "accumulation", "num_chunks", "context", *DEGREES)
+    for name in counts:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise DeepSpeedConfigError(f"--{name.replace('_', '-')}: expected 1 or more, found {value}")

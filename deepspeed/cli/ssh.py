@@ -70,7 +70,7 @@ def _run_on(host: str, line: str) -> int:
         for text in process.stdout:
             sys.stdout.write(f"{host}: {text.rstrip()}\n")
         sys.stdout.flush()
-    return process.returncode
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode  # as a shell after a signal
 
 
 if __name__ == "__main__":

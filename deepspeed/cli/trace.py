@@ -55,6 +55,8 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(args)
     if (options.folder is None) == (options.diff is None):
         parser.error("give either a folder or --diff A B")
+    if options.diff is not None and options.output is not None:
+        parser.error("--output is the file of a merged trace, which --diff does not write; leave it out")
     return options
 
 
@@ -96,7 +98,7 @@ def merge_traces(folder: Path, target: Path | None = None) -> Path:
         target: The file; None: ``trace.json`` in the folder.
 
     Raises:
-        DeepSpeedError: There is no trace of a rank, or a file is no trace.
+        DeepSpeedError: There is no trace of a rank, a file is no trace, or the target cannot be written.
     """
     merged: list[dict[str, Any]] = []
     for path in _paths(folder):
@@ -109,7 +111,10 @@ def merge_traces(folder: Path, target: Path | None = None) -> Path:
         if "ts" in event:
             event["ts"] = round(event["ts"] - start, 3)
     target = folder / "trace.json" if target is None else target
-    target.write_text(json.dumps({"traceEvents": merged}), encoding="utf-8")
+    try:
+        target.write_text(json.dumps({"traceEvents": merged}), encoding="utf-8")
+    except OSError as error:
+        raise DeepSpeedError(f"{target}: cannot be written ({error.strerror}); choose another file") from error
     return target
 
 

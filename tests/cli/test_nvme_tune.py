@@ -57,12 +57,16 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         (["--sweep_config", "missing.json"], DeepSpeedConfigError, "missing.json: cannot be read as JSON"),
         (["--sweep_config", "typo.json"], DeepSpeedConfigError, "blok_size is not a setting of the sweep"),
         (["--sweep_config", "word.json"], DeepSpeedConfigError, "queue_depth: 'many' is not a size"),
+        (["--sweep_config", "flag.json"], DeepSpeedConfigError, "queue_depth: 'True' is not a size"),
+        (["--log_dir", "word.json"], DeepSpeedConfigError, "--log_dir word.json: cannot be written"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, monkeypatch, words, error, text):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "typo.json").write_text('{"blok_size": [1]}')
     (tmp_path / "word.json").write_text('{"queue_depth": ["many"]}')
+    (tmp_path / "flag.json").write_text('{"queue_depth": true}')
+    monkeypatch.setattr(nvme_tune, "sweep", lambda *args, **kwargs: pytest.fail("measured first"))
     with pytest.raises(error, match=text):
         nvme_tune.main(["--nvme_dir", str(tmp_path), *words])
     monkeypatch.setattr("sys.argv", ["ds_nvme_tune", "--nvme_dir", str(tmp_path), *words])

@@ -35,6 +35,12 @@ def test_the_exit_code_is_the_largest(programs):
     assert stop.value.code == 4
 
 
+def test_an_ssh_that_a_signal_ended_has_failed(programs):
+    with pytest.raises(SystemExit) as stop:
+        ssh.main(["-f", "hosts", "[ $HOST = a ] || kill -9 $$"])
+    assert stop.value.code == 128 + 9
+
+
 @needs_program("pdsh")
 def test_with_pdsh(programs, monkeypatch, capfd):
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")

@@ -103,6 +103,15 @@ def test_what_is_no_trace_is_named(tmp_path, text):
         merge_traces(tmp_path)
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path, capsys):
+    _write(tmp_path, 0, {"a": 1.0})
+    with pytest.raises(DeepSpeedError, match=r"none/x\.json: cannot be written"):
+        merge_traces(tmp_path, tmp_path / "none" / "x.json")
+    with pytest.raises(SystemExit):
+        trace.main(["--diff", str(tmp_path), str(tmp_path), "-o", "x.json"])
+    assert "--output is the file of a merged trace" in capsys.readouterr().err
+
+
 def test_a_range_that_an_exception_left_ends_with_its_step(tmp_path):
     traced = TraceRecorder(tmp_path, 0, 1, 1)
     traced.begin("forward")

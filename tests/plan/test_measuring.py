@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import deepspeed
 from deepspeed.accelerator.devices import Device, DeviceEfficiency, device_of_product
+from deepspeed.cli import measure
 from deepspeed.cli.plan import main
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.machine import read_machine_file, write_machine_file
@@ -144,6 +148,20 @@ def test_devices_by_the_names_of_their_makers():
 def test_measuring_is_refused_beside_a_plan(arguments, message, tmp_path, capsys):
     assert main(["--measure", str(tmp_path / "m.json"), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def _print_measured(target: str) -> str:
+    small = mock.patch("deepspeed.plan.measuring.machine.measure_device", lambda: measure_device(SIZES))
+    with small, redirect_stdout(io.StringIO()) as shown:
+        measure.main([target])
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [(1, "elementwise, no collective, as there is one rank, 0.0 us per"), (2, "us to start one")]
+)
+def test_collectives_are_printed_if_there_are_several_ranks(tmp_path, ranks, text):
+    assert text in run_ranks(_print_measured, ranks, str(tmp_path / "m.json"))[0]
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path, capsys):
