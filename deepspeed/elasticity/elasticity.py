@@ -66,9 +66,10 @@ def compute_elastic_config(
     needs_ranks = return_microbatch or config.version >= LATEST_ELASTICITY_VERSION
     ranks = world_size or (_world_size_of_environment() if needs_ranks else 0)
     size = config.model_parallel_size
-    if ranks % size:
+    if ranks < 0 or ranks % size:
         raise ElasticityIncompatibleWorldSize(
-            f"world_size={ranks}: expected a multiple of elasticity.model_parallel_size {size}; start such a number"
+            f"world_size={ranks}: expected a positive multiple of elasticity.model_parallel_size {size}; start such a "
+            "number"
         )
     choice = choose_batch(config.section, ranks // size or None)
     counts = list(choice.data_ranks)

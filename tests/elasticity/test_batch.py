@@ -79,6 +79,8 @@ def test_world_size_and_micro_batch(monkeypatch):
     assert compute_elastic_config(config(LARGE), VERSION, return_microbatch=True)[2] == 17
     with pytest.raises(ElasticityIncompatibleWorldSize, match="multiple of elasticity.model_parallel_size 4"):
         compute_elastic_config(config(NODES, model_parallel_size=4), VERSION, world_size=6)
+    with pytest.raises(ElasticityIncompatibleWorldSize, match="world_size=-3: expected a positive multiple"):
+        compute_elastic_config(config(NODES), VERSION, world_size=-3)
     with pytest.raises(ElasticityIncompatibleWorldSize, match="at least 2002 samples"):
         compute_elastic_config(config(NODES), VERSION, world_size=1001)
     batch, counts, micro = compute_elastic_config(config(NODES, prefer_larger_batch=False), VERSION, world_size=56)
