@@ -360,9 +360,17 @@ def _command(args: argparse.Namespace, local_rank: int) -> tuple[str, ...]:
 def _log_files(folder: str | None, ranks: list[int]) -> list[Path] | None:
     if folder is None:
         return None
-    Path(folder).mkdir(parents=True, exist_ok=True)
     started = time.strftime("%Y%m%d%H%M%S")
-    return [Path(folder) / f"{started}_rank{rank}.log" for rank in ranks]
+    files = [Path(folder) / f"{started}_rank{rank}.log" for rank in ranks]
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for file in files:
+            file.touch()
+    except OSError as error:
+        raise LauncherError(
+            f"--enable_each_rank_log {folder}: cannot be written ({error.strerror}); choose another folder"
+        ) from error
+    return files
 
 
 @contextmanager
