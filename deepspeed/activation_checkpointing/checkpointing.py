@@ -28,6 +28,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.axes import TENSOR
 from deepspeed.comm.job.groups import get_tensor_model_parallel_rank
 from deepspeed.comm.job.job import channel_along
+from deepspeed.comm.job.mpu import call_mpu, call_tensor_mpu
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist, warn_once
 
@@ -186,7 +187,7 @@ class Partition:
     Every rank of the group must run the same blocks on equal inputs, and their backwards in the same order.
 
     Args:
-        group: The model-parallel process group.
+        group: The process group of the tensor ranks.
         on_host: Keep the parts in host memory.
     """
 
@@ -301,10 +302,7 @@ def _model_parallel_rank() -> int:
     mpu: Any = settings.mpu
     if mpu is None:
         return get_tensor_model_parallel_rank()
-    for name in ("get_tensor_model_parallel_rank", "get_model_parallel_rank"):
-        if hasattr(mpu, name):
-            return int(getattr(mpu, name)())
-    return 0
+    return int(call_mpu(mpu, "get_tensor_model_parallel_rank", "get_model_parallel_rank", default=0))
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
@@ -330,7 +328,7 @@ class Settings:
     """Holds the settings of :func:`configure`.
 
     Attributes:
-        partition_activations: Split saved activations over the model-parallel ranks; without effect if there is one.
+        partition_activations: Split saved activations over the mpu's tensor ranks; without effect if there is one.
         checkpoint_in_cpu: Keep the inputs that a block saves in host memory.
         synchronize: Wait for the device before and after each block.
         profile: Log the time of each block's forward and recomputation.
@@ -367,7 +365,7 @@ def configure(
         mpu_: The program's model-parallel unit, or None.
         deepspeed_config: A configuration whose ``activation_checkpointing`` section counts: a dict, a path, or a parsed
             one.
-        partition_activations: Split saved activations over the model-parallel ranks, which must all run the same
+        partition_activations: Split saved activations over the mpu's tensor ranks, which must all run the same
             blocks on equal inputs.
         contiguous_checkpointing: Accepted without effect: saved tensors are not copied into a separate buffer.
         num_checkpoints: Number of checkpointed blocks.
@@ -400,9 +398,9 @@ def configure(
 
 def partition_group(options: Settings) -> Any:
     """Returns the process group over which saved activations are divided; None if they are not."""
-    if not options.partition_activations or options.mpu is None or options.mpu.get_model_parallel_world_size() == 1:
+    if not options.partition_activations or call_tensor_mpu(options.mpu, "world_size") in (None, 1):
         return None
-    return options.mpu.get_model_parallel_group()
+    return call_tensor_mpu(options.mpu, "group")
 
 
 def _section(config: Any) -> Any:

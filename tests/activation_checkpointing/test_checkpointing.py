@@ -173,6 +173,27 @@ def test_partitioning_over_one_rank_is_nothing():
     assert saved_bytes(lambda: checkpointing.checkpoint(block, x)) == x.nbytes
 
 
+def _unit(*kinds, **more):
+    sizes = {f"get_{kind}_parallel_world_size": lambda: 2 for kind in kinds}
+    groups = {f"get_{kind}_parallel_group": lambda kind=kind: f"{kind} group" for kind in kinds}
+    return SimpleNamespace(**sizes, **groups, **more)
+
+
+@pytest.mark.parametrize(
+    ("mpu", "group"),
+    [
+        (_unit("tensor_model", "model"), "tensor_model group"),  # as in Megatron, where "model" spans stages
+        (_unit("slice", "model"), "slice group"),  # as a pipeline's grid
+        (_unit("model"), "model group"),
+        (_unit("model", initialize_sequence_parallel=None), None),
+        (None, None),
+    ],
+)
+def test_activations_are_divided_over_tensor_ranks_alone(mpu, group):
+    options = settings_module.Settings(partition_activations=True, mpu=mpu)
+    assert settings_module.partition_group(options) == group
+
+
 def test_profile_logs_both_runs(lines):
     checkpointing.configure(None, profile=True)
     outer, inner = Block(), Block()

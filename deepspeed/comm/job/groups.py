@@ -22,6 +22,7 @@ from deepspeed.comm.job.expert_groups import along_mesh
 from deepspeed.comm.job.expert_groups import group_name as group_name_of
 from deepspeed.comm.job.job import Job, is_initialized, rank_in, ranks_of, size_of
 from deepspeed.comm.job.mesh import Mesh
+from deepspeed.comm.job.mpu import call_mpu, call_tensor_mpu
 from deepspeed.errors import CallOrderError, DeprecatedException
 
 
@@ -98,15 +99,7 @@ def _mesh_or_data(*axes: str) -> Any:
 
 
 def _call_mpu(*names: str) -> Any:
-    """Returns the result of the first of these methods that the mpu has.
-
-    None if it has none of them or there is no mpu.
-    """
-    for name in names:
-        method = getattr(Job.current().mpu, name, None)
-        if method is not None:
-            return method()
-    return None
+    return call_mpu(Job.current().mpu, *names)
 
 
 def group_of_one() -> Any:
@@ -352,26 +345,20 @@ def _create_expert_data_and_model_parallel(
 # --- the names that Megatron-style programs use
 
 
-def _call_tensor_mpu(what: str) -> Any:
-    if hasattr(Job.current().mpu, "initialize_sequence_parallel"):
-        return None
-    return _call_mpu(*(f"get_{kind}_parallel_{what}" for kind in ("tensor_model", "slice", "model")))
-
-
 def get_tensor_model_parallel_group() -> Any:
     """Returns the ranks among which layers are cut."""
-    return _call_tensor_mpu("group") or _along(TENSOR) or group_of_one()
+    return call_tensor_mpu(Job.current().mpu, "group") or _along(TENSOR) or group_of_one()
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """Returns the number of ranks among which layers are cut."""
-    answer = _call_tensor_mpu("world_size")
+    answer = call_tensor_mpu(Job.current().mpu, "world_size")
     return _mesh_size(TENSOR) if answer is None else answer
 
 
 def get_tensor_model_parallel_rank() -> int:
     """Returns this rank's place among those that share a layer."""
-    answer = _call_tensor_mpu("rank")
+    answer = call_tensor_mpu(Job.current().mpu, "rank")
     return _mesh_place(TENSOR) if answer is None else answer
 
 

@@ -62,9 +62,9 @@ def coordinates(mpu: Any) -> RankCoordinates:
     if mpu is None:
         size, rank = size_of(), rank_in()
         return RankCoordinates(None, None, size, rank, size, rank, mesh=data_mesh(size))
-    sequence_size = int(_call_mpu(mpu, "get_sequence_parallel_world_size", default=1))
-    data_group = _call_mpu(mpu, "get_data_parallel_group")
-    joint = _call_mpu(mpu, "get_sequence_data_parallel_group")
+    sequence_size = int(call_mpu(mpu, "get_sequence_parallel_world_size", default=1))
+    data_group = call_mpu(mpu, "get_data_parallel_group")
+    joint = call_mpu(mpu, "get_sequence_data_parallel_group")
     if sequence_size == 1:
         zero_group = data_group if data_group is not None else joint
     else:
@@ -82,12 +82,12 @@ def coordinates(mpu: Any) -> RankCoordinates:
         data_group=data_group if data_group is not None else zero_group,
         zero_size=zero_size,
         zero_rank=zero_rank,
-        data_size=int(_call_mpu(mpu, "get_data_parallel_world_size", default=zero_size // sequence_size)),
+        data_size=int(call_mpu(mpu, "get_data_parallel_world_size", default=zero_size // sequence_size)),
         data_rank=int(
-            _call_mpu(mpu, "get_data_parallel_rank", default=_rank_or(data_group, zero_rank // sequence_size))
+            call_mpu(mpu, "get_data_parallel_rank", default=_rank_or(data_group, zero_rank // sequence_size))
         ),
         sequence_size=sequence_size,
-        sequence_group=_call_mpu(mpu, "get_sequence_parallel_group"),
+        sequence_group=call_mpu(mpu, "get_sequence_parallel_group"),
         model_size=_model_size(mpu),
         tensor_rank=_tensor(mpu, "rank", default=0),
     )
@@ -108,10 +108,10 @@ def place_of(mpu: Any) -> dict[str, int]:
     """
     found = coordinates(mpu)
     return {
-        PIPE: int(_call_mpu(mpu, *_STAGE, default=0)),
+        PIPE: int(call_mpu(mpu, *_STAGE, default=0)),
         DATA: found.data_rank,
         SEQUENCE: int(
-            _call_mpu(
+            call_mpu(
                 mpu,
                 "get_sequence_parallel_rank",
                 default=_rank_or(found.sequence_group, found.zero_rank % found.sequence_size),
@@ -123,8 +123,8 @@ def place_of(mpu: Any) -> dict[str, int]:
 
 def knows_its_place(mpu: Any) -> bool:
     """Returns whether :func:`place_of` is this rank's alone: an mpu may know the stages, but not its own."""
-    stages = int(_call_mpu(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))
-    return (stages == 1 or _call_mpu(mpu, *_STAGE) is not None) and (
+    stages = int(call_mpu(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))
+    return (stages == 1 or call_mpu(mpu, *_STAGE) is not None) and (
         _tensor(mpu, "world_size", default=1) == 1 or _tensor(mpu, "rank", default=-1) >= 0
     )
 
@@ -149,8 +149,8 @@ def _rank_or(group: Any, otherwise: int) -> int:
     return otherwise if group is None else rank_in(group)
 
 
-def _call_mpu(mpu: Any, *names: str, default: Any = None) -> Any:
-    """Returns the result of the first of these methods that the mpu has."""
+def call_mpu(mpu: Any, *names: str, default: Any = None) -> Any:
+    """Returns the result of the first of these methods that the mpu has; the default without an mpu, too."""
     for name in names:
         method = getattr(mpu, name, None)
         if method is not None:
@@ -163,14 +163,21 @@ def _shares_sequences(mpu: Any) -> bool:
     return hasattr(mpu, "initialize_sequence_parallel")
 
 
-def _tensor(mpu: Any, what: str, default: int) -> int:
-    """Returns the mpu's tensor-parallel ``what``. The names of model parallelism come last: they may span stages."""
+def call_tensor_mpu(mpu: Any, what: str) -> Any:
+    """Returns the mpu's tensor-parallel ``what`` (``group``, ``world_size`` or ``rank``); None if it has none.
+
+    The names of model parallelism come last: they may span stages.
+    """
     if _shares_sequences(mpu):
-        return default
-    kinds = ("tensor_model", "slice", "model")
-    return int(_call_mpu(mpu, *(f"get_{kind}_parallel_{what}" for kind in kinds), default=default))
+        return None
+    return call_mpu(mpu, *(f"get_{kind}_parallel_{what}" for kind in ("tensor_model", "slice", "model")))
+
+
+def _tensor(mpu: Any, what: str, default: int) -> int:
+    found = call_tensor_mpu(mpu, what)
+    return default if found is None else int(found)
 
 
 def _model_size(mpu: Any) -> int:
-    pipe = int(_call_mpu(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))
+    pipe = int(call_mpu(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))
     return pipe * _tensor(mpu, "world_size", default=1)
