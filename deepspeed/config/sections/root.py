@@ -144,12 +144,20 @@ class ActivationCheckpointing(Section):
         "Recompute repeated blocks in backward and keep only their inputs: children of a ModuleList, or what a "
         "Transformers model checkpoints itself. Only here, not upstream.",
     )
-    partition_activations: Bool = key(False, "Split saved activations over the model-parallel ranks.")
+    partition_activations: Bool = key(False, "Split saved activations over the tensor ranks of the mpu.")
     cpu_checkpointing: Bool = key(False, "Keep saved activations in host memory.")
     contiguous_memory_optimization: Bool = key(
-        False, "One buffer for saved activations; needs partition_activations and number_checkpoints."
+        False,
+        "One buffer for saved activations; needs partition_activations and number_checkpoints.",
+        no_effect="saved activations are kept where they are instead of being copied into a buffer",
     )
-    number_checkpoints: Int | None = key(None, "Number of checkpointed layers.", unit="layers", above=0)
+    number_checkpoints: Int | None = key(
+        None,
+        "Number of checkpointed layers.",
+        unit="layers",
+        above=0,
+        no_effect="only a buffer of saved activations would need it",
+    )
     synchronize_checkpoint_boundary: Bool = key(False, "Synchronise the device at each checkpoint.")
     profile: Bool = key(False, "Time forward and backward of each checkpoint.")
     recompute_modules: list[Literal["core_attn"]] = key(
