@@ -298,7 +298,7 @@ class EngineHooks:
         """Called before a backward that an update follows.
 
         Args:
-            loss: The loss, 0-dim, of which backward is called.
+            loss: The loss, 0-dim, on which backward is called.
             scale: The factor by which the program's loss was multiplied.
             global_steps: Number of updates so far.
         """

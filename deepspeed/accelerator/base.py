@@ -427,7 +427,7 @@ class DeepSpeedAccelerator(ABC):
         return getattr(known, class_name, None) if class_name.endswith("Builder") else None
 
     def build_extension(self) -> Any:
-        """Raises, since there are no compiled operators."""
+        """Raises NotYetSupportedError, as there are no compiled operators."""
         self._no_op_builders("build_extension()")
 
     def _no_op_builders(self, call: str) -> NoReturn:

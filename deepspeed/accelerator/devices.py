@@ -321,7 +321,7 @@ def read_bytes(value: int | str, what: str) -> int:
 
 
 def in_words(nbytes: float) -> str:
-    """Returns bytes as text, in the largest unit (GiB, MiB, KiB) of which there is a tenth; else in bytes."""
+    """Returns bytes as text, in the largest unit (GiB, MiB, KiB) that gives 0.1 or more; otherwise in B."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= 0.1 * size:
             return f"{nbytes / size:,.2f} {unit}"

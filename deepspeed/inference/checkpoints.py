@@ -311,18 +311,18 @@ class StoredNames:
                 tensor = value[0] if isinstance(value, list) else value
                 yield Stored(Tile(name, tuple(tensor.shape)), False, functools.partial(_read_slices, tensor))
 
-    def _member(self, stored: Stored, whole: str, shape: Shape, number: int, index: int, count: int) -> Stored:
+    def _member(self, stored: Stored, stack: str, shape: Shape, number: int, index: int, count: int) -> Stored:
         rows = shape[1] // count
         if number >= shape[0] or stored.tile.shape != (rows, *shape[2:]):
             raise CheckpointError(
-                f"init_inference: {stored.tile.name!r} has shape {stored.tile.shape} in the files; as a part of "
-                f"{whole!r}, which has shape {shape} in the model, it would have {(rows, *shape[2:])}, with a number "
-                f"below {shape[0]}"
+                f"init_inference: {stored.tile.name!r}: expected shape {(rows, *shape[2:])} and a number below "
+                f"{shape[0]}, as a part of {stack!r}, which has shape {shape} in the model; found shape "
+                f"{stored.tile.shape}. Build the model with the configuration of these files"
             )
         extents = (1, *stored.tile.shape)
         region = TileRegion((number, index * rows, *[0] * (len(shape) - 2)), (0,) * len(shape), extents)
-        self._found[whole] += region.numel
-        tile = Tile(whole, extents, part=TilePart(whole, shape, (region,)))
+        self._found[stack] += region.numel
+        tile = Tile(stack, extents, part=TilePart(stack, shape, (region,)))
         return Stored(tile, True, lambda where: stored.read(where[1:]).unsqueeze(0))
 
     def is_made_of_members(self, name: str) -> bool:

@@ -16,7 +16,7 @@ _SHARE = "ds_base_offloaded_share"
 
 
 def share(parameters: Iterable[nn.Parameter], ranks: int) -> None:
-    """Marks frozen parameters of which each of ``ranks`` ranks keeps a slice; they are gathered where they are used.
+    """Marks frozen parameters that are sharded over ``ranks`` ranks and gathered where they are used.
 
     Args:
         parameters: Parameters that no engine has yet.

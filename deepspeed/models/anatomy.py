@@ -48,7 +48,7 @@ class Anatomy:
 
     @property
     def blocks(self) -> tuple[nn.Module, ...]:
-        """The repeated blocks, in order; empty where the decoder has not exactly one list of them."""
+        """The repeated blocks, in order; empty unless the decoder has exactly one list of blocks."""
         return tuple(getattr(self.decoder, self.block_lists[0])) if len(self.block_lists) == 1 else ()
 
 

@@ -42,9 +42,9 @@ def use_attention(model: Any, name: str, attention: Callable[..., Any], mask: Ca
     Args:
         model: A model of the library. Its configuration is changed; see :func:`own_configurations`.
         name: The name of the implementation.
-        attention: Gets ``(layer, query, key, value, mask, **more)``; returns the result and probabilities or None.
-        mask: Gets keyword arguments; returns what ``attention`` gets as its mask.
-        what: Its purpose, for messages.
+        attention: Gets ``(layer, query, key, value, mask, **more)``; returns the output, and the probabilities or None.
+        mask: Gets keyword arguments; returns the mask for ``attention``.
+        what: The setting, for messages.
 
     Raises:
         DeepSpeedConfigError: The model's class does not use the registries.
@@ -88,7 +88,7 @@ def interface_of(name: str, layer: nn.Module) -> Callable[..., Any]:
 
 
 def check_use_of_attention(model: Any, name: str, attention: Any, mask: Any, what: str) -> None:
-    """Raises what :func:`use_attention` raises, and leaves the model as it is."""
+    """Raises what :func:`use_attention` would raise, without changing the model."""
     probe: Any = copy.copy(model)
     probe._modules, probe.config = {}, copy.deepcopy(model.config)
     use_attention(probe, name, attention, mask, what)
@@ -104,7 +104,7 @@ def attention_names(model: nn.Module) -> set[str]:
 
 
 def check_wrapped_attention(model: Any, suffix: str, functions: AttentionFunctions, what: str) -> None:
-    """Raises what :func:`use_attention` raises for wrapped implementations, and leaves the model as it is.
+    """Raises what :func:`use_attention` would raise for wrapped implementations, without changing the model.
 
     Args:
         model: A Transformers model.
@@ -119,10 +119,10 @@ def check_wrapped_attention(model: Any, suffix: str, functions: AttentionFunctio
 def wrap_attention(model: nn.Module, suffix: str, functions: AttentionFunctions) -> None:
     """Replaces the attention implementations of a model by wrapped ones, in place.
 
-    The model's configuration is copied first. What is wrapped already stays as it is.
+    The model's configuration is copied first. Implementations that are wrapped already are not changed.
 
     Args:
-        model: A Transformers model, what wraps it, or layers of one.
+        model: A Transformers model, a wrapper of one, or layers of one.
         suffix: The suffix of the names of wrapped implementations.
         functions: See :data:`AttentionFunctions`.
     """

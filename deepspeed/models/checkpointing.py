@@ -38,10 +38,10 @@ def checkpoint_layers(model: Any) -> bool:
 
 
 def replace_checkpoint_functions(model: nn.Module, make: Callable[[Any], Any]) -> None:
-    """Replaces the functions by which layers checkpoint, in place.
+    """Replaces the functions that checkpoint layers, in place.
 
     Args:
-        model: The model, or what wraps it.
+        model: The model, or a wrapper of it.
         make: Takes the present function and returns the new one, or the same.
     """
     for module in model.modules():

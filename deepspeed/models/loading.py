@@ -30,7 +30,7 @@ def wrap_loading(load: Callable[[nn.Module, Any, Callable[[], Any]], Any]) -> No
     """Wraps the part of ``from_pretrained`` that reads files at stage 3, if the library has been imported; once only.
 
     Args:
-        load: What is called in its place, with the model, the library's settings of this loading, and the original.
+        load: The replacement; called with the model, the library's settings of this loading, and the original.
     """
     kind: Any = getattr(sys.modules.get(_MODELS), "PreTrainedModel", None)
     original = getattr(kind, "_load_pretrained_model", None)

@@ -11,7 +11,7 @@ from deepspeed.models.tensor_plan import cuts_blocks, part_of_plan
 
 
 class ModelPart:
-    """Names a module's place in a model, and builds it.
+    """A module of a model by its path, which can be taken from the model or built.
 
     Args:
         skeleton: The model, with values or without.
@@ -30,7 +30,7 @@ class ModelPart:
         self._model = model
 
     def inside(self, name: str) -> ModelPart:
-        """Returns the part that is called ``name`` in this one."""
+        """Returns the part for the submodule ``name`` of this one."""
         return ModelPart(self.skeleton, self._model, f"{self.name}{name}")
 
     def original(self) -> Any:

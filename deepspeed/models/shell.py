@@ -165,7 +165,7 @@ class Recording:
         self._count = len(modules[blocks])
 
     def calls(self, **inputs: Any) -> list[BlockCall]:
-        """Runs the decoder and returns what it calls each block with, in order.
+        """Runs the decoder and returns the calls of its blocks, in order.
 
         Raises:
             NotYetSupportedError: The number of calls is not the number of blocks.

@@ -28,8 +28,8 @@ class ExpertParts:
         down: Weight of the second product.
         down_bias: Its bias, or None.
         is_transposed: Weights are ``[E, in, out]``, not ``[E, out, in]``.
-        between: What is computed between the two products.
-        after: What is computed after the second, or None.
+        between: The function between the two products.
+        after: The function after the second product, or None.
     """
 
     up: torch.Tensor
@@ -43,7 +43,7 @@ class ExpertParts:
 
 @contextmanager
 def experts_by_shapes(model: nn.Module) -> Iterator[None]:
-    """Lets experts of a Transformers model compute with shapes that do not depend on the routing, inside the context.
+    """Makes the experts of a Transformers model compute with shapes that do not depend on the routing, in the context.
 
     The library's default, ``grouped_mm``, refuses tensors without values unless they are bf16.
     """

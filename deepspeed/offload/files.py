@@ -207,7 +207,9 @@ class FileMemory(Memory):
         try:
             tensor = file.map(offset, mapped_bytes, numel, dtype)
         except OSError as error:
-            raise OffloadError(f"{file.path}: {label} cannot be mapped ({error.strerror})") from error
+            raise OffloadError(
+                f"{file.path}: {label} cannot be mapped ({error.strerror}); raise the limits of mapped memory"
+            ) from error
         self._offsets[storage_key(tensor)] = offset
         return tensor
 

@@ -27,5 +27,5 @@ def test_experts_that_are_stored_one_by_one(tmp_path):
     with pytest.raises(CheckpointError, match=r"the files hold 32,256 of the 36,864 elements of"):
         read()
     save_file({**stored, part: weight[:-1].contiguous()}, file)
-    with pytest.raises(CheckpointError, match=r"has shape \(71, 64\) in the files; as a part of .*gate_up_proj"):
+    with pytest.raises(CheckpointError, match=r"as a part of .*gate_up_proj.*found shape \(71, 64\)"):
         read()
