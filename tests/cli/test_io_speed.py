@@ -66,11 +66,11 @@ def test_failures_are_one_sentence(tmp_path, monkeypatch, capsys):
     with pytest.raises(OffloadError, match=str(tmp_path / "file")):
         io_speed.main(["--folder", str(tmp_path / "file" / "x"), "--io_size", "1M"])
     monkeypatch.setattr(file_io, "free_bytes", lambda path: 5)
-    with pytest.raises(OffloadError, match="1,048,576 bytes are needed.*5 are free"):
+    with pytest.raises(OffloadError, match="expected 1,048,576 free bytes, found 5"):
         io_speed.main(["--folder", str(tmp_path), "--io_size", "1M"])
     # As the command, the same is its last word.
     monkeypatch.setattr(sys, "argv", ["ds_io", "--folder", str(tmp_path), "--io_size", "1M"])
-    with pytest.raises(SystemExit, match="^ds_io: .*5 are free"):
+    with pytest.raises(SystemExit, match="^ds_io: .*free bytes, found 5"):
         io_speed.main()
     for wrong in (["--io_size", "many"], ["--loops", "0"], ["--block_size", "0"]):
         with pytest.raises(SystemExit) as stop:
