@@ -116,12 +116,12 @@ class DynamicLossScaler(LossScalerBase):
         consecutive_hysteresis: Every good step resets ``cur_hysteresis``; False: only a full window of good steps does.
         raise_error_at_min_scale: Raise when gradients overflow at the minimum; False: keep skipping steps.
         dtype: Dtype of the gradients.
+        scale_factor: Factor of growth, and divisor after an overflow; above 1.
 
     Attributes:
         cur_iter: Number of steps so far, skipped ones included.
         last_overflow_iter: Index of the last step that overflowed; -1: none did.
-        cur_hysteresis: Number of overflows after which the scale is halved.
-        scale_factor: Factor of growth, and divisor after overflows.
+        cur_hysteresis: Number of overflows after which the scale is divided.
 
     Raises:
         ValueError: A number is out of range.
@@ -131,13 +131,14 @@ class DynamicLossScaler(LossScalerBase):
 
     def __init__(
         self,
-        init_scale: float,
-        scale_window: int,
-        min_scale: float,
-        delayed_shift: int,
-        consecutive_hysteresis: bool,
+        init_scale: float = 2.0**32,
+        scale_window: int = 1000,
+        min_scale: float = 1,
+        delayed_shift: int = 1,
+        consecutive_hysteresis: bool = False,
         raise_error_at_min_scale: bool = True,
         dtype: torch.dtype = torch.half,
+        scale_factor: float = 2.0,
     ) -> None:
         super().__init__(init_scale, dtype)
         for name, value in {
@@ -152,9 +153,11 @@ class DynamicLossScaler(LossScalerBase):
                 f"DynamicLossScaler(init_scale={init_scale}): must not be below min_scale ({min_scale}); raise "
                 "init_scale, or lower min_scale"
             )
+        if not scale_factor > 1:
+            raise ValueError(f"DynamicLossScaler(scale_factor={scale_factor}): must be above 1; raise it")
         self.cur_iter = 0
         self.last_overflow_iter = -1
-        self.scale_factor = 2.0
+        self.scale_factor = scale_factor
         self.scale_window = scale_window
         self.min_scale = min_scale
         self.delayed_shift = delayed_shift

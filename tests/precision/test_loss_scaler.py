@@ -185,11 +185,24 @@ def test_create_passes_the_dynamic_arguments():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"scale_window": 0}, {"min_scale": 0}, {"delayed_shift": 0}, {"init_scale": 0.5}, {"init_scale": -1.0}]
+    "bad",
+    [{"scale_window": 0}, {"min_scale": 0}, {"delayed_shift": 0}, {"init_scale": 0.5}, {"init_scale": -1.0}]
+    + [{"scale_factor": 1.0}],
 )
 def test_impossible_settings_are_refused(bad):
     with pytest.raises(ValueError):
         dynamic(**bad)
+
+
+def test_arguments_that_programs_leave_out_or_name():
+    scaler = DynamicLossScaler()
+    assert (scaler.cur_scale, scaler.scale_factor, scaler.scale_window) == (2.0**32, 2.0, 1000)
+    assert (scaler.min_scale, scaler.delayed_shift, scaler.consecutive_hysteresis) == (1, 1, False)
+    by_four = CreateLossScaler(torch.half, 0, True, {"init_scale": 64.0, "scale_factor": 4.0, "scale_window": 1})
+    by_four.update_scale(overflow=True)
+    assert by_four.cur_scale == 16
+    by_four.update_scale(overflow=False)
+    assert by_four.cur_scale == 64
 
 
 def test_log_lines_after_an_overflow():
