@@ -80,6 +80,28 @@ class MasterOptimizer(ZeROOptimizer):
 
     cur_scale = loss_scale
 
+    # The state of a dynamic loss scale, as programs read it from the optimizer; AttributeError without one.
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps that the dynamic loss scale has seen, skipped ones included."""
+        return int(self.loss_scaler.cur_iter)
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """The last step that overflowed; -1 before any."""
+        return int(self.loss_scaler.last_overflow_iter)
+
+    @property
+    def scale_window(self) -> int:
+        """Good steps in a row before the dynamic loss scale grows."""
+        return int(self.loss_scaler.scale_window)
+
+    @property
+    def scale_factor(self) -> float:
+        """Factor by which the dynamic loss scale grows and shrinks."""
+        return float(self.loss_scaler.scale_factor)
+
     @property
     def steps(self) -> int:
         """Number of updates, skipped ones included; it decides the phase of the next one."""

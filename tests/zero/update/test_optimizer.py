@@ -110,6 +110,8 @@ def test_the_loss_scale_is_taken_out_and_follows_overflows() -> None:
         before = rank.optimizer.loss_scale
         rank.step(rank.model(batch(0)) * math.inf)
         assert rank.optimizer.loss_scale == before / 2 and rank.optimizer.overflow
+        assert (rank.optimizer.cur_iter, rank.optimizer.last_overflow_iter) == (1, 0)
+        assert (rank.optimizer.scale_window, rank.optimizer.scale_factor) == (2, 2.0)
         rank.optimizer.override_loss_scale(8.0)
         assert rank.optimizer.loss_scale == 8.0
 
