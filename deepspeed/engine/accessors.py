@@ -46,6 +46,8 @@ _KEYS: dict[str, str] = {
     "tensor_parallel_config": "tensor_parallel",
     "data_efficiency_config": "data_efficiency",
     "aio_config": "aio",
+    "sparse_gradients_enabled": "sparse_gradients",
+    "graph_harvesting": "graph_harvesting",
     "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
     "zero_optimization_stage": _ZERO + "stage",
@@ -116,6 +118,18 @@ class ConfigAccessors:
     def elasticity_enabled(self) -> bool:
         """Returns whether the section ``elasticity`` chooses the batch."""
         return self._root.elasticity is not None and self._root.elasticity.enabled
+
+    def autotuning_enabled(self) -> bool:
+        """Returns ``autotuning.enabled``."""
+        return self._root.autotuning is not None and self._root.autotuning.enabled
+
+    def eigenvalue_enabled(self) -> bool:
+        """Returns ``eigenvalue.enabled``."""
+        return self._root.eigenvalue is not None and self._root.eigenvalue.enabled
+
+    def amp_enabled(self) -> bool:
+        """Returns ``amp.enabled``, which ``initialize`` refuses where it is true."""
+        return self._root.amp is not None and self._root.amp.enabled
 
     def zero_optimization(self) -> bool:
         """Returns whether a ZeRO stage above 0 is on."""
