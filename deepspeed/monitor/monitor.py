@@ -219,22 +219,30 @@ class TensorBoardMonitor(Monitor):
         self.output_path = tensorboard_config.output_path
         self.job_name = tensorboard_config.job_name
         self.log_dir = log_folder(tensorboard_config)
-        self.summary_writer: Any = None
+        self._writer: Any = None
+
+    @property
+    def summary_writer(self) -> Any:
+        """Returns torch's ``SummaryWriter``, for a script's own images and texts; None on ranks that write nothing."""
+        if not self.enabled:
+            return None
+        self._ensure_open()
+        return self._writer
 
     def _open(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.summary_writer = SummaryWriter(log_dir=str(self.log_dir), flush_secs=FLUSH_SECONDS)
+        self._writer = SummaryWriter(log_dir=str(self.log_dir), flush_secs=FLUSH_SECONDS)
 
     def _write(self, events: Sequence[Event]) -> None:
         for name, value, step in events:
-            self.summary_writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, value, step)
 
     def _flush(self) -> None:
-        self.summary_writer.flush()
+        self._writer.flush()
 
     def _close(self) -> None:
-        self.summary_writer.close()
+        self._writer.close()
 
 
 class csvMonitor(Monitor):  # noqa: N801 - the name that programs import

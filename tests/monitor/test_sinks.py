@@ -49,14 +49,18 @@ def test_tensorboard_reads_it_back(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     master = MonitorMaster({"tensorboard": section})
+    assert master.tb_monitor is not None
+    master.tb_monitor.summary_writer.add_scalar("mine", 2.5, 8)  # before any event
     master.write_events(EVENTS)
     master.flush()
     events = accumulator.EventAccumulator(str(tmp_path / "job"))
     events.Reload()
-    assert sorted(events.Tags()["scalars"]) == ["Train/Samples/lr", "Train/Samples/train_loss"]
+    assert sorted(events.Tags()["scalars"]) == ["Train/Samples/lr", "Train/Samples/train_loss", "mine"]
     loss = events.Scalars("Train/Samples/train_loss")
     assert [(e.step, e.value) for e in loss][0] == (8, 0.5) and loss[1].step == 16
     master.close()
+    master.tb_monitor.enabled = False  # as on other ranks
+    assert master.tb_monitor.summary_writer is None
 
 
 def test_wandb_opens_a_run_and_logs_one_dict_per_step(monkeypatch):
