@@ -270,15 +270,8 @@ def _get_expert_broadcast_src_rank(group_name: str = "ep_size_1") -> int:
 
 
 def _get_max_expert_size() -> int:
-    """Returns the largest number of ranks that share the experts of a layer.
-
-    Raises:
-        CallOrderError: There is no expert layer yet.
-    """
-    sizes = Job.current().experts.sizes(made=True)
-    if not sizes:
-        raise CallOrderError("there are no expert groups yet; deepspeed.initialize makes those of the model's layers")
-    return max(sizes)
+    """Returns the largest number of ranks that share the experts of a layer; 1 where every rank has all experts."""
+    return max(Job.current().experts.sizes(made=True), default=_mesh_size(EXPERT))
 
 
 def _get_max_expert_size_name() -> str:

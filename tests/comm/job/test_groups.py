@@ -224,6 +224,8 @@ def test_expert_ranks_are_those_of_the_documentation():
 
 def check_groups_by_hand() -> None:
     rank = torch_dist.get_rank()
+    assert groups._get_max_expert_size_name() == "ep_size_1"
+    assert groups._get_expert_parallel_group_ranks(groups._get_max_expert_size_name()) == [rank]
     groups._create_expert_and_data_parallel(2)
     groups._create_expert_and_data_parallel(4)
     assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank // 2 * 2, rank // 2 * 2 + 1]
