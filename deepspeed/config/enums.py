@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from enum import Enum, IntEnum
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -43,9 +47,17 @@ class DeepSpeedConfigModel(BaseModel):
     A value ``"auto"`` stands for the field's default. Enumerations are stored as their values, fields may be given by
     name or alias, and an assignment is checked like a value at the start.
 
+    A field with ``json_schema_extra={"deprecated": True, "new_param": name}`` is an old name of the field ``name``
+    (``section.name`` for one of a nested model): a value given for it is logged and becomes the value of both. Further
+    entries are ``new_param_fn``, which converts the value for the new field; ``set_new_param``, False to leave the new
+    field alone; and ``deprecated_msg``, a sentence for the log.
+
     Args:
         strict: Take ``"auto"`` as a value like any other.
         **data: The fields.
+
+    Raises:
+        DeepSpeedConfigError: A field is given by both its names.
     """
 
     model_config = ConfigDict(
@@ -59,7 +71,34 @@ class DeepSpeedConfigModel(BaseModel):
     )
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
-        super().__init__(**{name: value for name, value in data.items() if strict or value != "auto"})
+        given = {name: value for name, value in data.items() if strict or value != "auto"}
+        _set_new_fields(type(self), given)
+        super().__init__(**given)
+
+
+def _set_new_fields(model: type[BaseModel], given: dict[str, Any]) -> None:
+    """Adds to ``given`` the values of new fields that it has under deprecated names."""
+    for name, field in model.model_fields.items():
+        extra = field.json_schema_extra
+        entered = next((key for key in (name, field.alias) if key in given), None)
+        if entered is None or not isinstance(extra, dict) or not extra.get("deprecated"):
+            continue
+        new, convert = extra.get("new_param"), extra.get("new_param_fn")
+        advice = f"use {new} instead. " if new else ""
+        text = f"{model.__name__}.{entered} is deprecated; {advice}{extra.get('deprecated_msg', '')}"
+        log_dist(text.rstrip("; "), level=logging.WARNING)
+        if not new or not extra.get("set_new_param", True):
+            continue
+        *sections, last = str(new).split(".")
+        target = given
+        for section in sections:
+            target[section] = dict(target.get(section, {}))
+            target = target[section]
+        if last in target:
+            raise DeepSpeedConfigError(
+                f"{model.__name__}: {entered} is an old name of {new}, and both are given; leave {entered} out"
+            )
+        target[last] = convert(given[entered]) if callable(convert) else given[entered]
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:

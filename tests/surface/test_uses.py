@@ -9,6 +9,7 @@ import zipfile
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +177,34 @@ def test_a_configuration_of_a_program_of_its_own():
     with pytest.raises(ValueError, match="size"):
         Mine(strict=True, size="auto")
     assert get_scalar_param({"a": 1}, "a", 2) == 1 and get_scalar_param({}, "a", 2) == 2
+
+
+def test_deprecated_fields_of_a_configuration_of_a_program():
+    from pydantic import Field
+
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    def old(new: str, **more: Any) -> Any:
+        return Field(None, json_schema_extra={"deprecated": True, "new_param": new, **more})
+
+    class Inner(DeepSpeedConfigModel):
+        """Settings of a section."""
+
+        depth: int = 1
+
+    class Mine(DeepSpeedConfigModel):
+        """Settings, some under old names."""
+
+        names: list[str] = []
+        inner: Inner = Inner()
+        name: str | None = old("names", new_param_fn=lambda name: [name])
+        depth: int | None = old("inner.depth")
+        width: int | None = old("names", set_new_param=False, deprecated_msg="Widths are measured.")
+
+    assert Mine(name="a").names == ["a"] and Mine(depth="3").inner.depth == 3 and Mine(names=["b"]).name is None
+    assert Mine(width=4).names == [] and Mine(depth=2).depth == 2
+    with pytest.raises(ValueError, match=r"Mine: name is an old name of names, and both are given; leave name out"):
+        Mine(name="a", names=["b"])
 
 
 def test_old_spellings_where_a_program_builds_a_section_itself():
