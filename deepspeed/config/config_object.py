@@ -193,9 +193,15 @@ class DeepSpeedConfig:
         return self.parsed.root.checkpoint.tag_validation == "Fail"
 
     def __getattr__(self, name: str) -> Any:
-        """Returns any other key of the top level, or a section under upstream's name ``<section>_config``."""
+        """Returns any other key of the top level, or a section under upstream's name ``<section>_config``.
+
+        ``<section>_enabled`` of a section that may be left out is False then.
+        """
         parsed = self.__dict__.get("parsed")
         if parsed is not None:
+            if name in _SWITCHES:
+                switched = getattr(parsed.root, _SWITCHES[name])
+                return switched is not None and switched.enabled
             section = _SECTION_NAMES.get(name, name.removesuffix("_config"))
             for candidate in (name, section):
                 if candidate in type(parsed.root).model_fields:
@@ -203,6 +209,13 @@ class DeepSpeedConfig:
         raise AttributeError(f"the configuration has no key {name!r}")
 
 
+_SWITCHES = {
+    "amp_enabled": "amp",
+    "curriculum_enabled_legacy": "curriculum_learning",
+    "data_efficiency_enabled": "data_efficiency",
+    "eigenvalue_enabled": "eigenvalue",
+    "pld_enabled": "progressive_layer_drop",
+}
 _SECTION_NAMES = {
     "comms_config": "comms_logger",
     "sparse_gradients_enabled": "sparse_gradients",

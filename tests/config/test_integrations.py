@@ -173,5 +173,11 @@ def test_the_config_object(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.activation_checkpointing_config.profile is False
     assert config.comms_config.enabled is False and config.flops_profiler_config.profile_step == 1
     assert config.checkpoint_tag_validation_enabled and not config.checkpoint_tag_validation_fail
+    for name in ("amp", "data_efficiency", "eigenvalue", "pld"):
+        assert getattr(config, f"{name}_enabled") is False
+    assert DeepSpeedConfig({**CLUSTER_PAGE, "data_efficiency": {"enabled": True}}, mpu=Mpu()).data_efficiency_enabled
+    layers = {"progressive_layer_drop": {"enabled": True}, "eigenvalue": {"enabled": True}}
+    switched_on = DeepSpeedConfig({**CLUSTER_PAGE, **layers}, mpu=Mpu())
+    assert switched_on.pld_enabled and switched_on.eigenvalue_enabled and not switched_on.curriculum_enabled_legacy
     with pytest.raises(AttributeError, match="no key 'nothing'"):
         _ = config.nothing
