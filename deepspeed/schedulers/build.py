@@ -61,7 +61,7 @@ def build_scheduler(name: str, params: dict[str, Any], optimizer: Any) -> Any:
         arguments["warmup_num_steps"] = 1
     try:
         return cls(torch_optimizer, **arguments)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:  # torch's classes raise all of these
         raise DeepSpeedConfigError(f"scheduler: {name} cannot be built from {params}: {error}") from error
 
 
