@@ -143,9 +143,8 @@ class OneCycle(LrSchedule):
         """
         position = self.last_batch_iteration + 1
         if position <= self.first_step_size:
-            height = position / self.first_step_size
-            count = self.first_stair_count
-            return math.floor(height * count) / count if count else height
-        height = (self.total_size - position) / self.second_step_size
-        count = self.second_stair_count
-        return math.ceil(height * count) / count if count else height
+            size, count = self.first_step_size, self.first_stair_count
+            # Multiplied first: 29 / 100 * 100 is below 29 in floating point, which would be another stair.
+            return math.floor(position * count / size) / count if count else position / size
+        left, size, count = self.total_size - position, self.second_step_size, self.second_stair_count
+        return math.ceil(left * count / size) / count if count else left / size

@@ -131,6 +131,13 @@ def test_one_cycle_stairs():
     assert smooth_down[4:] == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
 
 
+def test_one_cycle_with_a_stair_per_step_is_smooth():
+    kwargs = {"cycle_first_step_size": 100, "cycle_second_step_size": 50}
+    stairs = {"cycle_first_stair_count": 100, "cycle_second_stair_count": 50}
+    smooth = trace(lambda o: OneCycle(o, 0.0, 1.0, **kwargs), steps=150)
+    assert trace(lambda o: OneCycle(o, 0.0, 1.0, **kwargs, **stairs), steps=150) == pytest.approx(smooth)
+
+
 def test_one_cycle_without_betas_leaves_momentum_alone():
     target = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.7)
     schedule = OneCycle(target, 0.1, 0.5, cycle_first_step_size=2)
