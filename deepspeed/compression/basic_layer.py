@@ -98,7 +98,7 @@ class Embedding_Compress(nn.Embedding):  # noqa: N801
         by_rows = self.max_norm is None and (rounding is None or not rounding.stochastic)
         if by_rows and not techniques.acting:
             rows = super().forward(input)
-            return techniques.rounded(rows.flatten(0, -2)).view_as(rows)
+            return techniques.rounded(rows.reshape(-1, rows.shape[-1])).view_as(rows) if rows.numel() else rows
         weight, _ = techniques.effective(self)
         return fn.embedding(
             input, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse

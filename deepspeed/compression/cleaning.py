@@ -218,9 +218,17 @@ def _pack(
             new = packed.layer(old, kinds[name]).train(old.training)
             if (quantizer := getattr(old, INPUT, None)) is not None:
                 new.add_module(INPUT, quantizer)
-            model.set_submodule(name, new)
+            _replace(model, old, new)
             stored[name] = packed.format.bits
     return stored
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Replaces a submodule under every name that it has: several parents may share it."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new
 
 
 def _packed(layer: Any, kind: str, levels: QuantizationLevels | None, users: list[str]) -> tuple[Packed | None, str]:

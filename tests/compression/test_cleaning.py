@@ -224,6 +224,30 @@ def test_a_tied_embedding_that_a_pattern_names_twice_goes_by_rows(bits):
         torch.testing.assert_close(clean(IDS).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_layer_with_two_names_is_replaced_under_both():
+    model = nn.Sequential(shared := nn.Linear(64, 64), nn.ReLU(), shared)
+    forward = {"quantize_weight_in_forward": True}
+    section = {"weight_quantization": only(forward, {"start_bits": 8, "target_bits": 8}, ["*"])}
+    init_compression(model, {"compression_training": section})
+    x = torch.randn(3, 64)
+    expected = at_the_end(model)(x)
+    clean = redundancy_clean(model, {"compression_training": section})
+    assert isinstance(clean[0], QuantizedLinear) and clean[2] is clean[0]
+    assert clean.compression_report.bytes_after < 0.5 * clean.compression_report.bytes_before
+    torch.testing.assert_close(clean(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0), (2, 3)])
+def test_a_compressed_embedding_takes_ids_of_every_shape(shape):
+    plain = nn.Embedding(5, 4)
+    forward = {"quantize_weight_in_forward": True}
+    section = {"weight_quantization": only(forward, {"start_bits": 8, "target_bits": 8}, ["*"])}
+    model = init_compression(nn.Sequential(copy.deepcopy(plain)), {"compression_training": section})
+    compression_scheduler(model).at(1)
+    ids = torch.randint(0, 5, shape)
+    torch.testing.assert_close(model(ids), plain(ids), rtol=0, atol=0.02 * plain.weight.detach().abs().max().item())
+
+
 def test_the_halves_of_a_gated_layer_lose_the_same_rows():
     related = {"related_modules": [["down_proj", "gate_proj"]]}
     section = {"row_pruning": only({"method": "topk"}, {"dense_ratio": 0.5}, ["up_proj"], **related)}
