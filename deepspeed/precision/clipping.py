@@ -31,7 +31,8 @@ def clip_grad_norm_(
         max_norm: The largest norm allowed.
         norm_type: The p of the p-norm; ``inf`` for the largest element.
         mpu: Model-parallel unit. The norm is then that of its model-parallel group: parameters with ``model_parallel``
-            set count on every rank, others only on the first. All ranks of the group must call.
+            or ``tensor_model_parallel`` set count on every rank, others only on the first. All ranks of the group must
+            call.
 
     Returns:
         The norm before clipping, a 0-dim tensor.
@@ -45,13 +46,17 @@ def clip_grad_norm_(
         counted = [
             parameter.grad
             for parameter in with_grad
-            if parameter.grad is not None
-            and (getattr(parameter, "model_parallel", False) or mpu.get_model_parallel_rank() == 0)
+            if parameter.grad is not None and (_is_own_part(parameter) or mpu.get_model_parallel_rank() == 0)
         ]
         device = gradients[0].device if gradients else torch.device("cpu")
         norm = _norm_over_group(torch.nn.utils.get_total_norm(counted, norm_type), device, norm_type, mpu)
     torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
     return norm
+
+
+def _is_own_part(parameter: torch.Tensor) -> bool:
+    """Returns whether Megatron's marks describe ``parameter`` as this rank's part of a divided one."""
+    return any(getattr(parameter, mark, False) for mark in ("model_parallel", "tensor_model_parallel"))
 
 
 def _norm_over_group(norm: torch.Tensor, device: torch.device, norm_type: float, mpu: Any) -> torch.Tensor:

@@ -52,20 +52,22 @@ class Unit:
         return torch_dist.group.WORLD
 
 
-def check_model_parallel(norm_type: float) -> tuple[float, list[float]]:
+def check_model_parallel(norm_type: float, mark: str) -> tuple[float, list[float]]:
     rank = torch_dist.get_rank()
     replicated, own = parameters([6.0], [8.0 * (rank + 1)])
-    own.model_parallel = True
+    setattr(own, mark, True)
     with counted() as traffic:
         norm = clip_grad_norm_([replicated, own], 1.0, norm_type, mpu=Unit())
     assert {axis for _, axis in traffic.ran_along} == {"tensor"}
     return norm.item(), [replicated.grad.item(), own.grad.item()]
 
 
-@pytest.mark.parametrize("norm_type", [1, 2, math.inf])
-def test_norm_spans_model_parallel_ranks(norm_type):
+@pytest.mark.parametrize(
+    ("norm_type", "mark"), [(1, "model_parallel"), (2, "tensor_model_parallel"), (math.inf, "model_parallel")]
+)
+def test_norm_spans_model_parallel_ranks(norm_type, mark):
     # Replicated gradients count once: the vector is (6, 8, 16).
     expected = torch.linalg.vector_norm(torch.tensor([6.0, 8.0, 16.0]), norm_type).item()
-    for rank, (norm, gradients) in enumerate(run_ranks(check_model_parallel, 2, norm_type)):
+    for rank, (norm, gradients) in enumerate(run_ranks(check_model_parallel, 2, norm_type, mark)):
         assert norm == pytest.approx(expected)
         assert gradients == pytest.approx([6.0 / expected, 8.0 * (rank + 1) / expected], rel=1e-5)
