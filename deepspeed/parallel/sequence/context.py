@@ -68,7 +68,7 @@ class SequenceParallelContext:
     whole_for: nn.Module | None = None
     _evaluates: bool = False
     _is_left_alone: bool = False
-    _gathered: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _gathered: list[tuple[torch.Tensor, int | None, torch.Tensor]] = field(default_factory=list)
     _found: list[tuple[str, torch.Tensor | None, torch.Tensor | None, Any]] = field(default_factory=list)
 
     @property
@@ -98,12 +98,14 @@ class SequenceParallelContext:
     def whole(self, part: torch.Tensor | None) -> torch.Tensor | None:
         """Returns ``[batch, tokens]`` of whole sequences from this rank's part; gathered once for all layers of a pass.
 
-        Cached by the identity of ``part``, so all layers, and recomputations in backward, get the same tensor.
+        Cached by the identity of ``part`` and its version, which an in-place change raises. So all layers, and
+        recomputations in backward, get the same tensor, and a program may write the next batch into the same memory.
         """
         if part is None:
             return None
-        for known, whole in self._gathered:
-            if known is part:
+        version = None if part.is_inference() else part._version  # inference tensors have none
+        for known, seen, whole in self._gathered:
+            if known is part and seen == version:
                 return whole
         transport = self.transport(part.device)
         self._check_sizes(part, transport)
@@ -113,7 +115,7 @@ class SequenceParallelContext:
             flat, key=transport.next_move(), label="position ids or padding mask (sequence parallel)"
         ).wait()
         whole = flat.view(transport.size, *part.shape).movedim(0, 1).reshape(part.size(0), -1)
-        self._gathered = [*self._gathered[-7:], (part, whole)]
+        self._gathered = [*self._gathered[-7:], (part, version, whole)]
         return whole
 
     def _check_sizes(self, part: torch.Tensor, transport: Transport) -> None:

@@ -100,6 +100,25 @@ def _same(cells, checkpointing=False):
         )
 
 
+def _reused_memory():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = llama()
+    plain = copy.deepcopy(model)
+    _register(model, size)
+    positions = None
+    for batch in (packed_batch(3), plain_batch(3)):
+        mine = cut(batch, rank, size)
+        positions = mine["position_ids"].clone() if positions is None else positions.copy_(mine["position_ids"])
+        with torch.no_grad():
+            shown = cut({"losses": _loss(plain, batch).view(2, -1)}, rank, size)["losses"].flatten()
+            found = _loss(model, {**mine, "position_ids": positions})
+        torch.testing.assert_close(found, shown, rtol=1e-5, atol=1e-6)
+
+
+def test_position_ids_may_be_written_into_the_same_memory():
+    run_ranks(_reused_memory, 2)
+
+
 CELLS = [("llama", "plain"), ("llama", "packed"), ("one key head", "padded on the left"), ("window", "packed")]
 MORE_CELLS = [("dynamic rotary", "plain"), ("long rotary", "padded"), ("attention without positions", "packed")]
 
