@@ -102,6 +102,11 @@ class UlyssesSPAttentionHF:
         """
         if sequence_parallel_size == 1:
             return None
+        if sequence_parallel_size < 1:
+            raise DeepSpeedConfigError(
+                f"register_with_transformers(sequence_parallel_size={sequence_parallel_size}): expected the number of "
+                "ranks that share a sequence, at least 1; 1 leaves the model unchanged"
+            )
         length = seq_length if seq_length is not None else max_length
         if not seq_length_is_variable and length is None:
             raise DeepSpeedConfigError(

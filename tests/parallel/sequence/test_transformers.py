@@ -367,6 +367,12 @@ def test_by_configuration_alone():
     run_ranks(_modes, 4, [("ulysses", 3, 4, 2, "packed"), ("both", 1, 4, 2, "packed"), ("ring", 2, 1, 1, "padded")])
 
 
+@pytest.mark.parametrize("size", [0, -2])
+def test_a_number_of_ranks_below_one_is_refused(size):
+    with pytest.raises(DeepSpeedConfigError, match=rf"sequence_parallel_size={size}\): expected the number of ranks"):
+        _register(nn.Linear(2, 2), size)
+
+
 def _registered_by_name(folder, order):
     """Two models registered with different settings, in the order in which engines take them."""
     rank = dist.get_rank()
