@@ -218,7 +218,7 @@ class _Tiled(nn.Module):
     """Mixin in front of an MLP's class: its forward runs on tiles of ``tile_tokens`` tokens, one after the other."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return tiled(super().forward, x, -(-x.size(-2) // self.__dict__["tile_tokens"]))
+        return tiled(super().forward, x, max(-(-x.size(-2) // self.__dict__["tile_tokens"]), 1))
 
 
 def _is_mlp(module: nn.Module) -> bool:

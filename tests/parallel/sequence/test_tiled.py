@@ -335,6 +335,19 @@ def test_checkpoints_on_the_host():
     run_ranks(_offloads, 1)
 
 
+class _MLP(nn.Linear):
+    """An MLP by its name, with one input."""
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_a_tiled_mlp_takes_any_number_of_tokens(tokens):
+    model = nn.Sequential(_MLP(4, 3))
+    x = torch.randn(tokens, 4)
+    expected = model(x)
+    tile_model(model, mlp=True, loss=False, tokens=2)
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_models_that_cannot_be_tiled_are_refused():
     with pytest.raises(DeepSpeedConfigError, match="offload_checkpoints: Linear is no Transformers model"):
         offload_checkpoints(nn.Linear(2, 2))
