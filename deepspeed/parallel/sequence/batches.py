@@ -104,7 +104,7 @@ def describe_batch(batch: Any, ranks: int) -> tuple[BatchDescription, dict[str, 
     adds_positions = batch.get("position_ids") is None and not has_images
     if adds_positions:
         batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
-    if "labels" in batch:
+    if batch.get("labels") is not None:
         batch["shift_labels"] = functional.pad(batch.pop("labels"), (0, 1), value=IGNORED)[:, 1:]
     extra = -length % ranks
     tensors = {name: value.cpu() for name, value in batch.items() if isinstance(value, torch.Tensor)}
@@ -131,6 +131,9 @@ def _padded(name: str, value: torch.Tensor, extra: int) -> torch.Tensor:
 def _why_not(batch: Any) -> str:
     if not hasattr(batch, "keys") or not isinstance(batch.get("input_ids"), torch.Tensor):
         return f"expected a dict with input_ids, found {type(batch).__name__}"
+    labels = batch.get("labels")
+    if labels is not None and not isinstance(labels, torch.Tensor):
+        return f"expected labels as a tensor, found {type(labels).__name__}; make one in the loader's collate_fn"
     shape = batch["input_ids"].shape
     for name, value in batch.items():
         if name in _OF_TOWERS:

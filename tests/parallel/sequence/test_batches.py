@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.sequence.batches import describe_batch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
 from tests.harness import run_ranks
 
@@ -66,6 +67,14 @@ def _same_samples():
     ours.logger.addHandler(type("Kept", (__import__("logging").Handler,), {"emit": lambda _, r: logs.append(r.msg)})())
     list(_adapter([_row(0, 5)]))
     return logs
+
+
+def test_labels_are_a_tensor_or_none():
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    without, tensors = describe_batch({"input_ids": ids, "labels": None}, 2)
+    assert not without.problem and "shift_labels" not in tensors
+    wrong, _ = describe_batch({"input_ids": ids, "labels": [[1, 1, 1]] * 2}, 2)
+    assert "expected labels as a tensor, found list" in wrong.problem  # and no exception, which other ranks await
 
 
 def test_the_same_samples_on_all_ranks_are_remarked():
