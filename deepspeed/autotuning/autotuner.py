@@ -168,6 +168,7 @@ class Autotuner:
             last_step=4,
             ranks_per_node=min(slots, default=0),
         )
+        shutil.rmtree(experiment.folder, ignore_errors=True)  # plans of an earlier search may be of other ranks
         logger.info("autotuning: first start of the script, which hands its model to the tuner")
         code = self._start(experiment, {})
         folder = self._folder(PROFILE_NAME)

@@ -241,7 +241,7 @@ class TuningHooks(EngineHooks):
         """
         walls = self._walls()
         measured, wall = len(walls), median(walls)
-        low, _, high = quantiles(walls, n=4) if measured > 1 else (wall,) * 3
+        low, _, high = quantiles(walls, n=4, method="inclusive") if measured > 1 else (wall,) * 3
         phases = self.tracker.seconds()
         # Phase times are sums over all updates; scale them to the median update.
         named = {name: phases.get(phase, 0.0) / sum(walls) * wall * 1e3 for phase, name in _PHASES.items()}

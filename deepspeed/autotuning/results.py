@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from deepspeed.accelerator.devices import in_words
 from deepspeed.autotuning.choice import CandidatePlan, TrialQueue
@@ -48,6 +49,7 @@ def results_table(queue: TrialQueue, *, samples: int) -> Table:
         queue: The candidates and their measurements.
         samples: Samples of an update, over all ranks.
     """
+    # Reasons are Text: in a str, rich takes brackets ("[batch, tokens]") as its own markup.
     table = Table(title="Candidates, one update of the same global batch", title_justify="left")
     for heading in ("candidate", "predicted ms", "measured ms", "measured / predicted", "samples/s", "memory", ""):
         is_text = heading in ("candidate", "")
@@ -67,7 +69,7 @@ def results_table(queue: TrialQueue, *, samples: int) -> Table:
         )
     for name, reason in queue.failed.items():
         row = rows[name]
-        table.add_row(name, f"{row.seconds * 1e3:.2f}", "failed", "", "", "", reason)
+        table.add_row(name, f"{row.seconds * 1e3:.2f}", "failed", "", "", "", Text(reason))
     left = queue.runnable()
     for row in left[:_SHOWN]:
         table.add_row(
@@ -83,7 +85,7 @@ def results_table(queue: TrialQueue, *, samples: int) -> Table:
         table.add_row(f"and {len(left) - _SHOWN} slower ones", "", "", "", "", "", "")
     for row in queue.rows:
         if row.refusal:
-            table.add_row(row.name, "", "", "", "", "", f"refused: {row.refusal}")
+            table.add_row(row.name, "", "", "", "", "", Text(f"refused: {row.refusal}"))
         elif not row.fits:
             missing = row.device_bytes - row.usable_bytes
             why = f"does not fit, {in_words(missing)} missing" if missing > 0 else "does not fit in host memory"

@@ -14,9 +14,10 @@ import pytest
 
 from deepspeed.autotuning import autotuner
 from deepspeed.autotuning.autotuner import find_config, with_config, with_mapped
+from deepspeed.autotuning.choice import CandidatePlan, TrialQueue
 from deepspeed.autotuning.experiment import Experiment
-from deepspeed.autotuning.feature import TuningConfig, TuningHooks
-from deepspeed.autotuning.results import reason_of
+from deepspeed.autotuning.feature import PhaseTimer, TuningConfig, TuningHooks
+from deepspeed.autotuning.results import as_text, reason_of, results_table
 from deepspeed.errors import DeepSpeedConfigError
 
 SCRIPT = """
@@ -191,6 +192,37 @@ def test_what_does_not_fit_is_never_started(tmp_path, monkeypatch):
     tuner, started = fake_search(tmp_path, monkeypatch, rows, lambda name, path: 200.0)
     tuner.tune()
     assert started == ["profile_model_info", "a"]
+
+
+def test_plans_of_an_earlier_search_are_not_read_again(tmp_path, monkeypatch):
+    tuner, started = fake_search(tmp_path, monkeypatch, [row("a", 0.2)], lambda name, path: 200.0)
+    tuner.section = tuner.section.model_copy(update={"overwrite": False})
+    earlier = tuner.results_dir / "profile_model_info"
+    earlier.mkdir(parents=True)
+    facts = {"rows": [row("of another rank", 0.1)], "config": {}, "section": {}, "profile": {}}
+    (earlier / "planned-1.json").write_text(json.dumps(facts))
+    tuner.tune()
+    assert started == ["profile_model_info", "a"]
+
+
+@pytest.mark.parametrize("reason", ["found a tensor of [batch, tokens]", "no file [/tmp/x]"])
+def test_the_table_shows_brackets_in_reasons(reason):
+    rows = [CandidatePlan("a", {}, fits=True, seconds=1.0), CandidatePlan("b", {}, refusal=reason)]
+    queue = TrialQueue(rows, failed={"a": reason})
+    shown = " ".join(as_text(results_table(queue, samples=4)).split())
+    assert reason.split()[-1] in shown and shown.count("[") == 2
+
+
+@pytest.mark.parametrize("walls", [[0.01], [0.01, 0.09], [0.03, 0.01, 0.02, 0.09]])
+def test_quartiles_of_few_updates_are_between_them(walls, tmp_path, monkeypatch):
+    hooks = TuningHooks.__new__(TuningHooks)
+    hooks.tracker = PhaseTimer()
+    hooks._experiment = Experiment("a", "trial", str(tmp_path))
+    hooks._engine = argparse.Namespace(train_batch_size=lambda: 8)
+    monkeypatch.setattr(hooks, "_walls", lambda: walls)
+    hooks._write_metrics()
+    low, high = json.loads((tmp_path / "metrics.json").read_text())["latency_quartiles"]
+    assert 1e3 * min(walls) <= low <= high <= 1e3 * max(walls)
 
 
 def test_a_search_that_is_stopped_names_the_fastest_so_far(tmp_path, monkeypatch, caplog):
