@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -58,7 +59,7 @@ class GatheredParameters:
         fwd_module: torch.nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        self._blocks: list[GatheredBlock] = []
+        self._opened = ExitStack()
         self._entries: list[Entry] = []
         self._modifier = modifier_rank
         if not enabled:
@@ -71,23 +72,17 @@ class GatheredParameters:
         self._entries = with_addresses(found)
 
     def __enter__(self) -> None:
-        with untouched():
-            blocks = [GatheredBlock(entries, self._modifier) for entries in by_group(self._entries)]
-            try:
-                for block in blocks:
-                    block.open()
-                    self._blocks.append(block)
-            except BaseException as error:
-                while self._blocks:
-                    self._blocks.pop().close(error)
-                raise
+        with untouched(), ExitStack() as opened:
+            for block in [GatheredBlock(entries, self._modifier) for entries in by_group(self._entries)]:
+                block.open()
+                opened.push(block.exit)
+            self._opened = opened.pop_all()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with untouched():
-            while self._blocks:
-                self._blocks.pop().close(error)
+        with untouched():  # closes every block, also if one of them raises: the other ranks do
+            self._opened.__exit__(kind, error, trace)
 
 
 def _unique(params: Any) -> list[torch.Tensor]:
@@ -245,6 +240,10 @@ class GatheredBlock:
         )
 
     # -- leaving -----------------------------------------------------------------------------------------------------
+
+    def exit(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Calls :meth:`close`, as the ``__exit__`` of a context."""
+        self.close(error)
 
     def close(self, error: BaseException | None) -> None:
         """Publishes or drops edits and frees the memory. With a modifier rank, every rank must call it."""

@@ -326,6 +326,27 @@ def test_parameters_of_two_engines_in_one_block():
     run_ranks(_two_models, 2)
 
 
+def _fails_inside_a_block_of_two_engines():
+    engines = [build(3), build(3)]
+    weights = [dict(engine.module.named_parameters())["first.weight"] for engine in engines]
+    before = [safe_get_full_fp32_param(weight) for weight in weights]
+    rank = dist.get_rank()
+    with pytest.raises(ZeroDivisionError if rank == 1 else CallOrderError, match="zero|rank 1 left the block"):
+        with GatheredParameters(weights, modifier_rank=0), torch.no_grad():
+            for weight in weights:
+                weight.fill_(9)
+            if rank == 1:
+                raise ZeroDivisionError("division by zero")
+    assert all(map(_is_sharded, weights))
+    for engine, weight, value in zip(engines, weights, before, strict=True):
+        assert torch.equal(safe_get_full_fp32_param(weight), value)
+        train(engine, rank, 1)
+
+
+def test_an_exception_drops_the_edits_of_both_engines_on_all_ranks():
+    run_ranks(_fails_inside_a_block_of_two_engines, 2)
+
+
 def test_groups_of_equal_size_have_one_order_on_every_rank():
     """Rank 0 shares one parameter with rank 1 and one with rank 2; a caller may name them in either order."""
     entries = []
