@@ -7,9 +7,10 @@ shows later which sums the backward was added to, and what remains when it is un
 A :class:`GradientDestination` brings a reduced gradient to where the update reads it, and adds further ones there.
 
 :func:`squared_norm` gives the same number on every layout, stage and world size. A buffer is read as blocks of
-64 elements, which no layout ever cuts. Each block's norm is taken in fp32; its square is exact in fp64 and the squares
-are added there. The order of the fp64 sum moves the result by about 1e-16, which :func:`norm_from_squares` rounds away
-by ending in fp32, so that clipping cannot tell two layouts apart.
+64 elements, which no layout ever cuts. Each block's norm is taken in fp32, or in fp64 where gradients are fp64; its
+square is exact in fp64 (of an fp32 norm), and the squares are added there. The order of the fp64 sum moves the result
+by about 1e-16, which :func:`norm_from_squares` rounds away by ending in fp32, so that clipping cannot tell two layouts
+apart.
 """
 
 from __future__ import annotations
@@ -393,7 +394,7 @@ def squared_norm(flat: torch.Tensor) -> torch.Tensor:
         0-dim fp64 tensor on the buffer's device; not finite if any element is not.
     """
     blocks = flat.view(-1, BLOCK)
-    if flat.dtype == torch.float32:
+    if flat.dtype in (torch.float32, torch.float64):
         return torch.linalg.vector_norm(blocks, dim=1).double().square_().sum()
     if flat.device.type != "cpu":
         return torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32).double().square_().sum()

@@ -104,3 +104,9 @@ def test_the_largest_fp16_gradient_is_finite():
 def test_an_empty_buffer_has_norm_zero():
     for dtype in (torch.float32, torch.bfloat16):
         assert squared_norm(torch.empty(0, dtype=dtype)).item() == 0.0
+
+
+def test_fp64_gradients_keep_their_range_and_have_norms_on_every_device() -> None:
+    flat = torch.full((2 * BLOCK,), 1e30, dtype=torch.float64)
+    assert squared_norm(flat).item() == pytest.approx(2 * BLOCK * 1e60)
+    assert squared_norm(torch.empty(2 * BLOCK, dtype=torch.float64, device="meta")).dtype == torch.float64
