@@ -15,8 +15,9 @@ gradient before backward or after the update, a state before the first update. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -147,15 +148,22 @@ def _need(parameter: torch.Tensor, call: str) -> _TrainedParam:
     return found
 
 
-def _agree(found: _TrainedParam, call: str, numbers: tuple[int, ...] = ()) -> list[list[int]]:
+def _agree(found: _TrainedParam, call: str, numbers: Sequence[int] = (), names: str | None = None) -> list[list[int]]:
     """Compares the call with the other ranks', unless this rank has everything.
+
+    Args:
+        found: The parameter.
+        call: The call to be compared.
+        numbers: Further numbers, see :func:`~deepspeed.zero.calls.compare_calls`.
+        names: The parameters of the call; None: ``found`` alone.
 
     Returns:
         ``numbers`` of each rank that shares the parameter.
     """
     if found.is_whole:
         return [list(numbers)]
-    rows = compare_calls(found.bucket.transport, f"{call} of {found.address.name!r}", numbers)
+    words = f"{call} of {found.address.name!r}" if names is None else f"{call} of {names}"
+    rows = compare_calls(found.bucket.transport, words, numbers)
     members = found.runtime.groups.among_peers(found.bucket.group)
     return rows if members is None else [rows[member] for member in members]
 
@@ -300,7 +308,7 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
         if found is None:
             return None
         mine = found.gradient()
-        if not _some_rank_has_gradient(found, mine, "safe_get_full_grad") or mine is None:
+        if not _have_gradients([found], "safe_get_full_grad")[0] or mine is None:
             return None
         return _unscaled(_whole(found, mine, "the gradient"), found.loss_scale)
 
@@ -317,7 +325,7 @@ def safe_get_full_sensitivity(param: torch.nn.Parameter) -> torch.Tensor | None:
             return None
         _carry_writes(found)
         mine = found.gradient()
-        if not _some_rank_has_gradient(found, mine, "safe_get_full_sensitivity") or mine is None:
+        if not _have_gradients([found], "safe_get_full_sensitivity")[0] or mine is None:
             return None
         product = (found.mine(found.master.flat).to(mine.device).float() * mine).abs_()
         return _unscaled(_whole(found, product, "weight times gradient"), found.loss_scale)
@@ -366,23 +374,27 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
         _write_gradient(found, value.reshape(-1), "safe_set_local_grad")
 
 
-def _some_rank_has_gradient(found: _TrainedParam, mine: torch.Tensor | None, call: str) -> bool:
-    """Returns whether a backward has reached the parameter on any rank; the result is the same on all ranks.
+def _have_gradients(members: Sequence[_TrainedParam], call: str) -> list[bool]:
+    """Returns whether a backward has reached each parameter on any rank; the result is the same on all ranks.
 
     Ranks that keep whole gradients do not communicate, since some of them may not make the call. If this rank has not
     used the parameter, a nonzero sum shows that another rank has. A gradient that is exactly zero on all ranks that
     used it counts as none on the others; ``GradientBucket.writes`` keeps the ranks from diverging then.
 
     Args:
-        found: The parameter.
-        mine: This rank's part of its gradient.
+        members: Parameters of one bucket.
         call: The call to be compared.
     """
-    gradients = found.runtime.gradients_of(found.bucket)
-    is_used = gradients is not None and gradients.used[found.address.tile]
-    if found.is_whole:
-        return mine is not None and (is_used or bool(mine.any()))
-    return any(flag for (flag,) in _agree(found, call, (int(is_used),)))
+    first = members[0]
+    gradients = first.runtime.gradients_of(first.bucket)
+    is_used = [gradients is not None and gradients.used[found.address.tile] for found in members]
+    if first.is_whole:
+        parts = [found.gradient() for found in members]
+        return [part is not None and (flag or bool(part.any())) for part, flag in zip(parts, is_used, strict=True)]
+    rows = _agree(
+        first, call, [int(flag) for flag in is_used], ", ".join(repr(found.address.name) for found in members)
+    )
+    return [any(column) for column in zip(*rows, strict=True)]
 
 
 def _unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
@@ -433,14 +445,14 @@ def safe_update_full_grad_vectorized(
             _, first = members[0]
             if first.gradient() is None:
                 continue
-            names = [found.address.name for _, found in members]
-            if not first.is_whole:
-                compare_calls(first.bucket.transport, f"safe_update_full_grad_vectorized of {', '.join(names)}")
+            have = _have_gradients([found for _, found in members], "safe_update_full_grad_vectorized")
+            if not any(have):
+                continue
             source = bucket_source(first.runtime, first.bucket, "grad")
             assert source is not None
             tiles = sorted(found.address.tile for _, found in members)
             whole = source.read(tiles)
-            for param, found in members:
+            for param, found in compress(members, have):
                 value = _unscaled(whole[found.address.tile], found.loss_scale)
                 if found.owners is not None:
                     value = found.owners.whole(value, f"the gradient of {found.address.name}")
@@ -510,12 +522,14 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
         optim_state_key: Name of a per-element state, such as ``exp_avg``.
 
     Raises:
-        CallOrderError: The optimizer has no such state yet.
+        CallOrderError: The optimizer has no such state yet; on every rank that shares the parameter.
     """
     with untouched():
         found = _need(param, "safe_set_full_optimizer_state")
         _check_full(found, value, "safe_set_full_optimizer_state")
-        _agree(found, f"safe_set_full_optimizer_state({optim_state_key!r})")
+        is_lacking = found.master.fragment(found.address.tile) is not None and not _has_elements(found, optim_state_key)
+        if any(flag for (flag,) in _agree(found, f"safe_set_full_optimizer_state({optim_state_key!r})", [is_lacking])):
+            raise _lacks_state(found, optim_state_key)
         _write_state(found, found.mine_of_full(value), optim_state_key)
 
 
@@ -552,13 +566,21 @@ def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tenso
         _write_state(found, value.reshape(-1), optim_state_key)
 
 
+def _has_elements(found: _TrainedParam, key: str) -> bool:
+    value = found.states().get(key)
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _lacks_state(found: _TrainedParam, key: str) -> CallOrderError:
+    return CallOrderError(
+        f"safe_set_*_optimizer_state: {found.address.name!r} has no per-element state {key!r}; states exist after "
+        f"the first update (now: {', '.join(sorted(found.states())) or 'none'})"
+    )
+
+
 def _write_state(found: _TrainedParam, value: torch.Tensor, key: str) -> None:
     if found.master.fragment(found.address.tile) is None:
         return
-    old = found.states().get(key)
-    if not isinstance(old, torch.Tensor) or old.dim() == 0:
-        raise CallOrderError(
-            f"safe_set_*_optimizer_state: {found.address.name!r} has no per-element state {key!r}; states exist after "
-            f"the first update (now: {', '.join(sorted(found.states())) or 'none'})"
-        )
-    found.state_view(old).copy_(value)
+    if not _has_elements(found, key):
+        raise _lacks_state(found, key)
+    found.state_view(found.states()[key]).copy_(value)

@@ -202,12 +202,40 @@ def _vectorized():
 
     with counted() as traffic:
         access.safe_update_full_grad_vectorized(params, double)
-        trained = sum(bucket.layout.trainable for bucket in engine._runtime.buckets)
-        assert traffic.requested["all_gather"].calls == trained
-    assert set(seen) == {id(p) for p in params}
+        has_gradient = [any(before.get(id(p)) is not None for p in b.params) for b in engine._runtime.buckets]
+        assert traffic.requested["all_gather"].calls == sum(has_gradient)
+    assert set(seen) == {key for key, gradient in before.items() if gradient is not None}
     for parameter in params:
         if before[id(parameter)] is not None:
             assert torch.equal(access.safe_get_full_grad(parameter), before[id(parameter)] * 2)
+
+
+def _vectorized_without_a_gradient(stage):
+    engine = build(stage)
+    unused = dict(engine.module.named_parameters())["unused"]
+    engine.backward(engine(batch(dist.get_rank())))
+    before = access.safe_get_full_fp32_param(unused)
+    access.safe_update_full_grad_vectorized(engine.module.parameters(), lambda gradient, _: gradient)
+    assert access.safe_get_full_grad(unused) is None
+    engine.step()
+    assert torch.equal(access.safe_get_full_fp32_param(unused), before), "no weight decay without a gradient"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_without_a_gradient_are_left_alone(stage):
+    run_ranks(_vectorized_without_a_gradient, 2, stage)
+
+
+def _state_before_the_first_update():
+    engine = build(3)
+    for parameter in engine.module.parameters():  # each lies on some ranks only
+        if parameter.requires_grad and parameter.ds_numel:
+            with pytest.raises(CallOrderError, match="first update"):
+                access.safe_set_full_optimizer_state(parameter, torch.zeros(parameter.ds_shape), "exp_avg")
+
+
+def test_a_state_that_no_rank_has_yet_raises_on_every_rank():
+    run_ranks(_state_before_the_first_update, 2)
 
 
 def test_many_gradients_at_once():
