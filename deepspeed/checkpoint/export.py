@@ -41,8 +41,9 @@ def full_state_dict(run_state: RunState, exchange: Exchange, *, exclude_frozen: 
         On rank 0 copies of which each owns its storage, but for tied ones, which are one tensor; None elsewhere.
     """
     listed = roster(run_state, exchange)
+    buffers = _all_buffers(run_state, listed, exchange)
     found: dict[str, torch.Tensor] = {}
-    for names, values in _walk(run_state, listed, exclude_frozen=exclude_frozen):
+    for names, values in _walk(run_state, listed, buffers, exclude_frozen=exclude_frozen):
         if exchange.rank == 0:
             copied = values.to("cpu", copy=True, memory_format=torch.contiguous_format)
             found.update(dict.fromkeys(names, copied))
@@ -69,7 +70,8 @@ def write_weights(
         CheckpointError: Rank 0 could not write; the same on all ranks.
     """
     listed = roster(run_state, exchange)
-    entries = _entries(run_state, listed, exclude_frozen)
+    buffers = _all_buffers(run_state, listed, exchange)
+    entries = _entries(listed, buffers, exclude_frozen)
     writer: WeightsWriter | None = None
     failure: BaseException | None = None
     if exchange.rank == 0:
@@ -78,7 +80,7 @@ def write_weights(
         except Exception as error:  # whatever it is, the other ranks must receive it instead of waiting
             failure = error
     waiting = iter(entries)
-    for names, values in _walk(run_state, listed, exclude_frozen=exclude_frozen):
+    for names, values in _walk(run_state, listed, buffers, exclude_frozen=exclude_frozen):
         # After a failure rank 0 continues, because the others wait for it.
         for _ in names:
             entry = next(waiting)
@@ -119,9 +121,10 @@ def iter_weights(
     Yields:
         On rank 0 ``(name, values)``, a copy; tied parameters once. Nothing on other ranks.
     """
-    buffers = run_state.buffers().keys()
     listed = roster(run_state, exchange)
-    for names, values in _walk(run_state, listed, exclude_frozen=exclude_frozen, gathered_bytes=gathered_bytes):
+    buffers = _all_buffers(run_state, listed, exchange)
+    walk = _walk(run_state, listed, buffers, exclude_frozen=exclude_frozen, gathered_bytes=gathered_bytes)
+    for names, values in walk:
         if exchange.rank != 0:
             continue
         is_cast = values.is_floating_point() and names[0] not in buffers
@@ -131,8 +134,26 @@ def iter_weights(
         del values  # a view of what was gathered, which must be free before more is
 
 
+def _all_buffers(run_state: RunState, listed: Roster, exchange: Exchange) -> dict[str, torch.Tensor]:
+    """Returns the persistent buffers by name: this rank's, and host copies of those that only other ranks have.
+
+    Every rank must call it; communicates only where ranks have other parts of the model.
+    """
+    own = run_state.buffers()
+    if run_state.is_one_part:
+        return own
+    mine = {name: buffer.detach().cpu() for name, buffer in own.items() if name in listed.buffers}
+    gathered = exchange.gather(mine if exchange.rank else {}, "the buffers of all ranks")
+    return {**{name: buffer for theirs in gathered for name, buffer in theirs.items()}, **own}
+
+
 def _walk(
-    run_state: RunState, listed: Roster, *, exclude_frozen: bool, gathered_bytes: int = GATHERED_BYTES
+    run_state: RunState,
+    listed: Roster,
+    buffers: dict[str, torch.Tensor],
+    *,
+    exclude_frozen: bool,
+    gathered_bytes: int = GATHERED_BYTES,
 ) -> Iterator[tuple[list[str], torch.Tensor]]:
     """Yields ``(all names, values)`` of each parameter and buffer, valid until the next.
 
@@ -145,7 +166,7 @@ def _walk(
         yield [name, *tied.get(name, ())], values
         del values
     if run_state.is_one_part or run_state.runtime.groups.job.rank == 0:
-        for name, buffer in run_state.buffers().items():
+        for name, buffer in buffers.items():
             yield [name, *tied.get(name, ())], buffer
 
 
@@ -169,7 +190,7 @@ def _tied(listed: Roster) -> dict[str, list[str]]:
     return tied
 
 
-def _entries(run_state: RunState, listed: Roster, exclude_frozen: bool) -> list[TensorEntry]:
+def _entries(listed: Roster, buffers: dict[str, torch.Tensor], exclude_frozen: bool) -> list[TensorEntry]:
     """Returns what :func:`_walk` will yield, one entry per name."""
     tied = _tied(listed)
     found: list[TensorEntry] = []
@@ -182,7 +203,7 @@ def _entries(run_state: RunState, listed: Roster, exclude_frozen: bool) -> list[
         for step in steps:
             if step.completes:
                 add(step.tile.logical, getattr(torch, step.listed.layout.dtype), step.tile.global_shape)
-    for name, buffer in run_state.buffers().items():
+    for name, buffer in buffers.items():
         add(name, buffer.dtype, tuple(buffer.shape))
     return found
 

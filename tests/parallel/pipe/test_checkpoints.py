@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 import deepspeed
@@ -78,6 +79,26 @@ def test_export_to_one_state_dict(tmp_path):
     assert all(
         torch.equal(torch.as_tensor(state[name]).reshape(value.shape), value) for name, value in expected.items()
     )
+
+
+def _export_buffers(folder: str) -> tuple[list[str], dict[str, torch.Tensor]]:
+    layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.BatchNorm1d, 4)] * 2
+    engine = support.engine_of(2, 0, COUNT, layers=layers)
+    for name, buffer in engine.module.named_buffers():
+        buffer.fill_(len(name) + dist.get_rank())
+    engine.save_16bit_model(folder, "model.bin")
+    engine.save_16bit_model(folder, "model.safetensors")
+    exported = [name for name, _ in engine.export_weights()]
+    return exported, {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+
+
+def test_exports_hold_the_buffers_of_all_stages(tmp_path):
+    (exported, first), (nothing, second) = run_ranks(_export_buffers, 2, str(tmp_path))
+    expected = {**first, **second}
+    assert {"1.running_mean", "3.running_var", "3.num_batches_tracked"} <= expected.keys() and not nothing
+    for state in (torch.load(tmp_path / "model.bin"), load_file(tmp_path / "model.safetensors")):
+        assert sorted(state) == sorted(exported)
+        assert all(torch.equal(state[name], buffer) for name, buffer in expected.items())
 
 
 GROUPS = {"0.": (0.1, 0.0), "1.": (0.02, 0.5), "2.": (0.3, 0.0), "3.": (0.1, 0.0)}
