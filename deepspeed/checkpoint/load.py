@@ -26,7 +26,7 @@ from deepspeed.checkpoint.reader import CheckpointReader, FileReader
 from deepspeed.checkpoint.roster import names_elsewhere
 from deepspeed.checkpoint.run_state import COUNTERS, RunState
 from deepspeed.checkpoint.source import CheckpointSource, StateDictSource, TrainingState
-from deepspeed.checkpoint.states import ENGINE_KEYS, merge_objects
+from deepspeed.checkpoint.states import ENGINE_KEYS, merge_objects, restore_loader_state
 from deepspeed.checkpoint.upstream import open_upstream
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist
@@ -462,6 +462,7 @@ def read_training_state(reader: CheckpointReader, rank: int, *, trust: bool) -> 
     # A converted checkpoint has no states of ranks.
     if rank >= 0 and reader.manifest.file(names.rank_state_file(rank)) is not None:
         state.rank_state = _load(reader, names.rank_state_file(rank))
+        state.withheld += restore_loader_state(state.rank_state, trust=trust)
     return state
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ from deepspeed.checkpoint.param_groups import MergedGroups
 from deepspeed.checkpoint.roster import Roster
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.errors import CheckpointError
-from deepspeed.logging import logger
+from deepspeed.logging import log_dist_once, logger
 
 ENGINE_KEYS = frozenset(
     {
@@ -36,6 +37,7 @@ ENGINE_KEYS = frozenset(
 """Keys of the model-states file that are the engine's own and never returned as client state."""
 
 _CLIENT, _TRAINING = "client_state", "training"
+_PICKLED_DATA = "data_pickled"
 
 
 def shared_files(
@@ -86,7 +88,10 @@ def position_of_all(positions: Sequence[dict[str, Any] | None]) -> dict[str, Any
 
 
 def rank_file(run_state: RunState) -> bytes:
-    """Returns the content of this rank's own small file."""
+    """Returns the content of this rank's own small file.
+
+    A loader's state that only code can restore is in it as bytes, see :func:`restore_loader_state`.
+    """
     state: dict[str, Any] = {"random": random_state()}
     position = getattr(run_state.dataloader, "state_dict", None)
     if callable(position):
@@ -95,6 +100,13 @@ def rank_file(run_state: RunState) -> bytes:
         from deepspeed.data.positions import is_counted_without_its_sampler, passed_before
 
         state["data"] = position()
+        if restricted.split({"data": state["data"]})[1]:
+            state[_PICKLED_DATA] = restricted.dumps(state.pop("data"))
+            log_dist_once(
+                "save_checkpoint: the state of the data loader holds objects that only code can restore; "
+                "load_checkpoint(..., allow_pickled_objects=True) restores it",
+                level=logging.WARNING,
+            )
         state["data_passed"] = passed_before(run_state.dataloader)
         state["data_is_rest"] = is_counted_without_its_sampler(run_state.dataloader)
         # Loaders of other libraries save the number of used batches, but not their order.
@@ -102,6 +114,25 @@ def rank_file(run_state: RunState) -> bytes:
         if isinstance(epoch, int):
             state["data_epoch"] = epoch
     return restricted.dumps(state)
+
+
+def restore_loader_state(state: dict[str, Any], *, trust: bool) -> list[str]:
+    """Restores the loader's state in the content of a rank's file, if it is pickled and the caller trusts it.
+
+    Args:
+        state: The content; completed in place.
+        trust: Whether the state may be unpickled, which may run code.
+
+    Returns:
+        Names of what was withheld.
+    """
+    pickled = state.pop(_PICKLED_DATA, None)
+    if pickled is None:
+        return []
+    if not trust:
+        return ["the state of the data loader"]
+    state["data"] = restricted.loads_trusting(pickled)
+    return []
 
 
 def _objects(refused: dict[str, dict[restricted.Path, Any]]) -> bytes:

@@ -213,3 +213,33 @@ def odd_schedule(folder: str):
 
 def test_a_schedule_is_not_restored_in_part(tmp_path):
     assert run_ranks(odd_schedule, 1, str(tmp_path)) == [Custom(5)]
+
+
+class StatefulData:
+    """A loader of the program's own, whose state is any object."""
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict:
+        return {"held": self.held}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.held = state["held"]
+
+
+def restore_odd_loader(folder: str):
+    run = engine(1, "fp32")
+    run.training_dataloader = StatefulData(Custom(7))
+    run.save_checkpoint(folder)
+    found = []
+    for trust in (False, True):
+        run.training_dataloader = StatefulData(None)
+        run.load_checkpoint(folder, allow_pickled_objects=trust)
+        found.append(run.training_dataloader.held)
+    return found
+
+
+def test_odd_state_of_a_loader_comes_back_on_request(tmp_path):
+    (without, trusted), *_ = run_ranks(restore_odd_loader, 1, str(tmp_path))
+    assert without is None and trusted == Custom(7)
