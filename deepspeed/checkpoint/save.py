@@ -150,7 +150,6 @@ class Saver:
         if not options.in_background:
             _run(job, self.exchange)
             return
-        _copy_to_host(job, self._host)
         self._pace = job.pace = SavePace()
         self._thread = threading.Thread(target=self._run_in_background, args=(job, self.exchange), name="checkpoint")
         self._thread.start()
@@ -170,12 +169,12 @@ class Saver:
         options = SaveOptions(**{**vars(options), "tag": tag})
         listed = roster(run_state, exchange)
         collected: RankCheckpoint | None = None
-
-        schedule = run_state.schedule_state()
+        schedule: dict[str, Any] | None = None
         has_own_groups = not run_state.is_one_part  # otherwise they equal rank 0's
 
         def mine() -> tuple[list[Any], RankGroups | None, dict[str, Any] | None]:
-            nonlocal collected
+            nonlocal collected, schedule
+            schedule = run_state.schedule_state()
             collected = collect(
                 run_state.runtime, run_state.torch_optimizer, listed.numbers, exclude_frozen=options.exclude_frozen
             )
@@ -185,7 +184,6 @@ class Saver:
         gathered_states = exchange.together("collecting what to save", mine)
         scalars = [entry for entries, _, _ in gathered_states for entry in entries]
         position = states.position_of_all([position for _, _, position in gathered_states])
-        assert collected is not None
         buffers = [(name, buffer) for name, buffer in run_state.buffers().items() if name in listed.buffers]
 
         def small() -> dict[str, bytes]:
@@ -197,21 +195,29 @@ class Saver:
             merged = merge_groups(named, schedule)
             return states.shared_files(run_state, listed, options.client_state, scalars, merged, position)
 
-        made: list[dict[str, bytes]] = []
-        exchange.together("collecting what to save", lambda: made.append(small()))
-        return _Job(
-            options=options,
-            token=token,
-            rank=exchange.rank,
-            apart_is_meant=run_state.settings.use_node_local_storage,
-            collected=collected,
-            shared=made[0],
-            buffers=buffers,
-            private=private_tensors(run_state),
-            rank_state=states.rank_file(run_state),
-            manifest=_manifest_maker(run_state, options, listed, now),
-            keep_last=run_state.settings.keep_last,
-        )
+        made: list[_Job] = []
+
+        def make_job() -> None:
+            assert collected is not None
+            job = _Job(
+                options=options,
+                token=token,
+                rank=exchange.rank,
+                apart_is_meant=run_state.settings.use_node_local_storage,
+                collected=collected,
+                shared=small(),
+                buffers=buffers,
+                private=private_tensors(run_state),
+                rank_state=states.rank_file(run_state),
+                manifest=_manifest_maker(run_state, options, listed, now),
+                keep_last=run_state.settings.keep_last,
+            )
+            if options.in_background:
+                _copy_to_host(job, self._host)
+            made.append(job)
+
+        exchange.together("collecting what to save", make_job)
+        return made[0]
 
 
 def _agree_on_tag(exchange: Exchange, options: SaveOptions, validation: str) -> tuple[str, str, str]:

@@ -166,3 +166,26 @@ def foreign_files(folder: str):
 
 def test_saving_again_keeps_what_others_put_there(tmp_path):
     assert run_ranks(foreign_files, 1, str(tmp_path)) == ["mine"]
+
+
+class FailingState:
+    """A loader or a schedule whose state cannot be read on rank 1."""
+
+    def state_dict(self) -> dict:
+        if comm.get_rank() == 1:
+            raise ValueError("no state here")
+        return {}
+
+
+def save_with_failing_state(folder: str, owner: str) -> str:
+    run = engine(1, "fp32")
+    setattr(run, owner, FailingState())
+    with pytest.raises(CheckpointError) as raised:
+        run.save_checkpoint(folder)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("owner", ["training_dataloader", "lr_scheduler"])
+def test_state_that_fails_on_one_rank_is_an_error_on_all(owner, tmp_path):
+    messages = run_ranks(save_with_failing_state, 2, str(tmp_path), owner)
+    assert len(set(messages)) == 1 and "failed on rank 1: ValueError: no state here" in messages[0]
