@@ -79,9 +79,9 @@ class OptimizerFiller:
         for number, members in enumerate(self._group_names):
             needed: set[str] | None = None
             if flat is not None:
-                probe = first_state(flat, self._optimizer.param_groups[number])
+                probe = first_state(flat, self._group_after(number))
                 needed = {key for key, value in probe.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
-                keeps_states = keeps_states or bool(probe)
+                keeps_states = keeps_states or bool(first_state(flat, self._optimizer.param_groups[number]))
             for member in members:
                 entry = self._matches.get(member)
                 have = self._states_of(member)
@@ -146,11 +146,11 @@ class OptimizerFiller:
     @torch.no_grad()
     def fill(self) -> None:
         """Copies states and hyperparameters into this rank's runs."""
+        self._fill_groups()  # they determine which states a run has
         for master in self._masters:
             entries = state_fills(master.layout, master.rank, self._matches)
             for run in master.runs:
                 self._fill_run(master, run, entries)
-        self._fill_groups()
         self._zero.skipped_in_a_row = self._state.skipped_in_a_row
         self._fill_loss_scaler()
         self._zero.count_state()
@@ -210,14 +210,20 @@ class OptimizerFiller:
                     f"{_list(different)}; it takes the values of the one that most of its elements come from"
                 )
 
+    def _saved_group(self, number: int) -> dict[str, Any]:
+        """Returns the saved hyperparameters that param group ``number`` takes over; empty if there are none."""
+        index = self._choices[number].number
+        saved = {} if index is None else self._state.param_groups[index]
+        return {key: value for key, value in saved.items() if key not in NOT_HYPERPARAMETERS}
+
+    def _group_after(self, number: int) -> dict[str, Any]:
+        """Returns param group ``number`` with the hyperparameters that it will have after :meth:`fill`."""
+        return {**self._optimizer.param_groups[number], **self._saved_group(number)}
+
     def _fill_groups(self) -> None:
         """Restores hyperparameters in the existing group dicts, since schedules may hold references to them."""
         for number, group in enumerate(self._optimizer.param_groups):
-            index = self._choices[number].number
-            saved = {} if index is None else self._state.param_groups[index]
-            for key, value in saved.items():
-                if key in NOT_HYPERPARAMETERS:
-                    continue
+            for key, value in self._saved_group(number).items():
                 present = group.get(key)
                 if isinstance(present, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
                     present.fill_(float(value))

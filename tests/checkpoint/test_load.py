@@ -185,3 +185,22 @@ def without_states(folder: Path) -> None:
 
 def test_an_optimizer_without_states_misses_none(tmp_path: Path) -> None:
     run_ranks(without_states, 1, tmp_path)
+
+
+def continue_with_saved_momentum(folder: str, momentum: float, other: float):
+    def sgd(value: float, seed: int):
+        chosen = {"type": "SGD", "params": {"lr": 0.01, "momentum": value}}
+        return saved_engine(2, "bf16", seed=seed, optimizer=chosen, scheduler=None)
+
+    run = sgd(momentum, 3)
+    train_steps(run, range(2))
+    run.save_checkpoint(folder)
+    continued = sgd(other, 5)
+    continued.load_checkpoint(folder)
+    return train_steps(run, range(2, 5)), train_steps(continued, range(2, 5))
+
+
+@pytest.mark.parametrize(("momentum", "other"), [(0.9, 0.0), (0.0, 0.9)])
+def test_states_follow_the_restored_hyperparameters(momentum, other, tmp_path):
+    for expected, found in run_ranks(continue_with_saved_momentum, 2, str(tmp_path), momentum, other):
+        assert found == expected
