@@ -104,7 +104,7 @@ def merged(model: nn.Module) -> Iterator[int]:
         yield len(kept)
     finally:
         with torch.no_grad():
-            for module, weight, values in kept:
+            for module, weight, values in reversed(kept):  # layers may share a weight
                 _part(module)
                 weight.copy_(values)
 

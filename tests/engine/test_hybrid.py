@@ -120,12 +120,27 @@ def test_adapters_are_merged_and_parted_bit_for_bit():
     assert texts[0] == texts[1]
 
 
-def test_adapters_of_other_programs():
-    torch.manual_seed(0)
+def adapted() -> torch.nn.Linear:
     layer = torch.nn.Linear(6, 6)
     layer.lora_right_weight = torch.nn.Parameter(torch.randn(6, 2))
     layer.lora_left_weight = torch.nn.Parameter(torch.randn(2, 6))
     layer.lora_scaling, layer.fuse_lora = 0.3, False
+    return layer
+
+
+def test_adapters_on_a_shared_weight_are_parted_bit_for_bit():
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList([adapted(), adapted()])
+    layers[1].weight = layers[0].weight
+    before = layers[0].weight.detach().clone()
+    with merged(layers) as count:
+        assert count == 2 and not torch.equal(before, layers[0].weight)
+    assert torch.equal(before, layers[0].weight)
+
+
+def test_adapters_of_other_programs():
+    torch.manual_seed(0)
+    layer = adapted()
     before = layer.weight.detach().clone()
     with merged(layer) as count:
         assert count == 1 and layer.fuse_lora
