@@ -65,19 +65,22 @@ class LossScaling:
             else:
                 self._saw_unscaled = True
 
-    @property
-    def saw_unscaled(self) -> bool:
-        """Whether gradients since the last update came from a backward whose loss was not scaled."""
-        return self._saw_unscaled
+    def clear(self) -> None:
+        """Forgets unscaled losses. Called when their gradients are discarded."""
+        self._saw_unscaled = False
 
-    def refuse_unscaled(self) -> None:
-        """Raises if :attr:`saw_unscaled`, and resets it. The caller must have discarded the gradients.
+    def refuse_unscaled(self, discard: Callable[[], None]) -> None:
+        """Raises if gradients since the last update came from a loss that was not scaled.
+
+        Args:
+            discard: Discards the gradients; called before it raises.
 
         Raises:
             CallOrderError: A backward of this update began at a loss that was not scaled.
         """
         if self._saw_unscaled:
-            self._saw_unscaled = False
+            discard()
+            self.clear()
             raise CallOrderError(
                 "fp16: the gradients come from a loss.backward() whose loss was not scaled; small gradients would have "
                 "become zero. Write engine.scale(loss).backward(), or engine.backward(loss)"
@@ -151,7 +154,7 @@ class TrainStep:
         self._program_runs_backward = False
         runtime.attach(updater, self.open_backward)
         if updater is not None:
-            updater.attach_losses(self._update_parameters, self.counts.clear)
+            updater.attach_losses(self._update_parameters, self._clear_losses)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -503,16 +506,19 @@ class TrainStep:
         self.counts.end_update(report.extra)
         return replace(report, extra=report.extra[:, : len(extra)])
 
+    def _clear_losses(self) -> None:
+        """Forgets the losses since the last update. Called when their gradients are discarded or were used."""
+        self.counts.clear()
+        self._scaling.clear()
+
     def free_for_update(self) -> None:
         """Frees gathered parameters before they change. Called by the optimizer at the begin of an update.
 
         Raises:
             CallOrderError: The gradients come from a loss without the loss scale, or parameters are in use.
         """
-        if self._scaling.saw_unscaled:
-            assert self._runtime.reducer is not None
-            self._runtime.reducer.clear()
-        self._scaling.refuse_unscaled()
+        assert self._runtime.reducer is not None
+        self._scaling.refuse_unscaled(self._runtime.reducer.clear)
         self._missing_step.step()
         self._runtime.refuse_open_blocks("the update")
         self._runtime.refuse_offloaded("engine.step")

@@ -123,6 +123,19 @@ def test_forgetting_it_in_a_later_micro_batch():
     run_ranks(_forgotten_later, 1)
 
 
+def _forgotten_and_discarded():
+    engine = engine_of(tower(), 1, fp16={"enabled": True, "initial_scale_power": 8})
+    engine(inputs(0)).backward()
+    engine.zero_grad()
+    engine.backward(engine(inputs(1)))
+    engine.step()
+    assert engine.was_step_applied()
+
+
+def test_discarded_gradients_of_an_unscaled_loss_are_no_error():
+    run_ranks(_forgotten_and_discarded, 1)
+
+
 def _unchanged_elsewhere():
     engine = engine_of(tower(), 1, bf16={"enabled": True})
     loss = engine(inputs(0))
