@@ -43,7 +43,12 @@ class WeightWork:
             pairs = [(GradientEdge(branch.node, i), g) for i, g in enumerate(branch.arrived) if g is not None]
             if pairs:
                 edges, gradients = zip(*pairs, strict=True)
-                torch.autograd.backward(edges, gradients, inputs=branch.weights)
+                # Hooks on the node's outputs have changed these gradients already, and now they run again.
+                handle = branch.node.register_prehook(_restorer(branch.arrived))
+                try:
+                    torch.autograd.backward(edges, gradients, inputs=branch.weights)
+                finally:
+                    handle.remove()
         if self.roots:
             tensors, given = zip(*self.roots, strict=True)
             torch.autograd.backward(tensors, given)
@@ -88,6 +93,13 @@ def _keeper(branch: _BranchNode) -> Any:
         branch.arrived = arrived
 
     return keep
+
+
+def _restorer(arrived: tuple[torch.Tensor | None, ...]) -> Any:
+    def restore(_gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        return arrived
+
+    return restore
 
 
 def _children(node: Node) -> Iterable[Node]:

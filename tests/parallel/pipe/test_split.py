@@ -84,3 +84,25 @@ def test_outputs_beside_the_way(inputs):
     assert weight.grad is None and torch.equal(leaves[-1].grad, torch.full((3,), 2.0))
     work.run()
     assert torch.equal(weight.grad, torch.full((3,), 3.0))
+
+
+@pytest.mark.parametrize("hooked", ["activation", "output"])
+def test_hooks_on_tensors_change_gradients_once(hooked):
+    torch.manual_seed(0)
+    x, weights = torch.randn(5, 3), [torch.randn(3, 4), torch.randn(4, 2)]
+
+    def run(split):
+        leaf, first, second = (value.clone().requires_grad_() for value in (x, *weights))
+        activation = leaf @ first
+        out = torch.tanh(activation) @ second
+        {"activation": activation, "output": out}[hooked].register_hook(lambda gradient: gradient * 2)
+        if split:
+            work = backward_to_inputs([out], [torch.ones_like(out)], [leaf])
+            assert work is not None
+            work.run()
+        else:
+            out.sum().backward()
+        return leaf.grad, first.grad, second.grad
+
+    for mine, theirs in zip(run(split=True), run(split=False), strict=True):
+        torch.testing.assert_close(mine, theirs)
