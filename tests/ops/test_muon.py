@@ -66,6 +66,15 @@ def test_gram_stands_rank_deficiency_and_zeros():
     assert orthogonalize(torch.zeros(4, 6)).abs().max() == 0
 
 
+def test_parameters_without_elements_are_passed_over():
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in ((0, 3), (3, 0), (2, 0, 3), (4, 4))]
+    optimizer = Muon(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert not params[-1].eq(1).any()
+
+
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon to compare with")
 def test_step_agrees_with_torch():
     """Torch iterates in bf16, so the directions agree to bf16's precision."""

@@ -257,7 +257,7 @@ class Muon(KeepsStateDtypes):
     def _step_whole(self, groups: list[dict[str, Any]]) -> None:
         for group in groups:
             for param in group["params"]:
-                if param.grad is None:
+                if param.grad is None or param.numel() == 0:
                     continue
                 if param.dim() < 2:
                     raise ValueError(
