@@ -214,6 +214,7 @@ class MasterOptimizer(ZeROOptimizer):
             "loss_scaler": self.loss_scaler.state_dict() if self.loss_scaler is not None else None,
             "masters": [master.flat.clone() for master in self._masters],
             "skipped_in_a_row": self._skipped_in_a_row,
+            "steps": self._steps,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], **_ignored: Any) -> None:
@@ -236,7 +237,7 @@ class MasterOptimizer(ZeROOptimizer):
             publishing.start(master)
         publishing.wait()
         self._skipped_in_a_row = state_dict["skipped_in_a_row"]
-        self.driver.restart()
+        self.steps = state_dict.get("steps", self._steps)  # earlier versions did not save it
 
     # -- what checkpoints need ---------------------------------------------------------------------------------------
 

@@ -219,6 +219,7 @@ def test_a_state_dict_brings_a_run_back(stage: int) -> None:
         groups = rank.optimizer.param_groups
         after = (rank.step(rank.model(batch(5, transport.rank))), rank.values())
         rank.optimizer.load_state_dict(saved)
+        assert rank.optimizer.steps == 2
         assert all(torch.equal(value, at[name]) for name, value in rank.values().items())
         assert rank.optimizer.param_groups is groups
         again = (rank.step(rank.model(batch(5, transport.rank))), rank.values())
