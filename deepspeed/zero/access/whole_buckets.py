@@ -184,6 +184,8 @@ def _held(runtime: ZeroRuntime, kind: str) -> list[tuple[Bucket, _TileInfo]]:
     if not runtime.buckets:
         return []
     runtime.leave_backward("iter_full")
+    if kind == "fp32" and runtime.optimizer is not None:
+        runtime.optimizer.carry_user_writes()
     with untouched():
         return list(zip(runtime.buckets, _agree_on_contents(runtime, kind), strict=True))
 

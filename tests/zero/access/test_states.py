@@ -188,6 +188,18 @@ def test_iter_full_reads_everything_by_bucket(stage, ranks):
     run_ranks(_everything, ranks, stage, ranks)
 
 
+def _written():
+    engine = build(1, bf16={"enabled": True})
+    weight = dict(engine.module.named_parameters())["first.weight"]
+    with torch.no_grad():
+        weight.fill_(3)
+    assert dict(engine.iter_full("fp32"))["first.weight"].eq(3).all()
+
+
+def test_iter_full_reads_masters_as_the_program_has_written_the_parameters():
+    run_ranks(_written, 2)
+
+
 def _vectorized():
     rank = dist.get_rank()
     engine = build(3)
