@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -92,6 +92,23 @@ class CheckpointValues:
     def put_state(self, state: str, name: str, values: ValueSource) -> None:
         """Records a per-element optimizer state of a parameter."""
         self.put(optimizer_kind(state), name, values)
+
+
+_COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
+"""Optimizer states that have no dimension whatever the shape of their parameter."""
+
+
+def is_element_state(state: str, value: Any, shape: tuple[int, ...] | None) -> bool:
+    """Returns whether an optimizer state has a value for each element of its parameter.
+
+    Args:
+        state: Name of the state.
+        value: What is saved under it.
+        shape: Shape of the parameter, which may be (); None: not known.
+    """
+    if not isinstance(value, torch.Tensor) or (value.dim() == 0 and state in _COUNTERS):
+        return False
+    return tuple(value.shape) == shape
 
 
 Shapes = Mapping[str, Sequence[int]]

@@ -17,7 +17,14 @@ import torch
 
 from deepspeed.checkpoint.format import COMPUTE, MASTER
 from deepspeed.checkpoint.source import TrainingState
-from deepspeed.checkpoint.upstream.content import CheckpointValues, Shapes, Values, stage_1_and_2, stage_3
+from deepspeed.checkpoint.upstream.content import (
+    CheckpointValues,
+    Shapes,
+    Values,
+    is_element_state,
+    stage_1_and_2,
+    stage_3,
+)
 from deepspeed.checkpoint.upstream.files import Files, UnpickledDynamicLossScaler, find_files, load
 from deepspeed.checkpoint.upstream.slices import INFO, join_slices
 from deepspeed.checkpoint.upstream.stacks import by_place, put_together
@@ -335,7 +342,7 @@ def _stage_0_state(content: CheckpointValues, name: str, state: Mapping[str, Any
     """Reads the state of one parameter. Beside unfused 16-bit masters, ``step`` is one higher than the updates made."""
     scalars: dict[str, Any] = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == content.shapes.get(name):
+        if is_element_state(key, value, content.shapes.get(name)):
             content.put_state(key, name, Values.whole(value))
         else:
             scalars[key] = value - 1 if key == "step" and counts_one_more else value

@@ -11,7 +11,7 @@ import torch
 from deepspeed.checkpoint.directory import Format
 from deepspeed.checkpoint.format import COMPUTE, MASTER
 from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted, read_whole
-from deepspeed.checkpoint.upstream.content import CheckpointValues, Values
+from deepspeed.checkpoint.upstream.content import CheckpointValues, Values, is_element_state
 from deepspeed.checkpoint.upstream.files import find_files, find_layers, load
 from deepspeed.checkpoint.upstream.partitioned import (
     hyperparameters,
@@ -56,7 +56,6 @@ class UpstreamSource:
         """Makes sure that the flat layout was understood: 16-bit weights are the rounded masters.
 
         Raises:
-            CheckpointError: Saved 16-bit weights are not the rounded masters.
             CheckpointError: Saved 16-bit weights are not the rounded masters.
         """
         both = self._content.values.get(COMPUTE, {}).keys() & self._content.values.get(MASTER, {}).keys()
@@ -222,7 +221,8 @@ def _take_parameter(
     for path in sorted(directory.glob("*.pt")):
         value = load(path, trust=trust)
         value = value["param"] if isinstance(value, dict) else value
-        if not isinstance(value, torch.Tensor) or (value.dim() == 0 and path.stem != "fp32"):
+        is_single = not isinstance(value, torch.Tensor) or value.dim() == 0
+        if is_single and path.stem != "fp32" and not is_element_state(path.stem, value, shape):
             scalars[path.stem] = value
         elif value.numel() != torch.Size(shape).numel():
             raise CheckpointError(
