@@ -112,6 +112,16 @@ def test_any_number_of_input_features(in_features):
     assert relative(packed_linear(x, codes, scales, 5, how), expected) < 1e-2
 
 
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_gradients_through_weights_of_few_bits(bits):
+    torch.manual_seed(0)
+    how = formats.GroupCodes(bits, 30, groups=3)
+    codes, scales = how.pack(torch.randn(5, 30))
+    x = torch.randn(2, 30, requires_grad=True)
+    packed_linear(x, codes, scales, 5, how).sum().backward()
+    torch.testing.assert_close(x.grad, how.unpack(codes, scales, 5, torch.float32).sum(0).expand(2, 30))
+
+
 @pytest.mark.parametrize(("bits", "group", "text"), [(6, 64, "expected 8 or 4"), (4, 48, "32, 64, 128, 256")])
 def test_formats_that_do_not_exist(bits, group, text):
     with pytest.raises(ValueError, match=text):

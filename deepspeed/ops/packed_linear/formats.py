@@ -423,7 +423,7 @@ class _PackedLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, out_features: int, how: PackedFormat
     ) -> torch.Tensor:
         ctx.save_for_backward(codes, scales)
-        ctx.out_features, ctx.how = out_features, how
+        ctx.in_features, ctx.out_features, ctx.how = x.shape[1], out_features, how
         if len(x) <= how.few_rows:
             product = how.kernel(x.contiguous(), codes, scales)
             if product is not None:
@@ -440,7 +440,7 @@ class _PackedLinear(torch.autograd.Function):
         codes, scales = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
-        total = grad.new_zeros(len(grad), codes.shape[1], dtype=torch.float32)  # a sum of many products
+        total = grad.new_zeros(len(grad), ctx.in_features, dtype=torch.float32)  # a sum of many products
         for part in ctx.how.columns(codes, scales, ctx.out_features, grad.dtype):
             columns = grad[:, part.start : part.stop]
             total += torch.mm(columns if part.scale is None else columns * part.scale, part.weight.t())
