@@ -58,6 +58,10 @@ class HostMemory(Memory):
         return self._up.copy(target, source)
 
     @override
+    def await_reads(self) -> None:
+        self._up.wait_on_host()
+
+    @override
     def ordered(self) -> AbstractContextManager[Any]:
         return self._up.context()
 

@@ -167,6 +167,9 @@ class Memory:
         """
         target.copy_(source)
 
+    def await_reads(self) -> None:
+        """Blocks the host until every :meth:`read` is done, so that the host may write to the tensors."""
+
     def forget(self) -> None:
         """Withdraws announcements that were not read, so that other code may change the tensors."""
 

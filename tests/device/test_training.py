@@ -12,7 +12,13 @@ from torch import nn
 import deepspeed
 from deepspeed.comm.host.nodes import NativeByNodes, Nodes
 from deepspeed.comm.transports.native import NativeTransport
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
 from tests.device.support import TIERS, batch, engine_at, evaluate, step
 from tests.harness.device import simulated_device
 from tests.harness.toy_models import tower
@@ -180,3 +186,26 @@ def test_gathers_in_two_steps_are_ordered() -> None:
             assert flat.sum().item() == 64
             del work
             flat.mul_(1)
+
+
+def _set_local(engine: Any) -> None:
+    weight = next(engine.module.parameters())
+    part = safe_get_local_fp32_param(weight)
+    assert part is not None
+    safe_set_local_fp32_param(weight, torch.ones_like(part))
+
+
+def _publish(engine: Any) -> None:
+    engine.optimizer.publish_masters()
+
+
+@pytest.mark.parametrize("write", [_set_local, _publish])
+def test_the_host_writes_shards_after_their_reads(write: Any) -> None:
+    with simulated_device(ranks=2):
+        engine = engine_at(3, "both on the host", zero={"stage3_max_reuse_distance": 0})
+        step(engine)
+        for _ in range(2):  # the first one waits for the device, as it records the order of gathers
+            evaluate(engine)
+        write(engine)
+        step(engine, 1)
+        engine.destroy()

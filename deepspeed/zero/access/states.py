@@ -275,6 +275,7 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
         if bucket.is_sharded and bucket.state.value == "sharded" and not bucket.group.is_spread:
             fragment = bucket.fragment(found.address.tile)
             if fragment is not None:
+                bucket.memory.await_reads()
                 bucket.shard[fragment.in_slice].copy_(mine)
             return
         # All ranks compute with the whole value, so the parts are gathered.

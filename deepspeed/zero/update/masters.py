@@ -268,6 +268,7 @@ class MasterBucket:
     def publish(self) -> None:
         """Writes the master into the compute tensor."""
         if self.out is not None:
+            self.bucket.memory.await_reads()
             self.out.copy_(self.flat)
 
     def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor] | None, tier: Tier) -> None:
