@@ -268,7 +268,8 @@ def mapped(value: Any, change: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(mapped(part, change) for part in value)
+        parts = (mapped(part, change) for part in value)
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # a named tuple takes fields
     return value
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from deepspeed.dropping.tokens import Positions, RandomLTDScheduler, TokenDrop
+from deepspeed.dropping.tokens import Positions, RandomLTDScheduler, TokenDrop, mapped
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.runtime.data_pipeline.data_routing.basic_layer import RandomLayerTokenDrop
 from deepspeed.runtime.data_pipeline.data_routing.helper import (
@@ -134,6 +135,20 @@ def test_a_layer_sees_its_tokens_with_their_masks_and_angles(given):
     torch.testing.assert_close(ours, theirs)
     layer.eval()
     torch.testing.assert_close(layer(x, **arguments), plain(x, **arguments))
+
+
+class _Angles(NamedTuple):
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def test_named_tuples_are_cut_and_stay_named():
+    positions = Positions.draw(2, 6, 3, torch.device("cpu"), is_shared=True, sequence_first=False)
+    table = torch.arange(6.0)[:, None]
+    found = mapped(_Angles(table, -table), positions.of_table)
+    assert type(found) is _Angles
+    torch.testing.assert_close(found.cos, positions.kept[0][:, None].float())
+    torch.testing.assert_close(found.sin, -found.cos)
 
 
 def test_sequences_first():
