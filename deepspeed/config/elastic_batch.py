@@ -96,7 +96,10 @@ def _choose_by_nodes(section: Elasticity, data_ranks: int) -> ElasticChoice:
     per_node = section.num_gpus_per_node // section.model_parallel_size
     least = -(-section.min_gpus // section.num_gpus_per_node)
     most = section.max_gpus // section.num_gpus_per_node
-    choice = _choose_by_ranks(section, section.max_train_batch_size // per_node, least, most)
+    try:
+        choice = _choose_by_ranks(section, section.max_train_batch_size // per_node, least, most)
+    except ElasticityError:  # for no number of whole nodes
+        choice = ElasticChoice(0, ())
     batch, shared_by = choice.train_batch_size * per_node, tuple(nodes * per_node for nodes in choice.data_ranks)
     if data_ranks not in shared_by:
         batches = [

@@ -133,6 +133,22 @@ def test_wrong_sections(changes, message):
         parse(config(BASE, **changes), dp_world_size=4)
 
 
+@pytest.mark.parametrize(
+    ("more", "ranks", "batch"),
+    [({"max_train_batch_size": 4, "max_gpus": 16}, 2, 4), ({"max_train_batch_size": 64, "max_gpus": 4}, 4, 64)],
+)
+def test_ranks_share_a_batch_that_no_whole_node_can(more, ranks, batch):
+    section = {
+        "enabled": True,
+        "version": 0.2,
+        "num_gpus_per_node": 8,
+        "micro_batch_sizes": [1, 2],
+        "min_gpus": 1,
+        **more,
+    }
+    assert compute_elastic_config({"elasticity": section}, "0.16.0", world_size=ranks)[:2] == (batch, [ranks])
+
+
 def test_what_the_calls_refuse():
     with pytest.raises(ValueError, match="expected a dict, found str"):
         compute_elastic_config("x.json", VERSION)
