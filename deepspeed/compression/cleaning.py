@@ -211,8 +211,8 @@ def _pack(
         first: Any = model.get_submodule(names[0])
         packed, why = _packed(first, kinds[names[0]], levels[names[0]], [kinds[name] for name in names])
         for name in names:
-            stored[name] = why
-            if packed is None or packed.format is None:
+            stored[name] = why if name else "the layer is the model itself, which cannot be replaced"
+            if not name or packed is None or packed.format is None:
                 continue
             old: Any = model.get_submodule(name)
             new = packed.layer(old, kinds[name]).train(old.training)
@@ -242,9 +242,12 @@ def _packed(layer: Any, kind: str, levels: QuantizationLevels | None, users: lis
     return Packed(weight, levels, by_rows="embedding" in users), "its masked values are not among the codes"
 
 
-def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _round_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     quantizer: Any = getattr(module, INPUT)
-    return (quantizer(args[0]), *args[1:])
+    if args:
+        return (quantizer(args[0]), *args[1:]), kwargs
+    (value,) = kwargs.values()  # these layers have one argument; a packed one names it differently
+    return (quantizer(value),), {}
 
 
 def _keep_rounding_input(module: nn.Module) -> None:
@@ -252,7 +255,7 @@ def _keep_rounding_input(module: nn.Module) -> None:
     quantizer: Any = getattr(module, INPUT, None)
     if quantizer is not None:
         quantizer.is_acting = True
-        module.register_forward_pre_hook(_round_input)
+        module.register_forward_pre_hook(_round_input, with_kwargs=True)
 
 
 def _line(module: Any, techniques: Techniques, stored: int | str) -> str:

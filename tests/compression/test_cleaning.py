@@ -237,6 +237,38 @@ def test_a_layer_with_two_names_is_replaced_under_both():
     torch.testing.assert_close(clean(x), expected, rtol=1e-4, atol=1e-5)
 
 
+class _ByKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(input=x)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_quantized_inputs_may_be_passed_by_keyword(is_packed):
+    section = {"activation_quantization": only({}, {"bits": 4}, ["*"])}
+    if is_packed:
+        forward = {"quantize_weight_in_forward": True}
+        section["weight_quantization"] = only(forward, {"start_bits": 8, "target_bits": 8}, ["*"])
+    model = init_compression(_ByKeyword(), {"compression_training": section})
+    x = torch.randn(3, 8)
+    expected = at_the_end(model)(x)
+    clean = redundancy_clean(model, {"compression_training": section})
+    torch.testing.assert_close(clean(x), expected)
+    assert isinstance(clean.layer, QuantizedLinear) == is_packed and clean.layer.activation_quantizer.is_acting
+    assert not torch.allclose(clean(x), nn.functional.linear(x, clean.layer.weight, clean.layer.bias), atol=1e-4)
+
+
+def test_a_model_that_is_one_layer_keeps_floats_and_says_so():
+    forward = {"quantize_weight_in_forward": True}
+    section = {"weight_quantization": only(forward, {"start_bits": 8, "target_bits": 8}, ["*"])}
+    model = init_compression(nn.Linear(64, 64), {"compression_training": section})
+    clean = redundancy_clean(model, {"compression_training": section})
+    assert type(clean) is nn.Linear and "stored as floats (the layer is the model" in clean.compression_report.lines[""]
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0), (2, 3)])
 def test_a_compressed_embedding_takes_ids_of_every_shape(shape):
     plain = nn.Embedding(5, 4)
