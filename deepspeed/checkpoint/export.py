@@ -91,12 +91,15 @@ def write_weights(
                     failure = error
 
     def finish() -> None:
-        if failure is not None:
+        try:
+            if failure is not None:
+                raise failure
+            if writer is not None:
+                writer.finish()
+        except BaseException:
             if writer is not None:
                 writer.abandon()
-            raise failure
-        if writer is not None:
-            writer.finish()
+            raise
 
     exchange.together(f"writing {folder / filename}", finish)
 

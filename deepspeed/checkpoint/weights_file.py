@@ -101,6 +101,7 @@ class WeightsWriter:
         self._is_safetensors = filename.endswith(".safetensors")
         self._shards = plan_shards(entries, limit)
         self._names = shard_names(filename, len(self._shards))
+        self._index_name = f"{filename}.index.json"
         self._current = -1
         self._left: list[TensorEntry] = []
         self._tensors: dict[str, torch.Tensor] = {}
@@ -140,7 +141,7 @@ class WeightsWriter:
         self._close()
         written = list(self._names)
         if len(self._shards) > 1:
-            written.append(f"{self._filename}.index.json")
+            written.append(self._index_name)
             with disk.new_file(self._hidden(written[-1])) as descriptor:
                 disk.write_all(descriptor, memoryview(self._index()))
         self._remove_former(written)
@@ -154,7 +155,7 @@ class WeightsWriter:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-        for name in self._names:
+        for name in (*self._names, self._index_name):
             with contextlib.suppress(OSError):
                 os.unlink(self._hidden(name))
 

@@ -328,22 +328,23 @@ def test_a_full_state_dict_is_loaded(stage):
     assert results[0][2].item() == 41
 
 
-def full_disk(folder: str):
-    """Torch tells of a full disk by a RuntimeError, in the middle of the shards; the other ranks are gathering."""
+def write_a_part(_: object, path: Path) -> None:
+    path.write_bytes(b"part")
+    raise RuntimeError("file write failed")
+
+
+def full_disk(folder: str, limit: int | None):
+    """Torch tells of a full disk by a RuntimeError; with shards in the middle, while the other ranks are gathering."""
     run = engine(3, "bf16", **GATHER)
-    real = torch.save
-    torch.save = lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("file write failed"))
-    try:
-        with pytest.raises(CheckpointError, match="file write failed"):
-            run.save_16bit_model(folder, max_shard_size=64)
-    finally:
-        torch.save = real
+    with mock.patch("torch.save", write_a_part), pytest.raises(CheckpointError, match="file write failed"):
+        run.save_16bit_model(folder, max_shard_size=limit)
     train(run, range(1))
-    assert not any(name.endswith(".bin") for name in os.listdir(folder))
+    assert not os.listdir(folder)
 
 
-def test_shards_that_cannot_be_written(tmp_path):
-    run_ranks(full_disk, 2, str(tmp_path))
+@pytest.mark.parametrize("limit", [64, None], ids=["shards", "one file"])
+def test_files_that_cannot_be_written_leave_nothing(limit, tmp_path):
+    run_ranks(full_disk, 2, str(tmp_path), limit)
 
 
 def test_files_are_closed_when_the_tensors_are_read(tmp_path):
