@@ -223,12 +223,13 @@ class UlyssesSPDataLoaderAdapter:
         self._batches: Iterator[Any] | None = None
         self._waiting: deque[dict[str, Any]] = deque()
         self._compared = False
-        self._left_out = 0  # batches to skip next
+        self._skips = 0  # batches to skip in each pass
+        self._left_out = 0  # of these, batches to skip next
         _teach_accelerate(UlyssesSPDataLoaderAdapter)
 
     def __len__(self) -> int:
         assert isinstance(self.dl, Sized)
-        return len(self.dl) * self.sp_world_size - self._left_out
+        return len(self.dl) * self.sp_world_size - self._skips
 
     def skipping(self, batches: int, skip: Callable[[Any, int], Any]) -> UlyssesSPDataLoaderAdapter:
         """Returns a loader without the first ``batches`` of this one's batches.
@@ -241,7 +242,7 @@ class UlyssesSPDataLoaderAdapter:
         made = UlyssesSPDataLoaderAdapter(
             skip(self.dl, whole), self.sp_rank, self.sp_group, self.sp_world_size, self.device
         )
-        made._left_out = rest
+        made._skips = rest
         return made
 
     def __getattr__(self, name: str) -> Any:
@@ -265,6 +266,7 @@ class UlyssesSPDataLoaderAdapter:
     def _refill(self) -> None:
         if self._batches is None:
             self._batches = iter(self.dl)
+            self._left_out = self._skips
         batch = next(self._batches, None)
         mine, tensors = (
             (BatchDescription(ended=True), {}) if batch is None else describe_batch(batch, self.sp_world_size)

@@ -56,6 +56,22 @@ def _cuts(capture):
         next(_adapter([{name: value for name, value in _row(rank, 4).items() if name != "labels" or rank == 0}]))
 
 
+def _skipped():
+    rank = dist.get_rank()
+    rows = [_row(10 * rank + number, 4) for number in range(3)]
+    adapter = _adapter(rows).skipping(3, lambda loader, count: loader[count:])
+    for _epoch in range(2):
+        names = []
+        for batch in adapter:
+            names.append(batch["name"])
+            assert len(adapter) == 3
+        assert names == ["text 11", "text 2", "text 12"]
+
+
+def test_every_pass_skips_the_same_batches():
+    run_ranks(_skipped, 2)
+
+
 def test_batches_are_cut(capfd):
     run_ranks(_cuts, 2, None)
 
