@@ -138,12 +138,16 @@ def _tile_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sum over the counted tokens of a tile, and their number.
 
-    ``fn`` runs even if no token counts, so that all ranks call it equally often.
+    ``fn`` runs even if no token counts, so that all ranks call it equally often. Then it gets labels of 0 and a mask of
+    ones, because a mean of nothing would make its gradients NaN, and its result is dropped.
     """
     counted = torch.ones_like(y, dtype=torch.bool) if y.is_floating_point() else y != IGNORED
     if mask and mask[0].shape == y.shape and not y.is_floating_point():
         counted = counted & mask[0].bool()
     count = counted.sum()
+    if not y.is_floating_point():
+        y = y.where(count > 0, torch.zeros_like(y))
+        mask = tuple(one.where(count > 0, torch.ones_like(one)) for one in mask)
     loss = fn(module, x, y, *mask).float()
     loss = torch.where(count > 0, loss, torch.zeros_like(loss))
     return (loss if reduction == "sum" else loss * count), count

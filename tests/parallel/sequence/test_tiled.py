@@ -119,6 +119,23 @@ def test_masks_and_sums():
             sequence_tiled_compute(*arguments)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_that_divides_by_what_counts_has_gradients_where_a_tile_has_nothing(reduction):
+    module, x = Mlp(), torch.randn(2, 7, 5, requires_grad=True)
+    y, mask = _labels().clamp(min=0), torch.ones(2, 7)
+    mask[0], mask[1, 2] = 0, 0
+
+    def loss(module, x, y, mask):
+        each = functional.cross_entropy(module.head(x).view(-1, 13), y.view(-1), reduction="none") * mask.view(-1)
+        return each.sum() / mask.sum() if reduction == "mean" else each.sum() / mask.sum() * mask.sum()
+
+    found = TiledFusedLogitsLoss.apply(loss, module, x, y, mask, 14, None, reduction)
+    expected = loss(module, x, y, mask)
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(_gradients(found, module, x), _gradients(expected, module, x), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype):
     """Beside fp32: values are as near as without tiles; so are gradients of weights under autocast, summed in fp32."""
