@@ -26,7 +26,7 @@ from deepspeed.checkpoint.reader import CheckpointReader, FileReader
 from deepspeed.checkpoint.roster import names_elsewhere
 from deepspeed.checkpoint.run_state import COUNTERS, RunState
 from deepspeed.checkpoint.source import CheckpointSource, StateDictSource, TrainingState
-from deepspeed.checkpoint.states import ENGINE_KEYS, merge_objects, restore_loader_state
+from deepspeed.checkpoint.states import ENGINE_KEYS, merge_objects, reserved_entries, restore_loader_state
 from deepspeed.checkpoint.upstream import open_upstream
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist
@@ -406,6 +406,7 @@ def _apply(
         client_state.pop("lr_scheduler", None)
     if prepared.optimizer is not None or options.module_only:
         client_state.pop("optimizer", None)
+    client_state |= reserved_entries(client_state)
     counters = {} if options.module_only else {key: int(state.counters.get(key, 0)) for key in COUNTERS}
     return LoadResult(found.folder, client_state, counters, state.world_size, state.mesh.get("model", 1))
 

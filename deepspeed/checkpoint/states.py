@@ -35,6 +35,9 @@ ENGINE_KEYS = frozenset(
     }
 )
 """Keys of the model-states file that are the engine's own and never returned as client state."""
+CLIENT_ENTRIES = "client_entries"
+"""Key of the model-states file: the caller's entries whose keys are among those that only this package reserves."""
+_RESERVED = frozenset({"data_position", "quantization_pace", CLIENT_ENTRIES})
 
 _CLIENT, _TRAINING = "client_state", "training"
 _PICKLED_DATA = "data_pickled"
@@ -58,7 +61,11 @@ def shared_files(
         merged: Param groups and learning-rate schedule of all ranks.
         position: :func:`position_of_all` ranks in the data.
     """
-    top = {**_model_states(run_state, listed, merged), "data_position": position, **client_state}
+    entries = {key: value for key, value in client_state.items() if key in _RESERVED}
+    others = {key: value for key, value in client_state.items() if key not in _RESERVED}
+    top = {**_model_states(run_state, listed, merged), "data_position": position, **others}
+    if entries:
+        top[CLIENT_ENTRIES] = entries
     kept, refused = restricted.split(top)
     training, odd = restricted.split(_training(run_state, listed, scalars, merged))
     files = {
@@ -72,6 +79,18 @@ def shared_files(
     if refused or odd:
         files[names.OBJECTS] = _objects({_CLIENT: refused, _TRAINING: odd})
     return files
+
+
+def reserved_entries(client_state: dict[str, Any]) -> dict[str, Any]:
+    """Takes the entries of :data:`CLIENT_ENTRIES` out of a client state, and returns them under their own keys.
+
+    A checkpoint of another release may have that key from the caller; it then stays.
+    """
+    found = client_state.get(CLIENT_ENTRIES)
+    if not isinstance(found, dict) or not found.keys() <= _RESERVED:
+        return {}
+    del client_state[CLIENT_ENTRIES]
+    return found
 
 
 def position_of_all(positions: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

@@ -243,3 +243,17 @@ def restore_odd_loader(folder: str):
 def test_odd_state_of_a_loader_comes_back_on_request(tmp_path):
     (without, trusted), *_ = run_ranks(restore_odd_loader, 1, str(tmp_path))
     assert without is None and trusted == Custom(7)
+
+
+def keep_reserved_keys(folder: str, entries: dict):
+    run = engine(1, "fp32")
+    run.save_checkpoint(folder, client_state=entries)
+    _, found = run.load_checkpoint(folder)
+    _, module_only = run.load_checkpoint(folder, load_module_only=True)
+    return [{key: state.get(key) for key in entries} for state in (found, module_only)]
+
+
+def test_keys_that_the_engine_uses_too_come_back(tmp_path):
+    entries = {"data_position": 5, "quantization_pace": [1], "client_entries": "mine", "epoch": 2}
+    (states, *_) = run_ranks(keep_reserved_keys, 1, str(tmp_path), entries)
+    assert states == [entries, entries]
