@@ -416,8 +416,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         """
         chosen = self._ranges[self.active_chunk] if self.active_chunk is not None else range(len(self.forward_funcs))
         self.micro_offset += 1
-        value = forward_input
-        self.added_losses = {}
+        value, self.added_losses = forward_input, {}
         interval = self.activation_checkpoint_interval
         step = interval if interval > 0 else max(len(chosen), 1)
         for first in range(chosen.start, chosen.stop, step):
@@ -440,8 +439,7 @@ class PipelineModule(PlainAttributes, nn.Module):
                     value = self.forward_funcs[place](value)
             except Exception:
                 number = self._numbers[place]
-                name = class_name(self._layer_specs[number])
-                self.failed_at = f"layer {number}, {name}, input {shapes_of(value)}"
+                self.failed_at = f"layer {number}, {class_name(self._layer_specs[number])}, input {shapes_of(value)}"
                 raise
         return value
 
@@ -469,6 +467,8 @@ class PipelineModule(PlainAttributes, nn.Module):
         for place, func in enumerate(self.forward_funcs):
             if isinstance(func, nn.Module):
                 func.compile(*args, **kwargs)
+            elif isinstance(func, functools.partial):  # its argument, the tied module, is looked for there
+                self.forward_funcs[place] = functools.partial(torch.compile(func.func, *args, **kwargs), *func.args)
             else:
                 self.forward_funcs[place] = torch.compile(func, *args, **kwargs)
 

@@ -11,7 +11,7 @@ from torch import nn
 import deepspeed
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, make_schedule
 from deepspeed.parallel.pipe.schedule.lists import held
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from tests.harness.pool import run_ranks
 from tests.harness.toy_models import causal_model
 from tests.parallel.pipe import support
@@ -205,3 +205,20 @@ def test_adapters():
     assert losses[-1] < losses[0] and found.keys() == weights.keys() and len(found) == 12
     for name, value in weights.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=5e-6)
+
+
+def _compiled_before_initialize() -> list[bool]:
+    layers = [TiedLayerSpec("embed", support.Embed), TiedLayerSpec("embed", support.Embed, forward_fn=support.head)]
+    module = PipelineModule(layers, num_stages=1)
+    before = set(module.parameters_of(0))
+    tokens = torch.arange(6).view(2, 3)
+    expected = module(tokens)
+    module.compile(backend="eager")
+    module.forward_funcs[0] = lambda value: value  # leaves the tied head alone
+    found = set(module.parameters_of(0))
+    module.forward_funcs[0] = module.tied_modules["embed"]
+    return [bool(before), found == before, torch.equal(module(tokens), expected)]
+
+
+def test_the_weights_of_a_compiled_tied_head_belong_to_its_chunk():
+    assert run_ranks(_compiled_before_initialize, 1) == [[True, True, True]]
