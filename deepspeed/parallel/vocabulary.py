@@ -16,7 +16,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, channel: Channel, low: int) -> torch.Tensor:
         values = logits.float()
-        highest = values.amax(-1)
+        highest = values.amax(-1).clamp(min=torch.finfo(values.dtype).min)  # -inf - -inf would be NaN
         exponentials = (values - highest.unsqueeze(-1)).exp_()
         local = targets - low
         elsewhere = (local < 0) | (local >= values.shape[-1])

@@ -119,6 +119,25 @@ def test_masks_and_sums():
             sequence_tiled_compute(*arguments)
 
 
+def _padded_vocabulary():
+    rank = dist.get_rank()
+    logits = torch.randn(3, 1, 8, generator=torch.Generator().manual_seed(0))
+    logits[..., 4:] = -torch.inf  # padding of the vocabulary, all that rank 1 has
+    target = torch.tensor([[0], [3], [1]])
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    mine, whole = logits.chunk(2, -1)[rank].clone().requires_grad_(), logits.requires_grad_()
+    found = vocab_sequence_parallel_cross_entropy(mine, target, alone, tp_group=dist.group.WORLD)
+    expected = functional.cross_entropy(whole.flatten(0, 1), target.flatten(), reduction="none")
+    torch.testing.assert_close(found.flatten(), expected)
+    found.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(mine.grad, whole.grad.chunk(2, -1)[rank])
+
+
+def test_a_rank_may_have_only_padding_of_the_vocabulary():
+    run_ranks(_padded_vocabulary, 2)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_loss_that_divides_by_what_counts_has_gradients_where_a_tile_has_nothing(reduction):
     module, x = Mlp(), torch.randn(2, 7, 5, requires_grad=True)
