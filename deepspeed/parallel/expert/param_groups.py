@@ -38,7 +38,7 @@ def split_params_into_shared_and_expert_params(
     params: Iterable[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns ``(parameters that all data-parallel ranks share, parameters of experts)``, of any shape."""
-    listed = list(params)
+    listed = [params] if isinstance(params, torch.Tensor) else list(params)
     return [p for p in listed if not is_moe_param(p)], [p for p in listed if is_moe_param(p)]
 
 

@@ -207,5 +207,7 @@ def test_param_groups() -> None:
     assert len({group["name"] for group in small[1:]}) == len(small) - 1
     assert sum(len(group["params"]) for group in small) == len(list(model.parameters()))
     assert len(configure_moe_param_groups(model.parameters())) == 3
+    (alone,) = configure_moe_param_groups([{"params": shared[0]}])  # torch takes a single tensor too
+    assert len(alone["params"]) == 1 and alone["params"][0] is shared[0]
     assert adamw(model) is not None
     torch.optim.AdamW(configure_moe_param_groups(list(model.parameters())))
