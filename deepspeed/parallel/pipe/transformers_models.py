@@ -30,6 +30,7 @@ from deepspeed.models.parts import ModelPart
 from deepspeed.models.shell import Recording, RouterOutputs, Routers, Shell, record_routers, recorded_routers
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 from deepspeed.parallel.tensor.vocabulary import VocabularyEmbedding
+from deepspeed.uncompiled import uncompiled
 
 
 def layers_of(model_or_config: Any) -> list[Any]:
@@ -334,6 +335,7 @@ class _FirstLayers(nn.Module):
         self.__dict__["_recording"] = recording = Recording(part.original(), blocks, child)
         self.part = recording.decoder
 
+    @uncompiled
     def forward(self, value: dict[str, Any]) -> StageValue:
         calls = self._recording.calls(**value)
         values: list[Any] = []

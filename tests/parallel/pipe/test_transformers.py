@@ -210,3 +210,20 @@ def test_shared_key_heads_beside_a_stage_without_attention():
     expected = run_ranks(_shared_heads, 1, 1, 1)[0]
     for found in run_ranks(_shared_heads, 4, 2, 2):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def _compiled():
+    found = []
+    for is_compiled in (False, True):
+        module = PipelineModule.from_transformers(_model("gpt2"), num_stages=1)
+        if is_compiled:
+            module.compile(backend="eager")
+        tokens = torch.arange(12).view(2, 6)
+        loss = module.loss_fn(module(tokens), tokens)
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in module.parameters())])
+    return [torch.allclose(plain, compiled, atol=1e-6) for plain, compiled in zip(*found, strict=True)]
+
+
+def test_a_pipeline_can_be_compiled():
+    assert all(run_ranks(_compiled, 1)[0])
