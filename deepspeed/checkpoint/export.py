@@ -20,6 +20,7 @@ from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.weights_file import TensorEntry, WeightsWriter
 from deepspeed.comm.transports.transport import TensorTransfer
 from deepspeed.zero.access.whole_buckets import bucket_source, tile_windows, walk_full
+from deepspeed.zero.storage import dense
 from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.untouched import untouched
 
@@ -86,7 +87,7 @@ def write_weights(
             entry = next(waiting)
             if writer is not None and failure is None:
                 try:
-                    writer.add(entry, iter([values.detach().to("cpu").contiguous().reshape(-1)]))
+                    writer.add(entry, iter([dense(values.detach().to("cpu")).reshape(-1)]))
                 except Exception as error:  # torch raises RuntimeError for a full disk
                     failure = error
 

@@ -26,6 +26,7 @@ from deepspeed.checkpoint.format import CHUNK_BYTES, TORCH, NamedTensor, SavedFi
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import logger
 from deepspeed.offload.pinned import may_pin, page_buffer
+from deepspeed.zero.storage import dense
 
 _STAGING_BYTES = 16 << 20
 _NICER = 10  # at equal niceness, three threads on two processors made steps 1.7 times as long; at 10, 1.1 times
@@ -259,7 +260,7 @@ class FileWriter:
 
     def write_tensors(self, name: str, kind: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> SavedFile:
         """Writes whole tensors, of any shape, under their names."""
-        entries = [FileTensor(key, t.dtype, tuple(t.shape), (t.detach().contiguous().view(-1),)) for key, t in tensors]
+        entries = [FileTensor(key, t.dtype, tuple(t.shape), (dense(t.detach()).view(-1),)) for key, t in tensors]
         offsets, size, checksums = self._write(name, entries)
         records = tuple(NamedTensor(e.name, e.shape, e.dtype, o) for e, o in zip(entries, offsets, strict=True))
         return SavedFile(name, kind, size, checksums, tensors=records)

@@ -29,7 +29,7 @@ from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules, z3_leaf_modu
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.runtime_options import RuntimeOptions
-from deepspeed.zero.storage import MemoryTracker, distinct
+from deepspeed.zero.storage import MemoryTracker, dense, distinct
 from deepspeed.zero.tiling.assemble import assemble, scatter
 from deepspeed.zero.tiling.describe import describe
 from deepspeed.zero.tiling.formula import MemoryFormula
@@ -528,7 +528,7 @@ def spread_buffers(model: nn.Module, transport: Transport) -> None:
     """Broadcasts rank 0's buffers, as bytes, since backends do not support all dtypes and strides."""
     for buffer in model.buffers():
         values = distinct(buffer)
-        dense = values.contiguous()
-        transport.broadcast(dense.view(-1).view(torch.uint8), 0, label="the buffers of rank 0")
-        if dense is not values:
-            values.copy_(dense)
+        sent = dense(values)
+        transport.broadcast(sent.view(-1).view(torch.uint8), 0, label="the buffers of rank 0")
+        if sent is not values:
+            values.copy_(sent)

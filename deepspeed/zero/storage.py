@@ -350,6 +350,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns ``tensor``, or a contiguous copy, with its values in memory: no view that conjugates or negates them."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a view of ``tensor`` in which no two elements share memory as those of an ``expand``-ed one do.
 

@@ -25,6 +25,8 @@ class Strided(nn.Module):
         self.register_buffer("empty", torch.zeros(0))
         self.register_buffer("short", values[0].to(torch.int16))
         self.register_buffer("complex", torch.complex(values, values))
+        self.register_buffer("conjugate", torch.complex(values, values).conj())  # a view that conjugates on reading
+        self.register_buffer("negative", torch.complex(values, values).conj().imag)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.layer(x) + self.repeated[:, 0]).square().mean()
@@ -37,7 +39,8 @@ def spread(folder: Path) -> None:
         assert torch.equal(buffer, expected[name]), name
     assert engine.module.repeated.untyped_storage().nbytes() == 4 * WIDTH  # still one element per row
     engine.save_checkpoint(folder)
-    for buffer in (engine.module.repeated[:, :1], engine.module.transposed, engine.module.short):
+    model = engine.module
+    for buffer in (model.repeated[:, :1], model.transposed, model.short, model.conjugate, model.negative):
         buffer.zero_()
     engine.load_checkpoint(folder)
     for name, buffer in engine.module.named_buffers():
