@@ -158,7 +158,7 @@ def _print_measured(target: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "text"), [(1, "elementwise, no collective, as there is one rank, 0.0 us per"), (2, "us to start one")]
+    ("ranks", "text"), [(1, "elementwise, no collective, as there is one rank, "), (2, "us to start one")]
 )
 def test_collectives_are_printed_if_there_are_several_ranks(tmp_path, ranks, text):
     assert text in run_ranks(_print_measured, ranks, str(tmp_path / "m.json"))[0]

@@ -121,8 +121,9 @@ def init_distributed(
         mpi_address=lambda: find_first_host(os.environ),
     )
     place.export(os.environ)
+    if dist_backend:
+        _check_backend(dist_backend)
     backend = dist_backend or default_backend()
-    _check_backend(backend)
     device = None if serves_host_only(backend) else local_device()
     with probed_connections():
         facts = _start(backend, place, init_method, timeout or default_timeout(), device)
@@ -135,7 +136,7 @@ def init_distributed(
 
 
 def _check_backend(backend: str) -> None:
-    """Raises if torch was built without a backend (``"gloo"``, or ``"cpu:gloo,cuda:nccl"``)."""
+    """Raises if torch was built without the backend that the program names (``"gloo"``, ``"cpu:gloo,cuda:nccl"``)."""
     missing = [name for part in backend.split(",") if not torch_dist.is_backend_available(name := part.split(":")[-1])]
     if missing:
         raise CommunicationError(
