@@ -23,6 +23,7 @@ from deepspeed.checkpoint.reader import FileReader
 from deepspeed.checkpoint.restricted import dumps, loads
 from deepspeed.checkpoint.writer import ChunkedStream, FileTensor, FileWriter
 from deepspeed.errors import CheckpointError
+from deepspeed.zero.storage import dense
 
 FilePath = str | PathLike[str]
 
@@ -216,7 +217,7 @@ class StateDictFile(FileReader):
                         f"{call}: expected {name!r} with {nbytes} bytes of {dtype}, as it was saved, found "
                         f"{_shown(found)}; the file was altered, or the engine returned another one"
                     )
-                parts.append(torch.as_tensor(found).detach().cpu().contiguous().view(-1))
+                parts.append(dense(torch.as_tensor(found).detach().cpu()).view(-1))
                 ends.append(offset + nbytes)
             self._parts, self._ends = parts, ends
         return -1
