@@ -274,7 +274,7 @@ def compare(model: str, rounds: int, before: dict[str, Any] | None) -> dict[str,
 
 
 def grid_choice(searched: dict[str, Any]) -> str:
-    """Returns the candidate that was fastest in the measurements of the grid."""
+    """Returns the candidate with the lowest measured time per step in the grid search."""
     return min(searched["seconds"], key=lambda name: searched["seconds"][name])
 
 

@@ -90,7 +90,7 @@ class Contestant:
         self._number = warm
 
     def run(self) -> None:
-        """Runs one step after a barrier."""
+        """Runs a step that all ranks begin together, and records its times and traffic."""
         from deepspeed.comm.transports.counters import traffic
 
         def figures() -> tuple[float, ...]:

@@ -182,7 +182,7 @@ class Deepspeed:
 
 
 class Torch:
-    """A pipeline of ``torch.distributed.pipelining``."""
+    """The contestant that trains with ``torch.distributed.pipelining``."""
 
     NAMES = {
         "gpipe": "ScheduleGPipe",

@@ -214,7 +214,7 @@ class Partition:
         return ActivationShard(values, tensor.shape, tensor.device)
 
     def unpack(self, packed: torch.Tensor | ActivationShard) -> torch.Tensor:
-        """Returns the full tensor in its own shape. Every rank of the group must call it for the same tensor."""
+        """Gathers an activation from the ranks that hold its parts, in its original shape. Every rank must call it."""
         if not isinstance(packed, ActivationShard):
             return packed
         mine = packed.values.to(packed.device)

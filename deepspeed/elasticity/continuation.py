@@ -435,7 +435,7 @@ def hooks_of(engine: EngineBase) -> Any:
 
 
 def continuation_of(engine: EngineBase) -> Continuation:
-    """Returns the continuation of an engine.
+    """Returns the :class:`Continuation` that rebuilds ``engine`` when ranks are lost or join.
 
     Raises:
         CallOrderError: The engine's configuration has no ``elasticity.continue``.

@@ -1,4 +1,4 @@
-"""Measures how fast this package and ``fio`` read and write files, for ``ds_io``."""
+"""Measures bandwidths of file reads and writes, of this package and of ``fio``; used by ``ds_io``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules with a warm-up, then constant, falling linearly to the minimum, or along half a cosine.
+"""Learning-rate schedules: a warm-up, then a constant rate, linear decay or cosine decay.
 
 With *i* the step, *W* = max(2, ``warmup_num_steps``) and *T* = ``total_num_steps``, the rise is i/W (linear) or
 ln(i + 1)/ln(W) (log).

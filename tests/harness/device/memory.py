@@ -166,7 +166,7 @@ class Memory:
             self.findings.append(sentence)
 
     def block(self, storage: Any) -> Block | None:
-        """Returns the block of a storage, None if it was never seen."""
+        """Returns what is recorded about a storage's memory; None if the storage was never seen."""
         return self._blocks.get(storage._cdata)
 
     def on_device(self, storage: Any) -> bool:
@@ -175,7 +175,7 @@ class Memory:
         return found is not None and found.on_device
 
     def know(self, storage: Any, *, on_device: bool) -> Block:
-        """Returns the block of a storage. Creates the block at the first call for that storage."""
+        """Returns the record of a storage's memory; the first call for a storage creates it."""
         key = storage._cdata
         found = self._blocks.get(key)
         if found is None:
