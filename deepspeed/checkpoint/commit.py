@@ -17,8 +17,10 @@ from pathlib import Path
 from deepspeed.checkpoint import disk
 from deepspeed.checkpoint.directory import (
     LATEST,
+    LATEST_UNIVERSAL,
     REPLACED,
     SAVING,
+    SCRIPT_NAME,
     Format,
     format_of,
     is_checkpoint_file,
@@ -33,6 +35,7 @@ from deepspeed.logging import logger
 _LOCK = ".lock"
 _MARKER = ".made-by-"
 _LOCKLESS_AGE = 24 * 3600.0  # seconds after which a left-over without a working lock is removed
+_WRITTEN_BY_SAVES = {SAVING + name for name in (LATEST, LATEST_UNIVERSAL, SCRIPT_NAME)}
 
 
 class SaveFolder:
@@ -57,6 +60,9 @@ class SaveFolder:
     def create(self) -> None:
         """Makes the folder, after removing leftovers of killed saves."""
         self._is_made = True
+        tag = self._root / self._tag
+        if tag.is_file():
+            raise CheckpointError(f"{tag}: expected a folder or nothing, found a file; save under another tag")
         disk.make_folder(self._root)
         clean(self._root)
         self._lock.take()
@@ -97,7 +103,7 @@ class SaveFolder:
         """
         final, replaced = self._root / self._tag, replaced_folder(self._root, self._tag)
         disk.make_folder(final.parent)
-        stands_aside = final.exists()
+        stands_aside = os.path.lexists(final)
         if stands_aside:
             disk.remove_folder(replaced)
             disk.rename(final, replaced)
@@ -107,7 +113,7 @@ class SaveFolder:
             if stands_aside and not final.exists():
                 os.rename(replaced, final)
             raise
-        if replaced.exists():
+        if os.path.lexists(replaced):
             _keep_foreign_files(replaced, final)
             disk.remove_folder(replaced)
         self._drop_lock()
@@ -128,7 +134,9 @@ class SaveFolder:
 
 
 def _keep_foreign_files(old: Path, new: Path) -> None:
-    """Moves files of other programs from the former tag folder into the new one."""
+    """Moves files of other programs from the former tag folder into the new one, unless that was a link to another."""
+    if old.is_symlink():
+        return
     for name in os.listdir(old):
         if not is_checkpoint_file(name) and not (new / name).exists():
             os.rename(old / name, new / name)
@@ -146,10 +154,20 @@ def clean(root: Path) -> None:
             in_use |= not _remove_if_abandoned(path, Path(f"{path}{_LOCK}"))
     for name in [] if in_use else names:
         path = root / name
-        if name.startswith(REPLACED) and path.is_dir():
+        if name.startswith(REPLACED) and (path.is_dir() or path.is_symlink()):
             _finish_replacement(root, path, tag_of_replaced(name))
-        elif name.startswith(SAVING) and path.is_file():
-            os.unlink(path)  # a file that was about to replace another
+        elif name.startswith(SAVING) and path.is_file() and _is_left_over(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # a file that was about to replace another
+
+
+def _is_left_over(file: Path) -> bool:
+    """Returns whether no process writes a hidden file any more. Exports may write theirs into the same folder."""
+    if file.name in _WRITTEN_BY_SAVES:
+        return True
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - file.stat().st_mtime >= _LOCKLESS_AGE
+    return False
 
 
 def _remove_if_abandoned(folder: Path, lock_file: Path) -> bool:

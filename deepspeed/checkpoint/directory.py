@@ -24,6 +24,7 @@ from deepspeed.errors import CheckpointError
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
+SCRIPT_NAME = "zero_to_fp32.py"
 SAVING = ".saving-"
 REPLACED = ".replaced-"
 

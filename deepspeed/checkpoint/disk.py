@@ -129,9 +129,12 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes ``folder`` with its content; does nothing if it is missing."""
+    """Removes ``folder`` with its content, or the link that is there; does nothing if it is missing."""
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(folder)
+        if folder.is_symlink():
+            os.unlink(folder)
+        else:
+            shutil.rmtree(folder)
 
 
 class FolderLock:

@@ -28,7 +28,7 @@ from deepspeed.checkpoint import disk, names, states
 from deepspeed.checkpoint.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, StateDictWriter
 from deepspeed.checkpoint.collect import RankCheckpoint, collect
 from deepspeed.checkpoint.commit import SaveFolder, point_latest, prune
-from deepspeed.checkpoint.directory import check_tag
+from deepspeed.checkpoint.directory import SCRIPT_NAME, check_tag
 from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.format import BUFFERS, FOLDERS, MANIFEST, PRIVATE, STORED_BY, Manifest, SavedFile
 from deepspeed.checkpoint.param_groups import RankGroups, merge_groups
@@ -508,8 +508,6 @@ def make_folders(exchange: Exchange, folder: SaveFolder, doing: str) -> list[int
 
     return exchange.together(what, leader)
 
-
-SCRIPT_NAME = "zero_to_fp32.py"
 
 CARRIED = (
     "deepspeed.errors",
