@@ -107,7 +107,11 @@ class WeightsWriter:
         self._tensors: dict[str, torch.Tensor] = {}
         self._descriptor: int | None = None
         disk.make_folder(folder)
-        self._open_next()
+        try:
+            self._open_next()
+        except BaseException:
+            self.abandon()
+            raise
 
     def add(self, entry: TensorEntry, parts: Iterable[torch.Tensor]) -> None:
         """Writes the next entry.

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from deepspeed import comm
 from deepspeed.checkpoint import reader
 from deepspeed.checkpoint.save import CARRIED
+from deepspeed.checkpoint.weights_file import TensorEntry, WeightsWriter
 from deepspeed.errors import CheckpointError
 from deepspeed.utils import zero_to_fp32
 from tests.checkpoint.training import Net, engine, fragments, joined, train
@@ -365,3 +366,36 @@ def test_files_are_closed_where_the_interpreter_has_taken_modules_away(tmp_path)
         del lazy
         gc.collect()
     assert not hook.called and len(os.listdir("/proc/self/fd")) == before
+
+
+class Stateful(torch.nn.Linear):
+    def get_extra_state(self):
+        return {"seen": 3}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+class Twice(torch.nn.Module):
+    """One module under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = Stateful(9, 9)
+        self.two = self.one
+
+
+def extra_state_of_both_names():
+    state = engine_of(Twice(), 0)._consolidated_16bit_state_dict()
+    assert state.keys() == Twice().state_dict().keys()
+    Twice().load_state_dict(state)
+
+
+def test_a_module_with_two_names_has_its_extra_state_under_both():
+    run_ranks(extra_state_of_both_names, 1)
+
+
+def test_a_dtype_that_no_file_has_leaves_nothing(tmp_path):
+    with pytest.raises(CheckpointError, match="complex128 cannot be saved"):
+        WeightsWriter(tmp_path, "m.safetensors", [TensorEntry("a", torch.complex128, (4,))], None)
+    assert not os.listdir(tmp_path)
