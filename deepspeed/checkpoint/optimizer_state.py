@@ -17,6 +17,7 @@ from deepspeed.checkpoint.plan import FillEntry, ParameterMatch, state_fills
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.source import CheckpointSource, TrainingState, Wanted
 from deepspeed.errors import CheckpointError
+from deepspeed.ops.elementwise import NOT_FLAT
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.update.loop import first_state
 from deepspeed.zero.update.masters import MasterBucket, MasterRun
@@ -112,6 +113,7 @@ class OptimizerFiller:
         if self._group_names and keeps_states and not self._state.scalars and not surplus and has_updated:
             self.notes.append("the checkpoint has no optimizer state for this model; the optimizer starts afresh")
         self._check_regrouping()
+        self._check_options()
 
     def _states_of(self, name: str) -> set[str] | None:
         """Returns the names of the per-element states that the checkpoint has for a parameter.
@@ -210,11 +212,31 @@ class OptimizerFiller:
                     f"{_list(different)}; it takes the values of the one that most of its elements come from"
                 )
 
+    def _check_options(self) -> None:
+        for number, (index, _) in enumerate(self._choices):
+            if index is None:
+                continue
+            for key in self._options_left_out(index):
+                value = self._state.param_groups[index][key]
+                self.notes.append(
+                    f"param group {number} was saved with {key}={value}, which this {type(self._optimizer).__name__} "
+                    f"was built without; it continues without. To continue with it, give initialize an optimizer of "
+                    f"torch.optim that is built with {key}={value}"
+                )
+
+    def _options_left_out(self, index: int) -> list[str]:
+        """Returns the options of a saved param group that the flat update of this optimizer would ignore."""
+        if self._zero.flat_update is None:
+            return []
+        return [key for key in NOT_FLAT if self._state.param_groups[index].get(key)]
+
     def _saved_group(self, number: int) -> dict[str, Any]:
         """Returns the saved hyperparameters that param group ``number`` takes over; empty if there are none."""
         index = self._choices[number].number
-        saved = {} if index is None else self._state.param_groups[index]
-        return {key: value for key, value in saved.items() if key not in NOT_HYPERPARAMETERS}
+        if index is None:
+            return {}
+        left_out = {*NOT_HYPERPARAMETERS, *self._options_left_out(index)}
+        return {key: value for key, value in self._state.param_groups[index].items() if key not in left_out}
 
     def _group_after(self, number: int) -> dict[str, Any]:
         """Returns param group ``number`` with the hyperparameters that it will have after :meth:`fill`."""

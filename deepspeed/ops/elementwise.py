@@ -107,6 +107,10 @@ _TORCH_RULES: dict[type[torch.optim.Optimizer], UpdateRule] = {
 }
 
 
+NOT_FLAT = ("amsgrad", "differentiable", "dampening")
+"""Options of torch's param groups with which an optimizer has no flat update."""
+
+
 def flat_updater(optimizer: torch.optim.Optimizer) -> FlatUpdate | None:
     """Returns the flat update of ``optimizer``, or None if it has none and its ``step`` must be called.
 
@@ -133,7 +137,7 @@ def why_not_flat(optimizer: torch.optim.Optimizer) -> str | None:
     if not same_update(cls, known):
         return f"it overrides a part of {known.__name__}'s step"
     for number, group in enumerate(optimizer.param_groups):
-        for option in ("amsgrad", "differentiable", "dampening"):
+        for option in NOT_FLAT:
             if group.get(option):
                 return f"param group {number} has {option}={group[option]}"
     return None

@@ -204,3 +204,29 @@ def continue_with_saved_momentum(folder: str, momentum: float, other: float):
 def test_states_follow_the_restored_hyperparameters(momentum, other, tmp_path):
     for expected, found in run_ranks(continue_with_saved_momentum, 2, str(tmp_path), momentum, other):
         assert found == expected
+
+
+def with_amsgrad(folder: Path) -> None:
+    def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
+
+    engine = engine_of(tower(), 1, optimizer=amsgrad)
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder, tag="with")
+    engine.destroy()
+    engine = engine_of(tower(), 1)  # its update on flat runs has no amsgrad
+    with mock.patch.object(load, "log_dist") as logged:
+        engine.load_checkpoint(folder, tag="with")
+    notes = "\n".join(call.args[0] for call in logged.call_args_list)
+    assert "param group 0 was saved with amsgrad=True, which this AdamW was built without" in notes
+    assert not engine.optimizer.param_groups[0]["amsgrad"]
+    engine.save_checkpoint(folder, tag="without")
+    engine.destroy()
+    engine = engine_of(tower(), 1, optimizer=amsgrad)
+    engine.load_checkpoint(folder, tag="without")
+    train(engine, 2)  # the group asks for no state that the checkpoint has not
+    engine.destroy()
+
+
+def test_an_option_that_the_optimizer_does_not_have_is_not_restored(tmp_path: Path) -> None:
+    run_ranks(with_amsgrad, 1, tmp_path)
