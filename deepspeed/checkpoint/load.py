@@ -136,16 +136,55 @@ def load(run_state: RunState, options: LoadOptions, exchange: Exchange) -> LoadR
         if run_state.runtime.reducer is not None:
             run_state.runtime.reducer.clear()  # gradients of the former weights
         if options.custom_load_fn is not None:
-            load_by(run_state, full_tensors(prepared.source), options.custom_load_fn)
+            full = _on_all(exchange, doing, lambda: full_tensors(prepared.source))
+            load_by(run_state, full, options.custom_load_fn, exchange, doing, has_masters=True)
     return loaded
 
 
-def load_by(run_state: RunState, state_dict: dict[str, Any], custom_load_fn: Callable[..., Any]) -> None:
-    """Lets the caller's function fill the model, with every parameter in full. Every rank must call it."""
+def load_by(
+    run_state: RunState,
+    state_dict: dict[str, Any],
+    custom_load_fn: Callable[..., Any],
+    exchange: Exchange,
+    doing: str,
+    *,
+    has_masters: bool,
+) -> None:
+    """Lets the caller's function fill the model, with every parameter in full. Every rank must call it.
+
+    Args:
+        run_state: The training run.
+        state_dict: Full tensors by name.
+        custom_load_fn: Called with ``(src=state_dict, dst=model)``.
+        exchange: The ranks.
+        doing: What is being done, for messages.
+        has_masters: The masters have the values of the state dict; they stay where they round to what the function
+            writes. Otherwise all are read from the parameters.
+
+    Raises:
+        CheckpointError: The function raised on another rank. On the rank where it did, its own exception is raised.
+    """
+    failure: Exception | None = None
     with full_parameters(run_state.runtime):
-        custom_load_fn(src=state_dict, dst=run_state.model)
-    if run_state.optimizer is not None:
+        try:
+            custom_load_fn(src=state_dict, dst=run_state.model)
+        except Exception as error:  # the other ranks wait below
+            failure = error
+    everyones = exchange.gather(None if failure is None else f"{type(failure).__name__}: {failure}", doing)
+    if has_masters:
+        for master in run_state.runtime.masters:
+            master.adopt_all()
+            master.bucket.remember_values()
+    elif run_state.optimizer is not None:
         run_state.optimizer.refresh_fp32_params()
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(everyones):
+        if text is not None:
+            raise CheckpointError(
+                f"{doing}: custom_load_fn failed on rank {rank}: {text}\nThe model is now partly loaded: load a "
+                "checkpoint again, or build the engine again"
+            )
 
 
 def load_state_dict(

@@ -391,7 +391,8 @@ class EngineCheckpoints:
         run_state = self._settled_run_state()
         state_dict = checkpoint["module"]
         if custom_load_fn is not None:
-            load_by(run_state, state_dict, custom_load_fn)
+            doing = "load_module_state_dict"
+            load_by(run_state, state_dict, custom_load_fn, self._saver.exchange, doing, has_masters=False)
             return
         load_state_dict(
             run_state, state_dict, self._saver.exchange, strict=strict, may_miss=tuple(allowed_missing_keys or ())

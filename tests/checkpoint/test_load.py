@@ -13,6 +13,7 @@ from torch import nn
 import deepspeed
 from deepspeed.checkpoint import load
 from deepspeed.engine import DeepSpeedEngine
+from deepspeed.errors import CheckpointError
 from tests.checkpoint.training import Net, config, fragments, groups, joined
 from tests.checkpoint.training import engine as saved_engine
 from tests.checkpoint.training import train as train_steps
@@ -230,3 +231,43 @@ def with_amsgrad(folder: Path) -> None:
 
 def test_an_option_that_the_optimizer_does_not_have_is_not_restored(tmp_path: Path) -> None:
     run_ranks(with_amsgrad, 1, tmp_path)
+
+
+def filled_by_a_function(folder: Path) -> str:
+    def make() -> DeepSpeedEngine:
+        return engine_of(tower(), 1, bf16={"enabled": True})
+
+    def fill(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+        dst.load_state_dict(src)
+        with torch.no_grad():
+            dst.first.bias.fill_(2.0)
+
+    def refuse(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+        if dist.get_rank() == 1:
+            raise LookupError("not this one")
+
+    engine = make()
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    expected = fragments(engine)
+    engine.destroy()
+    engine = make()
+    engine.load_checkpoint(folder, custom_load_fn=fill)
+    for (kind, name), values in fragments(engine).items():
+        if name == "first.bias" and kind in ("compute", "master"):
+            assert all(bool((part == 2).all()) for _, part in values)
+        else:
+            assert_states_equal(values, expected[kind, name])
+    with pytest.raises((CheckpointError, LookupError)) as raised:
+        engine.load_checkpoint(folder, custom_load_fn=refuse)
+    engine.load_checkpoint(folder)
+    assert_states_equal(fragments(engine), expected)
+    engine.destroy()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_function_fills_the_model_and_keeps_masters_or_fails_on_every_rank(tmp_path: Path) -> None:
+    found = run_ranks(filled_by_a_function, 2, tmp_path, timeout=60)
+    assert "custom_load_fn failed on rank 1: LookupError: not this one" in found[0]
+    assert found[1] == "LookupError: not this one"

@@ -22,6 +22,8 @@ from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import Memory, MemoryTracker, StorageKind
 from deepspeed.zero.tiling.layout import BucketLayout, Fragment, Run
 
+_PART_NUMEL = 1 << 22  # elements of a master that are compared with its compute values at once
+
 
 @dataclass(eq=False)  # compared by identity: comparing the tensors would fail
 class MasterRun:
@@ -247,8 +249,7 @@ class MasterBucket:
             return
         start = fragment.slice_start + first - fragment.tile_start
         mine = self.flat[start : start + last - first]
-        new = values[first - offset : last - offset].to(mine.device)
-        mine.copy_(torch.where(new == mine.to(new.dtype), mine, new.to(mine.dtype)))
+        _take_changed(mine, values[first - offset : last - offset])
 
     def fragment(self, tile: int) -> Fragment | None:
         """Returns what this rank owns of the master of one parameter, or None."""
@@ -259,6 +260,14 @@ class MasterBucket:
         assert self.layout.num_slices == 1
         start, described = self.layout.starts[tile], self.layout.tiles[tile]
         return self.flat[start : start + described.numel].view(described.shape)
+
+    def adopt_all(self) -> None:
+        """Copies the compute values of this rank's slice that have changed into the master, as :meth:`adopt` does."""
+        if self.out is None:
+            return
+        for start in range(0, self.flat.numel(), _PART_NUMEL):
+            part = slice(start, start + _PART_NUMEL)
+            _take_changed(self.flat[part], self.out[part])
 
     def refresh_all(self) -> None:
         """Reads the whole master again from the compute parameters."""
@@ -308,6 +317,12 @@ class MasterBucket:
             if not bool(torch.isfinite(gradient[fragment.in_slice]).all()):
                 return fragment.tile
         return None
+
+
+def _take_changed(master: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies those compute values into a part of a master, 1-D and as long, to which its elements do not round."""
+    new = values.to(master.device)
+    master.copy_(torch.where(new == master.to(new.dtype), master, new.to(master.dtype)))
 
 
 class PublishWork:
