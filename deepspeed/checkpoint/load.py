@@ -327,6 +327,12 @@ def _prepare(
                 )
                 break
     difference.unexpected = [name for name in difference.unexpected if name not in elsewhere]
+    if lost := run_state.own_buffers().intersection(difference.missing):
+        difference.missing = [name for name in difference.missing if name not in lost]
+        notes.append(
+            f"it has no buffers of some experts (earlier releases saved those of one rank): {', '.join(sorted(lost))}; "
+            "these keep their values"
+        )
     strict = options.strict and options.custom_load_fn is None
     if strict and not matches and run_state.shapes() and source.parameters:
         raise CheckpointError(_of_another_kind(run_state, found, options, source))

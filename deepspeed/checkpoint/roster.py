@@ -108,7 +108,9 @@ def roster(run_state: RunState, exchange: Exchange) -> Roster:
     def mine() -> _Gathered:
         listed = [_listed(run_state, bucket, exchange.rank) for bucket in counted if bucket.group.place == 0]
         is_first = runtime.groups.peers.rank == 0
-        return (listed, aliases, buffers, run_state.extra_state()) if is_first else (listed, {}, [], {})
+        if is_first:
+            return listed, aliases, buffers, run_state.extra_state()
+        return listed, {}, sorted(run_state.own_buffers()), {}
 
     gathered = exchange.together("listing the model", mine)
     everything = tuple(entry for listed, *_ in gathered for entry in listed)

@@ -12,6 +12,7 @@ from torch import nn
 from deepspeed.config.sections.checkpoint import Checkpoint
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.tiling.layout import DATA
+from deepspeed.zero.tiling.parts import logical_name_of
 from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
@@ -95,7 +96,7 @@ class RunState:
         return position_of(self.dataloader)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the persistent buffers by name, each tensor once."""
+        """Returns the persistent buffers by their names in the whole model, each tensor once."""
         found: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
         for name, buffer in self._named_buffers():
@@ -104,8 +105,17 @@ class RunState:
                 found[name] = buffer
         return found
 
+    def own_buffers(self) -> set[str]:
+        """Returns the names of those buffers that other ranks of the same data-parallel group do not have."""
+        places = tuple(f"{name}." for module in self.model.modules() if (name := logical_name_of(module)) is not None)
+        return {name for name in self.buffers() if name.startswith(places)}
+
     def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for prefix, module in self.model.named_modules(remove_duplicate=False):
+        logical: dict[str, str] = {}
+        for place, module in self.model.named_modules(remove_duplicate=False):
+            above, _, own = place.rpartition(".")
+            prefix = logical_name_of(module) or (f"{logical.get(above, above)}.{own}" if above else own)
+            logical[place] = prefix
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     yield f"{prefix}.{name}" if prefix else name, buffer

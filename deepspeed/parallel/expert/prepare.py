@@ -15,7 +15,7 @@ from deepspeed.parallel.expert.layer import MOELayer
 from deepspeed.parallel.stages import gather_from_stages
 from deepspeed.zero.address import full_shape
 from deepspeed.zero.tiling.describe import cut_experts
-from deepspeed.zero.tiling.parts import say_part
+from deepspeed.zero.tiling.parts import say_part, set_logical_name
 from deepspeed.zero.tiling.tiles import TilePart
 
 
@@ -69,13 +69,14 @@ def _is_cut(parameter: torch.Tensor) -> bool:
 
 
 def _name_experts(name: str, layer: MOELayer) -> None:
-    """Marks every expert's parameters with its number among all experts; modules count from 0 on every rank."""
+    """Names every expert and its parameters by its number among all experts; modules count from 0 on every rank."""
     if layer.ep_size == 1:
         return
     sharing, _ = Job.current().experts.ranks_of(layer.ep_size)
     first = sharing.index(rank_in()) * layer.num_local_experts
     prefix = f"{name}.experts.deepspeed_experts" if name else "experts.deepspeed_experts"
     for number, expert in enumerate(layer.experts.deepspeed_experts):
+        set_logical_name(expert, f"{prefix}.{first + number}")
         for own, parameter in expert.named_parameters():
             shape = tuple(full_shape(parameter))
             say_part(parameter, TilePart.all_of(f"{prefix}.{first + number}.{own}", shape))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
@@ -18,6 +19,7 @@ from deepspeed.zero.tiling.tiles import Tile, TilePart, TileRegion
 
 _MARK = "ds_tile_part"
 _OWNERS = "ds_part_owners"
+_NAME = "ds_logical_name"
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,17 @@ def mark_owners(parameter: torch.Tensor, owners: PartOwners) -> None:
 def part_owners_of(parameter: torch.Tensor) -> PartOwners | None:
     """Returns the ranks with the other parts of a parameter (any shape); None if that was not declared."""
     return parameter.__dict__.get(_OWNERS)
+
+
+def set_logical_name(module: nn.Module, name: str) -> None:
+    """Records the name of a module in the whole model, where its name on this rank is another (experts on ranks)."""
+    setattr(module, _NAME, name)
+
+
+def logical_name_of(module: nn.Module) -> str | None:
+    """Returns what :func:`set_logical_name` recorded, or None."""
+    name: str | None = getattr(module, _NAME, None)
+    return name
 
 
 def say_part(parameter: torch.Tensor, part: TilePart) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.moe.layer import MoE
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from tests.engine.support import SHARDED, engine_of, rank
+from tests.engine.support import SHARDED, WIDTH, engine_of, rank
 from tests.harness import run_ranks
 from tests.parallel.expert.models import batch, build, transformers
 from tests.parallel.expert.test_auto import adamw, config
@@ -164,3 +166,65 @@ def test_a_full_state_dict_fits_the_model_as_it_was(tmp_path: Path) -> None:
     model.load_state_dict(torch.load(path))
     for name, parameter in build("mixtral").named_parameters():
         assert torch.equal(parameter, dict(model.named_parameters())[name]), name
+
+
+class Counting(nn.Module):
+    """An expert with a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.register_buffer("mark", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.mark[0]
+
+
+class Marked(nn.Module):
+    def __init__(self, ep_size: int) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.block = MoE(WIDTH, Counting(WIDTH), 4, ep_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)[0].square().mean()
+
+
+def _marks(engine: Any) -> list[float]:
+    return [expert.mark[0].item() for expert in engine.module.block.deepspeed_moe.experts.deepspeed_experts]
+
+
+def _save_marked(folder: str) -> None:
+    engine = engine_of(Marked(2), 1)
+    for number, expert in enumerate(engine.module.block.deepspeed_moe.experts.deepspeed_experts):
+        expert.mark.fill_(1 + 2 * rank() + number)
+    engine.save_checkpoint(folder, tag="here")
+    full = engine._consolidated_16bit_state_dict()
+    if rank() == 0:
+        names = [f"block.deepspeed_moe.experts.deepspeed_experts.{number}.mark" for number in range(4)]
+        assert [full[name][0].item() for name in names] == [1, 2, 3, 4]
+    engine.destroy()
+    engine = engine_of(Marked(2), 1)
+    engine.load_checkpoint(folder)
+    assert _marks(engine) == [1 + 2 * rank(), 2 + 2 * rank()]
+    engine.destroy()
+    with mock.patch("deepspeed.parallel.expert.prepare.set_logical_name"):  # as earlier releases saved
+        engine = engine_of(Marked(2), 1)
+    for expert in engine.module.block.deepspeed_moe.experts.deepspeed_experts:
+        expert.mark.fill_(7)
+    engine.save_checkpoint(folder, tag="earlier", save_latest=False)
+    engine.destroy()
+    engine = engine_of(Marked(2), 1)
+    engine.load_checkpoint(folder, tag="earlier")
+    assert _marks(engine) == ([0, 0] if rank() else [7, 7])
+
+
+def _load_marked(folder: str) -> None:
+    engine = engine_of(Marked(1), 1)
+    engine.load_checkpoint(folder)
+    assert _marks(engine) == [1, 2, 3, 4]
+
+
+def test_buffers_of_experts_are_saved_by_all_ranks_that_have_them(tmp_path: Path) -> None:
+    run_ranks(_save_marked, 2, str(tmp_path))
+    run_ranks(_load_marked, 1, str(tmp_path))
