@@ -148,7 +148,7 @@ class RunState:
         default = nn.Module.get_extra_state
         return {
             f"{prefix}._extra_state" if prefix else "_extra_state": module
-            for prefix, module in self.model.named_modules()
+            for prefix, module in self.model.named_modules(remove_duplicate=False)
             if type(module).get_extra_state is not default
         }
 

@@ -22,6 +22,7 @@ from deepspeed.checkpoint.weights_file import TensorEntry, WeightsWriter
 from deepspeed.errors import CheckpointError
 from deepspeed.utils import zero_to_fp32
 from tests.checkpoint.training import Net, engine, fragments, joined, train
+from tests.engine.support import engine_of
 from tests.harness import assert_states_equal, run_ranks
 
 GATHER = {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}
