@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,8 @@ from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_check
 from deepspeed.checkpoint.directory import Format, find
 from deepspeed.checkpoint.source import Wanted
 from deepspeed.checkpoint.upstream.content import stage_1_and_2, stage_3
+from deepspeed.checkpoint.upstream.files import load
+from deepspeed.checkpoint.upstream.slices import whole_of
 from deepspeed.errors import CheckpointError
 from tests.checkpoint.fixtures.make import FIXTURES, PIPELINES
 from tests.checkpoint.training import fragments, joined
@@ -318,3 +322,22 @@ def test_fixtures_are_small():
 
 def test_fixtures_are_those_of_the_script():
     assert {path.stem for path in HERE.glob("*.zip")} == {*FIXTURES, *PIPELINES}
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_damaged_file_of_the_older_format_is_named(tmp_path):
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"module": {"a": torch.ones(3)}, "steps": [1, 2.5, None]}, path, _use_new_zipfile_serialization=False)
+    whole = path.read_bytes()
+    load(path)
+    generator = random.Random(0)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        damaged[generator.randrange(len(whole))] = generator.randrange(256)
+        path.write_bytes(damaged)
+        with contextlib.suppress(CheckpointError):
+            load(path)
+
+
+def test_a_parameter_of_one_element_is_not_cut():
+    assert whole_of("scale", [(), ()], {"tp_replicated_parameter_patterns": []}, "here").shape == ()

@@ -63,6 +63,20 @@ _STAND_INS: list[tuple[Any, str]] = [
     (SubparamShape, "deepspeed.utils.bwc.SubparamShape"),
 ]
 
+# What torch raises for a damaged file; the older format has no checksums.
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    EOFError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    TypeError,
+    ValueError,
+)
+
 
 def load(path: Path, *, trust: bool = False) -> Any:
     """Opens a torch file; tensors stay on the disk until they are read, where the format allows it.
@@ -91,7 +105,7 @@ def load(path: Path, *, trust: bool = False) -> Any:
         raise CheckpointError(
             f"{path} is missing; the checkpoint is not complete. Copy it again from its source"
         ) from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+    except (*_UNREADABLE, OSError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({reason(error)}). It is damaged, or holds objects of the caller that only code "
             "can restore; if you trust the file, load_checkpoint(..., allow_pickled_objects=True) runs it"

@@ -226,6 +226,8 @@ def _by_patterns(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, 
         return SlicedParam(first)
     if _named(name, info.get("parameter_to_average_patterns") or ()):
         return SlicedParam(first, is_mean=True)
+    if not first:  # a single element, which no rank can have a part of
+        return SlicedParam(first)
     if _named(name, info.get("parameter_with_2_sub_params_cat_dim_0") or ()):
         halves = [[int(shape[0]) // 2] * 2 for shape in shapes]
         return _packed(shapes, 0, halves)
