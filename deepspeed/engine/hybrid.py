@@ -35,6 +35,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._is_sharded = any(bucket.is_sharded for bucket in parts.runtime.buckets)
         self._pins = section.pin_parameters and self._is_sharded
         self._generate = self.module.generate
+        self._own_generate = self.module.__dict__.get("generate")
         self._fused = ExitStack()
         self.module.generate = self.generate  # type: ignore[assignment]
 
@@ -78,7 +79,10 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
     def destroy(self) -> None:
         """Releases what the engine holds and gives the model its own ``generate`` back."""
-        self.module.__dict__.pop("generate", None)
+        if self.module.__dict__.get("generate") == self.generate:
+            del self.module.generate
+            if self._own_generate is not None:
+                self.module.generate = self._own_generate
         super().destroy()
 
 
@@ -93,29 +97,33 @@ def merged(model: nn.Module) -> Iterator[int]:
     Yields:
         The number of layers that were merged.
     """
-    kept: list[tuple[nn.Module, torch.Tensor, torch.Tensor]] = []
+    kept: list[tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]] = []
     try:
         with torch.no_grad():
             for module in model.modules():
-                weight = _base_of(module)
-                if weight is not None:
-                    kept.append((module, weight, weight.detach().clone()))
+                base = _base_of(module)
+                if base:
+                    kept.append((module, [(parameter, parameter.detach().clone()) for parameter in base]))
                     _merge(module)
         yield len(kept)
     finally:
         with torch.no_grad():
-            for module, weight, values in reversed(kept):  # layers may share a weight
+            for module, values in reversed(kept):  # layers may share a weight
                 _part(module)
-                weight.copy_(values)
+                for parameter, before in values:
+                    parameter.copy_(before)
 
 
-def _base_of(module: Any) -> torch.Tensor | None:
-    """Returns the weight that a layer's adapter is added to; None without an adapter, or if it is merged already."""
+def _base_of(module: Any) -> list[torch.Tensor]:
+    """Returns the weight that a layer's adapter is added to, and its bias: PEFT's ``lora_bias`` changes that too.
+
+    Empty without an adapter, or if it is merged already.
+    """
     if hasattr(module, "lora_right_weight") and hasattr(module, "fuse_lora"):
-        return None if module.fuse_lora else module.weight
+        return [] if module.fuse_lora else [module.weight]
     if hasattr(module, "lora_A") and callable(getattr(module, "unmerge", None)):
-        return None if module.merged or module.disable_adapters else module.get_base_layer().weight
-    return None
+        return [] if module.merged or module.disable_adapters else list(module.get_base_layer().parameters())
+    return []
 
 
 def _merge(module: Any) -> None:

@@ -149,6 +149,35 @@ def test_adapters_of_other_programs():
     assert torch.equal(before, layer.weight) and not layer.fuse_lora
 
 
+def test_a_bias_that_an_adapter_changes_is_restored_bit_for_bit():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], init_lora_weights=False, lora_bias=True))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with merged(model) as count:
+        assert count == 1
+    assert [name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])] == []
+
+
+class Generates(torch.nn.Linear):
+    def generate(self):
+        return "of the class"
+
+
+def own_method():
+    model = Generates(2, 2)
+    model.generate = lambda: "of the object"
+    engine = start(model, 0, enabled=True)
+    assert engine.generate() == model.generate() == "of the object"
+    engine.destroy()
+    assert model.generate() == "of the object"
+
+
+def test_a_model_gets_a_generate_of_its_own_back():
+    run_ranks(own_method, 1)
+
+
 class Words:
     pad_token_id, eos_token_id = 0, 2
 
