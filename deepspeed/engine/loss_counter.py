@@ -282,7 +282,11 @@ def mean_of_sum(total: torch.Tensor, count: Any) -> torch.Tensor:
         total: The loss summed over tokens.
         count: Tokens, as :func:`checked_count` returns it.
     """
-    return total / (count.to(total.device).clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1.0))
+    if not isinstance(count, torch.Tensor):
+        return total / (count or 1.0)
+    divisor = torch.where(count == 0, 1, count).to(total.device)
+    wide = torch.promote_types(total.dtype, torch.float32)  # counts may be too large for fp16
+    return (total.to(wide) / divisor).to(torch.result_type(total, divisor))
 
 
 def read_counts(counts: Sequence[Any]) -> list[float]:

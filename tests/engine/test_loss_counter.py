@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepspeed.engine.loss_counter import mean_of_sum
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError
 from tests.ecosystem.support import needs_transformers
 from tests.engine.support import engine_of, rank
@@ -268,3 +271,15 @@ def _axes():
 @needs_transformers
 def test_sequence_and_tensor_ranks_give_the_same_update():
     run_ranks(_axes, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_reported_mean_is_right_for_large_and_for_fractional_counts(dtype: torch.dtype) -> None:
+    total = torch.tensor(30000.0, dtype=dtype)
+    for count in (torch.tensor(100_000), 100_000.0):  # above the largest number of fp16
+        mean = mean_of_sum(total, count)
+        assert mean.dtype == dtype and math.isclose(mean.item(), 0.3, rel_tol=1e-3)
+    for count in (torch.tensor(0.5), 0.5):  # a sum of weights
+        assert math.isclose(mean_of_sum(total / 1000, count).item(), 60.0, rel_tol=1e-3)
+    for count in (torch.tensor(0), 0.0):
+        assert mean_of_sum(total * 0, count).item() == 0.0
