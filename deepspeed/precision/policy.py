@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -147,8 +148,13 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     """Applies ``change`` to every tensor, of any shape, in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, dict):
-        return type(value)({key: map_tensors(item, change) for key, item in value.items()})
+    if type(value) is dict:
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, dict):  # its class may not take a dict: that of a defaultdict does not
+        changed = copy.copy(value)
+        for key, item in value.items():
+            changed[key] = map_tensors(item, change)
+        return changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, (list, tuple)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
+
 import pytest
 import torch
 from torch import nn
@@ -56,3 +58,13 @@ def test_a_dtype_that_the_device_lacks_is_refused(sections, key, monkeypatch):
     monkeypatch.setattr(type(get_accelerator()), "is_bf16_supported", lambda accelerator: False)
     with pytest.raises(DeepSpeedConfigError, match=rf"^{key}: the device cpu does not .*bfloat16; set {key} to false"):
         check_device(policy)
+
+
+def test_inputs_in_dicts_of_any_class_are_cast_into_a_copy():
+    policy = policy_of(bf16={"enabled": True, "auto_cast": True})
+    for given in (defaultdict(list, x=torch.ones(2), ids=torch.ones(2).long()), OrderedDict(x=torch.ones(2))):
+        found = policy.cast_arguments(((given,), {"batch": given}))
+        for made in (found[0][0], found[1]["batch"]):
+            assert type(made) is type(given) and made.keys() == given.keys()
+            assert made["x"].dtype == torch.bfloat16 and given["x"].dtype == torch.float32
+            assert "ids" not in made or made["ids"].dtype == torch.int64
