@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -25,8 +25,9 @@ def give_base(module: nn.Module, mixin: type[T]) -> T:
     """Makes ``mixin`` the first base class of ``module`` and returns the module; does nothing the second time.
 
     A wrapper module would change the names of parameters. A ``forward`` set on the object would run after the hooks,
-    and two of these would have no order. If the object already has such a ``forward``, it is moved to the class, so
-    that the one of ``mixin`` calls it.
+    and two of these would have no order. If the object already has such a ``forward``, the class gets a method that
+    calls it, so that the one of ``mixin`` calls it too. It stays an attribute of the object, under another name: a
+    copy of the module then has one that is bound to the copy.
 
     Args:
         module: The module; changed in place.
@@ -34,16 +35,23 @@ def give_base(module: nn.Module, mixin: type[T]) -> T:
             attributes of the module that can be copied.
     """
     if not isinstance(module, mixin):
+        kind: Any = type(module)
         own = module.__dict__.pop("forward", None)
-        kind: Any = type(module) if own is None else _join(_with_forward(own), type(module))
+        if own is not None:
+            name = next(found for number in count() if (found := f"_own_forward_{number}") not in module.__dict__)
+            module.__dict__[name] = own
+            kind = _joined(_calling(name), kind)
         module.__class__ = _joined(mixin, kind)
     assert isinstance(module, mixin)
     return module
 
 
-def _with_forward(own: Callable[..., Any]) -> Any:
-    def forward(_self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
+@cache
+def _calling(name: str) -> Any:
+    """Returns a base class whose ``forward`` calls the attribute ``name`` of the object."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)(*args, **kwargs)
 
     return type("OwnForward", (nn.Module,), {"forward": forward})
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 
+import pytest
 import torch
 from torch import nn
 
@@ -50,3 +53,22 @@ def test_a_forward_of_the_object_is_called_inside():
     layer.forward = lambda values: whole(values) + 1
     give_base(layer, Doubled)
     assert torch.equal(layer(x), 2 * (expected + 1)) and "forward" not in vars(layer)
+
+
+def _shifted(module, x):
+    return nn.functional.linear(x, module.weight, module.bias) + 1
+
+
+@pytest.mark.parametrize("bind", [types.MethodType, functools.partial])
+def test_a_copy_has_a_forward_of_its_own(bind):
+    """As a copy has before: methods and partials (those of Accelerate's hooks) refer to the copied module."""
+    layer, x = nn.Linear(2, 3), torch.randn(4, 2)
+    for mixin in (Doubled, Negative):
+        layer.forward = bind(_shifted, layer)
+        give_base(layer, mixin)
+    expected = layer(x)
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        other.weight.zero_()
+        other.bias.fill_(2.0)
+    assert torch.equal(other(x), torch.full((4, 3), -3.0)) and torch.equal(layer(x), expected)
