@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from typing_extensions import override
@@ -230,12 +230,12 @@ class RankFileReader:
         """Returns the last steps of a rank; None if its file is missing, as the folder may be of this machine only."""
         try:
             with rank_path(self._folder, rank).open("rb") as file:
-                if rank not in self._facts:
-                    self._facts[rank] = json.loads(file.readline())
                 size = file.seek(0, 2)
+                if rank not in self._facts:
+                    self._facts[rank] = _last_start(file, size)
                 file.seek(max(size - _TAIL_BYTES, 0))
                 texts = file.read().splitlines()
-        except (FileNotFoundError, ValueError):  # missing yet, or its first line is incomplete
+        except (OSError, LookupError):  # missing yet, or without its first line; or the file system fails
             return None
         run = RankRun(rank, facts=self._facts[rank])
         for text in texts:
@@ -246,7 +246,28 @@ class RankFileReader:
             if line.get("kind") == "start":  # the steps before are those of an earlier start
                 run.steps.clear()
             run.take(line)
+        self._facts[rank] = run.facts
         return run
+
+
+def _last_start(file: BinaryIO, size: int) -> Line:
+    """Returns the line of the latest start in a file of ``size`` bytes, which is read backwards.
+
+    Raises:
+        LookupError: There is no complete one.
+    """
+    rest, end = b"", size
+    while end > 0:
+        begin = max(end - _TAIL_BYTES, 0)
+        file.seek(begin)
+        first, *lines = (file.read(end - begin) + rest).split(b"\n")
+        for text in reversed(lines if begin else [first, *lines]):
+            if text.startswith(b'{"kind": "start"'):
+                with contextlib.suppress(ValueError):  # of a rank that was killed while it wrote
+                    line: Line = json.loads(text)
+                    return line
+        rest, end = first, begin
+    raise LookupError("the file has no line of a start")
 
 
 class StepBoard:

@@ -88,6 +88,30 @@ def test_steps_of_an_earlier_start_do_not_count(run, texts):
     assert len(texts) == 1
 
 
+def test_facts_are_those_of_the_latest_start(tmp_path, monkeypatch):
+    """A run that was started again in the same folder may have other hosts. Its start can be far from the end."""
+    file = RankFile(tmp_path, 0)
+    for host in ("first", "second"):
+        file.write("start", rank=0, host=host, config={"a": "b" * 40_000})
+        for number in range(1, 300):
+            file.write("step", **step_line(number))
+    file.close()
+    reader = RankFileReader(tmp_path)
+    assert reader.read(0).facts["host"] == "second"
+    with file.path.open("a") as more:
+        more.write('{"kind": "start", "time": 1.0, "host": "third"}\n')
+        more.writelines('{"kind": "step", "time": 1.0, "step": 1}\n' for _ in range(1000))
+    assert RankFileReader(tmp_path).read(0).facts["host"] == "third"
+    file.path.write_text('{"kind": "start", "time": 1.0, "ho')
+    assert RankFileReader(tmp_path).read(0) is None
+
+    def fail(*_args):
+        raise OSError(116, "Stale file handle")  # of a network file system
+
+    monkeypatch.setattr("pathlib.Path.open", fail)
+    assert reader.read(0) is None
+
+
 def test_a_file_that_is_not_there_is_left_out(run, texts):
     run.watch = StragglerWatch(RankFileReader(run.folder).read, 3, lambda: run.now)
     run.go(3 * WINDOW, slow=1)
