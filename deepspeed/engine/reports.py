@@ -147,10 +147,10 @@ def state_text(
     memory: Sequence[tuple[str, int, int, str]],
 ) -> str:
     """Returns the text of ``dump_state``: versions, keys that differ from their defaults, dtypes and memory."""
-    settings = root.model_dump(mode="json", exclude_defaults=True)
+    settings = json.dumps(root.model_dump(exclude_defaults=True), indent=2, default=str)  # functions as their text
     lines = [
         f"state of the engine: torch {torch.__version__}, Python {platform.python_version()}, device {device}",
-        f"configuration (keys that differ from their defaults): {json.dumps(settings, indent=2)}",
+        f"configuration (keys that differ from their defaults): {settings}",
     ]
     for row in precisions:
         names = {name: value for name, value in row.items() if name != "param_group"}

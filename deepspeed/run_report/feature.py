@@ -119,9 +119,9 @@ _SECRETS = ("api_key",)
 
 def settings_of(root: Root) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns two dicts of values by dotted key: those that differ from their defaults, and the others."""
-    changed = _flat(root.model_dump(mode="json", exclude_defaults=True))
+    changed = _flat(root.model_dump(exclude_defaults=True))
     changed.update({path: "(not shown)" for path in changed if path.rpartition(".")[2] in _SECRETS})
-    settings = _flat(root.model_dump(mode="json"))
+    settings = _flat(root.model_dump())
     return changed, {path: value for path, value in settings.items() if path not in changed}
 
 
@@ -131,8 +131,17 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping) and value:
             found.update(_flat(value, f"{prefix}{name}."))
         else:
-            found[f"{prefix}{name}"] = value
+            found[f"{prefix}{name}"] = _plain(value)
     return found
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value of JSON; for objects that only a program can set, such as functions, their text."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return str(value)
+    return value
 
 
 WINDOW = 20

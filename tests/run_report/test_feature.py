@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore
 
+from deepspeed.config import parse
 from deepspeed.run_report import feature, recorder
-from deepspeed.run_report.feature import WINDOW, RankFileReader, StepBoard, StragglerWatch
+from deepspeed.run_report.feature import WINDOW, RankFileReader, StepBoard, StragglerWatch, settings_of
 from deepspeed.run_report.page import all_events
 from deepspeed.run_report.rank_file import RankFile
 from deepspeed.run_report.recorder import StepRecorder
@@ -229,3 +230,13 @@ def test_a_training_without_a_report_names_its_straggler():
     (text,), other = run_ranks(_train_with_posts, 2)
     assert text.startswith("straggler: rank 1") and "takes 2.00 times" in text and "outside the engine" in text
     assert other == []
+
+
+def test_settings_that_are_no_json_are_shown_as_text():
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "scheduler": {"type": "LambdaLR", "params": {"lr_lambda": abs}},
+    }
+    changed, _ = settings_of(parse(config).root)
+    assert changed["scheduler.params.lr_lambda"] == str(abs) and changed["optimizer.params.lr"] == 0.1
