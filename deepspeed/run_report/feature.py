@@ -23,7 +23,7 @@ from deepspeed.comm.job.torch_groups import rendezvous_store
 from deepspeed.comm.start.batched_store import read_many, those_there
 from deepspeed.config.sections.root import Root
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, TrackingHooks
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.exit_notes import ExitNotes
 from deepspeed.logging import log_dist
 from deepspeed.release import VERSION
@@ -31,7 +31,7 @@ from deepspeed.run_report.analysis import SlowRank, phase_name, slow_ranks
 from deepspeed.run_report.page_times import StandbyWriter, report_at_end, report_of_earlier_start
 from deepspeed.run_report.rank_file import RecentSteps, open_folder, rank_path
 from deepspeed.run_report.recorder import StepRecorder
-from deepspeed.run_report.run_data import PLAN, Line, RankRun, RunData
+from deepspeed.run_report.run_data import PLAN, Line, RankRun, RunData, read_plan
 from deepspeed.zero.group import Groups
 from deepspeed.zero.runtime import ZeroRuntime
 
@@ -58,7 +58,10 @@ class RunReportFeature(EngineFeature):
             report_of_earlier_start(folder)
         if section.plan is not None and comm.get_rank() == 0:
             try:
+                read_plan(Path(section.plan))
                 shutil.copyfile(section.plan, folder / PLAN)
+            except DeepSpeedError as error:
+                raise DeepSpeedConfigError(f"run_report.plan={section.plan!r}: {error}") from error
             except OSError as error:
                 raise DeepSpeedConfigError(
                     f"run_report.plan={section.plan!r}: expected the file of ds_plan --json, found: {error.strerror}. "

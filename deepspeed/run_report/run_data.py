@@ -119,10 +119,15 @@ def read_run(folder: Path) -> RunData:
             f"{folder}: expected files {PATTERN}, which a run with run_report.path writes; found none. Give the folder "
             "in run_report.path"
         )
-    return RunData(ranks, torn, _read_plan(folder / PLAN))
+    return RunData(ranks, torn, read_plan(folder / PLAN))
 
 
-def _read_plan(path: Path) -> Line | None:
+def read_plan(path: Path) -> Line | None:
+    """Returns the plan in a file; None if there is no file.
+
+    Raises:
+        DeepSpeedError: The file is no plan of one job, such as that of a sweep.
+    """
     if not path.exists():
         return None
     try:
@@ -131,4 +136,9 @@ def _read_plan(path: Path) -> Line | None:
         raise DeepSpeedError(
             f"{path}: expected the output of ds_plan --json, found: {error}. Copy the file again, or remove it"
         ) from error
+    if not isinstance(plan, dict):
+        raise DeepSpeedError(
+            f"{path}: expected the output of ds_plan --json for one job, found {type(plan).__name__}, as --sweep "
+            "prints. Write the plan without --sweep, or remove the file"
+        )
     return plan

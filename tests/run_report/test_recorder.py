@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,6 +184,9 @@ def _refused(folder):
         engine_of(model, 3, **config)
     with pytest.raises(DeepSpeedConfigError, match=r"run_report\.plan='plan\.json': expected run_report\.path too"):
         engine_of(model, 3, run_report={"plan": "plan.json"})
+    Path(folder, "nowhere.json").write_text("[]")
+    with pytest.raises(DeepSpeedConfigError, match=r"run_report\.plan='.*for one job, found list"):
+        engine_of(model, 3, **config)
     assert [id(parameter) for parameter in model.parameters()] == before
 
 
