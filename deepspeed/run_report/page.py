@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from deepspeed.errors import DeepSpeedError
 from deepspeed.run_report.analysis import OUTLYING, PHASES, RunSummary, analyse, computing, mfu, phase_name
 from deepspeed.run_report.failures import FAILURE, find_failures
 from deepspeed.run_report.rank_file import OUTSIDE
@@ -30,15 +32,23 @@ def write_report(folder: Path) -> Path:
         folder: ``run_report.path`` of the run, with the files of its ranks.
 
     Raises:
-        DeepSpeedError: There is no file of a rank, or the plan is damaged.
+        DeepSpeedError: There is no file of a rank, the plan is damaged, or the page cannot be written.
     """
     run = read_run(folder)
     analysis = analyse(run)
     numbers = json.dumps(_finite(_numbers(run, analysis)), indent=1, allow_nan=False)
     for name, text in (("report.json", numbers), ("report.html", make_page(run, analysis))):
         part = folder / f"{name}.{os.getpid()}.part"  # two ranks may write at the same time
-        part.write_text(text, encoding="utf-8")
-        part.replace(folder / name)
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(folder / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # of the same folder or disk
+                part.unlink(missing_ok=True)
+            raise DeepSpeedError(
+                f"{folder / name}: cannot be written ({error.strerror}); correct the permissions of the folder or free "
+                f"space on its disk, and run ds_report_run {folder}"
+            ) from error
     return folder / "report.html"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import subprocess
 import sys
@@ -84,10 +85,7 @@ def report_of_earlier_start(folder: Path) -> None:
     page = folder / "report.html"
     if not written or (page.exists() and page.stat().st_mtime_ns >= max(written)):
         return
-    try:
-        _report_if_small(folder, 0)
-    except DeepSpeedError as error:  # a damaged file of that start must not stop this one
-        log_dist(f"run report: no page about the start before this one: {error}", level=30)
+    _report_if_small(folder, 0)
 
 
 def _await_ends(folder: Path) -> None:
@@ -116,5 +114,8 @@ def _report_if_small(folder: Path, rank: int) -> None:
     nbytes = sum(path.stat().st_size for path in folder.glob(PATTERN))
     if nbytes > _MAX_BYTES:
         log_dist(f"run report: {nbytes / 2**20:,.0f} MiB to read; run ds_report_run {folder}", ranks=[rank])
-    else:
+        return
+    try:
         log_dist(f"run report: {write_report(folder)}", ranks=[rank])
+    except DeepSpeedError as error:  # must stop neither a program that has ended well, nor the next start
+        log_dist(f"run report: no page was written: {error}", ranks=[rank], level=logging.WARNING)

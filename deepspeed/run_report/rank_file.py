@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 
 PATTERN = "rank-*.jsonl"
 
@@ -104,8 +104,18 @@ def rank_path(folder: Path, rank: int) -> Path:
 
 
 def rank_of(path: Path) -> int:
-    """Returns the number of the rank whose file ``path`` is."""
-    return int(path.stem.removeprefix("rank-"))
+    """Returns the number of the rank whose file ``path`` is.
+
+    Raises:
+        DeepSpeedError: The name has no number, such as that of a copy.
+    """
+    number = path.stem.removeprefix("rank-")
+    if not number.isdecimal():
+        raise DeepSpeedError(
+            f"{path}: expected a name such as rank-00000.jsonl, found another; move the file to another folder, or "
+            "name it after its rank"
+        )
+    return int(number)
 
 
 def has_end(path: Path) -> bool:

@@ -100,14 +100,18 @@ def read_run(folder: Path) -> RunData:
         folder: ``run_report.path`` of the run. Folders of several nodes may be copied into one.
 
     Raises:
-        DeepSpeedError: There is no file of a rank, or the plan is damaged.
+        DeepSpeedError: There is no file of a rank, one cannot be read, or the plan is damaged.
     """
     ranks: dict[int, RankRun] = {}
     torn = 0
     for path in sorted(folder.glob(PATTERN)):
         rank = rank_of(path)
         ranks[rank] = RankRun(rank)
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            content = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise DeepSpeedError(f"{path}: cannot be read ({error.strerror}); correct its permissions") from error
+        for text in content.splitlines():
             try:
                 line = json.loads(text)
             except ValueError:

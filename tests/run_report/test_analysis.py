@@ -119,3 +119,13 @@ def test_a_plan_that_is_cut_off_is_named(tmp_path):
         DeepSpeedError, match=r"plan\.json: expected the output of ds_plan --json, found: .*Copy the file again"
     ):
         read_run(tmp_path)
+    (tmp_path / "plan.json").write_text("[]")
+    with pytest.raises(DeepSpeedError, match=r"plan\.json: expected .* for one job, found list, as --sweep prints"):
+        read_run(tmp_path)
+
+
+def test_a_copy_of_a_file_is_named(tmp_path):
+    file = write_rank(tmp_path, 0, [step_line(1)])
+    (tmp_path / "rank-00000 (1).jsonl").write_bytes(file.path.read_bytes())
+    with pytest.raises(DeepSpeedError, match=r"rank-00000 \(1\)\.jsonl: expected a name such as rank-00000\.jsonl"):
+        read_run(tmp_path)

@@ -10,6 +10,8 @@ from html.parser import HTMLParser
 import pytest
 
 from deepspeed.cli import report_run
+from deepspeed.errors import DeepSpeedError
+from deepspeed.run_report import page_times
 from deepspeed.run_report.page import write_report
 from tests.harness.programs import needs_program
 from tests.run_report.runs import step_line, write_rank
@@ -149,6 +151,17 @@ def test_what_the_model_was_counted_to_take_gives_the_mfu(tmp_path):
     page = write_report(tmp_path).read_text()
     assert "4.8%" in page and "FLOP/s (MFU)" in page and "by the plan" not in page
     assert "operations" not in page.split("<h2>Events</h2>")[-1]
+
+
+def test_a_page_that_cannot_be_written_is_one_sentence(folder, monkeypatch):
+    (folder / "report.html").mkdir()
+    with pytest.raises(DeepSpeedError, match=r"report\.html: cannot be written \(Is a directory\)"):
+        write_report(folder)
+    assert not list(folder.glob("*.part"))
+    lines = []
+    monkeypatch.setattr(page_times, "log_dist", lambda line, **_: lines.append(line))
+    page_times.report_at_end(folder, 1, has_failed=True)
+    assert len(lines) == 1 and lines[0].startswith("run report: no page was written: ")
 
 
 def test_the_command_prints_where_the_page_is(folder, capsys):
