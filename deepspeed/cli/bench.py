@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed.cli.command import run_command
 from deepspeed.comm.speed import OPERATIONS, CollectiveSpeed, measure_collectives
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -23,9 +24,15 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Args:
         args: The command line; None means that of this process. Unknown options are passed to
-            the launcher.
+            the launcher. A wrong one ends the process with one sentence.
+
+    Raises:
+        DeepSpeedError: The launcher refuses its options (only when ``args`` is given).
     """
-    words = list(sys.argv[1:] if args is None else args)
+    run_command("ds_bench", lambda: _run(list(sys.argv[1:] if args is None else args)), args)
+
+
+def _run(words: Sequence[str]) -> None:
     options, of_the_launcher = _parse(words)
     if "RANK" in os.environ:
         if of_the_launcher:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -20,8 +22,20 @@ def run_command(name: str, work: Callable[[], int | None], args: Sequence[str] |
         DeepSpeedError: ``work`` failed, and ``args`` was given.
         SystemExit: ``work`` failed without ``args``, or the exit code is not 0.
     """
+    code: int | None = None
+    if args is None and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # terminals may lack some characters
     try:
-        code = work()
+        try:
+            code = work()
+        finally:  # also after --help, which exits
+            if args is None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output, such as head, has closed the pipe
+        if args is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        sys.exit(code or 1)
     except KeyboardInterrupt:
         if args is not None:
             raise

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
 from deepspeed.checkpoint import inspect
+from deepspeed.cli.command import run_command
 
 
 def main() -> None:
-    """Runs the command and exits with its code."""
-    sys.exit(inspect.main())
+    """Runs the command; exits with its code if that is not 0."""
+    run_command("ds_inspect", inspect.main, None)
 
 
 if __name__ == "__main__":

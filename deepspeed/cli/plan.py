@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspeed.accelerator.devices import DEVICES, in_words
+from deepspeed.cli.command import run_command
 from deepspeed.cli.measure import measure_in_ranks
 from deepspeed.cli.predict import (
     PredictionOutput,
@@ -96,14 +97,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def run() -> None:
-    """Runs the command."""
-    try:
-        code = main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
-    sys.exit(code)
+    """Runs the command, and exits with its code."""
+    run_command("ds_plan", main, None)
+    sys.exit(0)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -25,6 +25,7 @@ import deepspeed
 from deepspeed import comm
 from deepspeed.accelerator import DeepSpeedAccelerator, cpu_has_bf16, get_accelerator, host_memory
 from deepspeed.accelerator.cpu import CPUAccelerator
+from deepspeed.cli.command import run_command
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.launcher.devices import usable_cores
 from deepspeed.missing_features import FEATURES
@@ -45,7 +46,10 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: The command line; None means that of this process.
     """
-    options = _parse_args(args)
+    run_command("ds_report", lambda: _report(_parse_args(args)), args)
+
+
+def _report(options: argparse.Namespace) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH_WITHOUT_TERMINAL)

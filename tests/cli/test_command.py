@@ -1,0 +1,82 @@
+"""What all commands do with mistakes, interrupts and readers that stop reading."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from contextlib import contextmanager, redirect_stdout
+
+import pytest
+
+from deepspeed.cli import bench, report
+from deepspeed.cli.command import run_command
+from deepspeed.config import __main__ as config_command
+from deepspeed.errors import DeepSpeedError
+from deepspeed.launcher import runner
+
+
+@contextmanager
+def closed_pipe():
+    """Replaces standard output by a pipe whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output, redirect_stdout(output):  # closing raises if the pipe is still there
+        yield
+
+
+@pytest.mark.parametrize(("code", "expected"), [(None, 1), (0, 1), (3, 3)])
+def test_a_closed_pipe_ends_a_command_without_a_traceback(code, expected):
+    def work():
+        print("lines")
+        return code
+
+    with closed_pipe(), pytest.raises(SystemExit) as stop:
+        run_command("ds_x", work, None)
+    assert stop.value.code == expected
+
+
+def test_so_does_one_that_the_help_is_written_to():
+    def work():
+        print("usage: ds_x")
+        sys.exit(0)
+
+    with closed_pipe(), pytest.raises(SystemExit) as stop:
+        run_command("ds_x", work, None)
+    assert stop.value.code == 1
+
+
+def test_the_schema_goes_to_a_closed_pipe(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["config", "schema"])
+    with closed_pipe(), pytest.raises(SystemExit) as stop:
+        config_command.run()
+    assert stop.value.code == 1
+
+
+def test_characters_that_a_terminal_lacks_are_replaced():
+    raw = io.BytesIO()
+    with io.TextIOWrapper(raw, encoding="ascii") as output, redirect_stdout(output):
+        run_command("ds_x", lambda: print("caf\xe9 \u2026"), None)
+        assert raw.getvalue() == b"caf? ?\n"
+
+
+def test_an_interrupt_ends_a_report_as_a_shell_does(monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "collect", interrupt)
+    monkeypatch.setattr(sys, "argv", ["ds_report"])
+    with pytest.raises(SystemExit) as stop:
+        report.main()
+    assert stop.value.code == 130
+
+
+def test_a_launcher_that_refuses_is_one_sentence_of_the_benchmark(monkeypatch):
+    def refuse(args):
+        raise DeepSpeedError("there is no host file")
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(runner, "main", refuse)
+    monkeypatch.setattr(sys, "argv", ["ds_bench", "--hostfile", "nowhere"])
+    with pytest.raises(SystemExit, match="^ds_bench: there is no host file$"):
+        bench.main()
