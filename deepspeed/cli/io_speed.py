@@ -85,7 +85,7 @@ def size_of(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: The text is no such number.
     """
-    match = re.fullmatch(r"(\d+)([KMGT]?)(i?B)?", text.strip().upper())
+    match = re.fullmatch(r"(\d+)([KMGT]?)(I?B)?", text.strip().upper())
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected a number such as 1048576, 512M or 1G")
     return int(match[1]) * _UNITS[match[2]]

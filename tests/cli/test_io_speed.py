@@ -77,3 +77,8 @@ def test_failures_are_one_sentence(tmp_path, monkeypatch, capsys):
             io_speed.main(wrong)
         assert stop.value.code == 2
         assert "expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["512M", "512MiB", "512mib", "512MB", "524288K", "536870912", "536870912B"])
+def test_spellings_of_a_size(text):
+    assert io_speed.size_of(text) == 512 << 20
