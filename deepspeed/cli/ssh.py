@@ -44,12 +44,13 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if not args.command:
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
         raise LauncherError("expected a command after the options, found none; for example: ds_ssh hostname")
     hosts = fetch_hostfile(args.hostfile)
     if hosts is None:
         raise LauncherError(f"there is no host file {args.hostfile}; name one with -f, with lines 'host slots=N'")
-    line = " ".join(args.command)
+    line = " ".join(command)
     if shutil.which("pdsh"):
         # pdsh would expand a percent sign, see `man pdsh`.
         words = ["pdsh", "-S", "-f", "1024", "-w", ",".join(hosts), line.replace("%", "%%")]

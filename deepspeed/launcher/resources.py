@@ -62,7 +62,7 @@ def fetch_hostfile(hostfile_path: str | None, devices: Callable[[], int] = lambd
         return None
     hosts: OrderedDict[str, int] = OrderedDict()
     named: Counter[str] = Counter()  # without slots
-    for number, raw in enumerate(Path(hostfile_path).read_text().splitlines(), 1):
+    for number, raw in enumerate(Path(hostfile_path).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         line = raw.partition("#")[0].strip()
         if not line:
             continue

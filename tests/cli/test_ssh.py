@@ -29,6 +29,12 @@ def test_every_machine_runs_the_line(programs, capfd):
     assert sorted(capfd.readouterr().out.splitlines()) == ["a: 100%", "a: on a", "b: 100%", "b: on b"]
 
 
+def test_a_command_behind_two_hyphens(programs, tmp_path, capfd):
+    (tmp_path / "hosts").write_bytes("a slots=1  # caf\xe9\n".encode("latin-1"))
+    ssh.main(["-f", "hosts", "--", "echo", "--", "on", "$HOST"])
+    assert capfd.readouterr().out == "a: -- on a\n"
+
+
 def test_the_exit_code_is_the_largest(programs):
     with pytest.raises(SystemExit) as stop:
         ssh.main(["--hostfile=hosts", "[ $HOST = a ] || exit 4"])
