@@ -146,7 +146,8 @@ def _paths(folder: Path) -> list[Path]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
-        trace["traceEvents"][:1]
+        if not all(isinstance(event, dict) for event in trace["traceEvents"]):
+            raise TypeError("events that are no objects")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DeepSpeedError(f"{path}: expected a Chrome trace, found: {error}. Trace the run again") from error
     return trace  # type: ignore[no-any-return]

@@ -93,7 +93,11 @@ def test_the_cause_of_a_slower_step_is_named_with_its_rank_and_not_the_waits_for
     assert sends[0]["id"] == sends[1]["id"] != sends[2]["id"] and sends[1]["ts"] - sends[0]["ts"] == 2e6
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"traceEvents": []}'], ids=["empty", "list", "no step"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"traceEvents": []}', '{"traceEvents": [1]}', '{"traceEvents": 1}'],
+    ids=["empty", "list", "no step", "numbers", "number"],
+)
 def test_what_is_no_trace_is_named(tmp_path, text):
     path = tmp_path / "trace.json"
     path.write_text(text)
