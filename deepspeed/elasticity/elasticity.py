@@ -17,6 +17,7 @@ from deepspeed.config import parse
 from deepspeed.config.elastic_batch import choose_batch
 from deepspeed.config.elastic_rules import differences_from_scheduler
 from deepspeed.config.sections.elasticity import Elasticity
+from deepspeed.config.types import to_bool
 from deepspeed.errors import (
     DeepSpeedConfigError,
     ElasticityConfigError,
@@ -36,7 +37,15 @@ DEEPSPEED_ELASTICITY_CONFIG = "DEEPSPEED_ELASTICITY_CONFIG"
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
     """Returns whether the configuration has a section ``elasticity`` that is enabled."""
     section = ds_config.get(ELASTICITY)
-    return isinstance(section, Mapping) and bool(section.get(ENABLED, ENABLED_DEFAULT))
+    return isinstance(section, Mapping) and _is_switched_on(section)
+
+
+def _is_switched_on(section: Mapping[str, Any]) -> bool:
+    """Returns the switch in any of its spellings; False for a value that is none, which the parser refuses."""
+    try:
+        return to_bool(section.get(ENABLED, ENABLED_DEFAULT))
+    except ValueError:
+        return False
 
 
 def compute_elastic_config(
@@ -158,7 +167,7 @@ class ElasticityConfig:
 
     def __init__(self, param_dict: Mapping[str, Any]) -> None:
         self._given = dict(param_dict)
-        others = {} if self._given.get("enabled") is True else {"train_batch_size": 1}
+        others = {} if _is_switched_on(self._given) else {"train_batch_size": 1}
         try:
             section = parse({**others, "elasticity": self._given}).root.elasticity
         except DeepSpeedConfigError as error:

@@ -240,3 +240,10 @@ def test_training_at_two_numbers_of_ranks_uses_one_batch():
     assert (size, steps) == (12, 1)
     assert [(found[0], found[2]) for found in both] == [(12, 1)] * 2
     assert both[0][3] == pytest.approx(alone, abs=1e-6)
+
+
+@pytest.mark.parametrize("spelling", [1, "true", "YES"])
+def test_spellings_of_the_switch(spelling):
+    assert ranks(BASE, enabled=spelling) == ranks(BASE)
+    with pytest.raises(ElasticityConfigError, match="expected true, found false"):
+        ranks(BASE, enabled="false")
