@@ -156,6 +156,8 @@ DType = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(to_dtype)]
 FilePath = Annotated[str | None, BeforeValidator(_to_path)]
 Steps = Annotated[int | None, BeforeValidator(lambda value: None if value is None else _to_steps(value))]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_to_stage)]
+Degree = Annotated[Int, BeforeValidator(lambda value: 1 if value is None else value)]
+"""A number of ranks that is 1 if it is null."""
 IntList = Annotated[list[Int], BeforeValidator(_tuple_to_list)]
 FloatList = Annotated[list[Float], BeforeValidator(_tuple_to_list)]
 TextList = Annotated[list[str], BeforeValidator(_to_list)]

@@ -37,7 +37,7 @@ from deepspeed.config.sections.scheduler import Scheduler
 from deepspeed.config.sections.sparse_attention import SparseAttention
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.config.sections.zero import ZeroOptimization
-from deepspeed.config.types import AnyCase, Bool, DType, Float, Int, Steps
+from deepspeed.config.types import AnyCase, Bool, Degree, DType, Float, Int, Steps
 
 
 class SequenceParallel(Section):
@@ -183,6 +183,10 @@ def _switch_as_section(value: Any) -> Any:
     return value
 
 
+def _null_as_fp32(value: Any) -> Any:
+    return "fp32" if value is None else value
+
+
 class Root(Section):
     """The whole configuration."""
 
@@ -233,10 +237,11 @@ class Root(Section):
         "Dtype in which gradients are sent.",
         null_means="their own dtype; at stages 0 and 1 sums of several micro-batches in data_types.grad_accum_dtype",
     )
-    seq_parallel_communication_data_type: DType = key(
+    seq_parallel_communication_data_type: Annotated[DType, BeforeValidator(_null_as_fp32)] = key(
         "fp32",
         "Dtype in which gradients are sent with sequence_parallel_size above 1, unless communication_data_type is "
         "given. Called seq_parallel_comm_data_type before 0.16.5.",
+        null_means="fp32",
     )
     sparse_gradients: Bool = key(
         False,
@@ -276,8 +281,12 @@ class Root(Section):
         above=0,
         null_means="all ranks that other axes leave",
     )
-    sequence_parallel_size: Int = key(
-        1, "Sequence axis of the device mesh; divides the data-parallel size.", unit="ranks", above=0
+    sequence_parallel_size: Degree = key(
+        1,
+        "Sequence axis of the device mesh; divides the data-parallel size.",
+        unit="ranks",
+        above=0,
+        null_means="1",
     )
     max_consecutive_skipped_steps: Int = key(
         100,
