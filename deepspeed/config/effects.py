@@ -34,6 +34,8 @@ def note_effects(root: Root, findings: ConfigMessages) -> None:
     _idle_nodes(root.zero_optimization, findings)
     _idle_codes(root, findings)
     _idle_tuning(root, findings)
+    _idle_sampling(root, findings)
+    _idle_quantization(root, findings)
     if root.prescale_gradients and root.gradient_predivide_factor != 1:
         _line(
             [("gradient_predivide_factor",)],
@@ -138,6 +140,24 @@ def _idle_tuning(root: Root, findings: ConfigMessages) -> None:
             "autotuning.enabled: the script was not started by deepspeed --autotuning tune (or run); it trains as "
             "configured"
         )
+
+
+def _idle_sampling(root: Root, findings: ConfigMessages) -> None:
+    """Adds a line about keys of the sampler where only ``dynamic_batching``, which does not need it, is on."""
+    section = root.data_efficiency
+    if section is not None and section.packs_tokens and not section.data_sampling.enabled:
+        at: Path = ("data_efficiency", "data_sampling")
+        idle = [path for path in _changed_paths(section.data_sampling, at) if path[len(at)] != "dynamic_batching"]
+        _line(idle, "data_efficiency.data_sampling.enabled is false", findings)
+
+
+def _idle_quantization(root: Root, findings: ConfigMessages) -> None:
+    section = root.weight_quantization
+    if section is None or not section.enabled:
+        return
+    if not section.post_init_quant and not section.quantized_initialization.model_fields_set:
+        reason = "neither quantized_initialization nor post_init_quant selects layers"
+        _line([("weight_quantization",)], reason, findings)
 
 
 def _idle_codes(root: Root, findings: ConfigMessages) -> None:

@@ -314,6 +314,10 @@ def test_sections_built_by_a_program_accept_both_spellings() -> None:
 # Values without effect.
 
 
+def sampled(section: dict[str, Any]) -> dict[str, Any]:
+    return {"data_efficiency": {"enabled": True, "data_sampling": section}}
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -351,6 +355,19 @@ def test_sections_built_by_a_program_accept_both_spellings() -> None:
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "cpuadam_cores_perc": 0.5}}},
             "cpuadam_cores_perc has no effect: the update runs in the rank's own process",
+        ),
+        ({"weight_quantization": {}}, "weight_quantization has no effect: neither quantized_initialization nor"),
+        (
+            {"weight_quantization": {"num_bits": 4, "post_init_quant": {"mlp": {"num_bits": 4}}}},
+            "weight_quantization.num_bits has no effect: quantized_initialization and post_init_quant say how",
+        ),
+        (
+            sampled({"num_workers": 2, "dynamic_batching": {"enabled": True, "max_tokens": 9, "min_batch_size": 2}}),
+            "data_efficiency.data_sampling.num_workers has no effect: data_efficiency.data_sampling.enabled is false",
+        ),
+        (
+            sampled({"num_workers": 2, "dynamic_batching": {"max_tokens": 9}}),
+            "data_sampling.num_workers, data_efficiency.data_sampling.dynamic_batching.max_tokens have no effect",
         ),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
+from typing_extensions import override
+
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import AnyCase, Bool, FilePath, Float, Int, IntList
 
@@ -89,6 +91,10 @@ class DataSampling(Section):
     pin_memory: Bool = key(False, "Load batches into page-locked memory.")
     curriculum_learning: CurriculumSampling = key(None, "Order samples by difficulty.", factory=CurriculumSampling)
     dynamic_batching: DynamicBatching = key(None, "Batches with a limit on tokens.", factory=DynamicBatching)
+
+    @override
+    def is_used(self) -> bool:
+        return self.enabled or self.dynamic_batching.enabled
 
 
 class LtdStepSchedule(Section):

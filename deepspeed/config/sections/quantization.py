@@ -21,6 +21,9 @@ class QuantizedWeightGroup(Section):
     symmetric: Bool | None = key(None, "Symmetric range; only false works.")
 
 
+_SELECTED = "quantized_initialization and post_init_quant say how the layers that they select are quantized"
+
+
 class WeightQuantization(Section):
     """Weight-only quantization. The section's presence turns it on unless enabled is false."""
 
@@ -36,11 +39,13 @@ class WeightQuantization(Section):
     post_init_quant: dict[str, QuantizedWeightGroup] = key(
         None, "Quantize layers after the model is built; the keys are parts of their names.", factory=dict
     )
-    num_bits: Int = key(8, "Bit width.", unit="bits", above=0)
+    num_bits: Int = key(8, "Bit width.", unit="bits", above=0, no_effect=_SELECTED)
     q_type: QuantType = key(
-        "symmetric", "symmetric: a range around zero. asymmetric: from the smallest to the largest value."
+        "symmetric",
+        "symmetric: a range around zero. asymmetric: from the smallest to the largest value.",
+        no_effect=_SELECTED,
     )
-    q_groups: Int = key(1, "Number of groups of a weight, each with its own scale.", above=0)
+    q_groups: Int = key(1, "Number of groups of a weight, each with its own scale.", above=0, no_effect=_SELECTED)
 
 
 class QuantizeBits(Section):
