@@ -119,6 +119,7 @@ _MICRO, _STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _FIRST, _SECOND = f"{_ADAM}.betas|, its first number", f"{_ADAM}.betas|, its second number"
 _COSINE = f"{_SCHEDULE}.cos_min_ratio|, a share of the learning rate"
 _OFFLOAD_PARAM, _OFFLOAD_OPTIMIZER = f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"
+_STAGES = "pipeline.stages|; the program gives it, as PipelineModule(num_stages=...)"
 _RECOMPUTE = "activation_checkpointing|; the model's own switch (gradient_checkpointing_enable()) turns it on"
 
 # Sections, besides the top level, in which these names are recognised; elsewhere they mean other things.
@@ -277,8 +278,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "sp_size": ("sequence_parallel_size",),
     "tensor_model_parallel_size": ("tensor_parallel.autotp_size",),
     "tp_size": ("tensor_parallel.autotp_size",),
-    "pipeline_model_parallel_size": ("pipeline.stages",),
-    "pp_size": ("pipeline.stages",),
+    "pipeline_model_parallel_size": (_STAGES,),
+    "pp_size": (_STAGES,),
     "torch_compile": ("compile",),
 }
 """By unknown name: the keys that may be meant, best first; after a bar, further advice."""

@@ -172,6 +172,7 @@ def test_messages_of_other_libraries_lead_to_existing_keys() -> None:
         ),
         ({"zero_optimization": {"max_grad_norm": 1}}, 'did you mean "gradient_clipping"?'),
         ({"Mixed-Precision": "bf16"}, 'did you mean "bf16", fp16 or torch_autocast?'),
+        ({"pp_size": 2}, 'did you mean "pipeline.stages"; the program gives it, as PipelineModule(num_stages=...)?'),
         # what the class in use does not have is not suggested
         ({"optimizer": {"type": "SGD", "params": {"lr": 1, "beta1": 1}}}, "the closest valid key"),
     ],
