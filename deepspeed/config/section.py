@@ -74,7 +74,7 @@ class KeyInfo:
             return all(self.admits(item) for item in value)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return True
-        if math.isinf(value) and not self.infinite:
+        if isinstance(value, float) and math.isinf(value) and not self.infinite:
             return False
         return (
             (self.minimum is None or value >= self.minimum)

@@ -30,12 +30,18 @@ _DTYPES = {
 }
 
 
+def _plain(value: Any) -> Any:
+    """Returns a scalar of numpy, or a tensor without dimensions, as a value of Python; other values as they are."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
 def to_int(value: Any) -> int:
     """Returns an int, a whole float or integer text as int.
 
     Raises:
         ValueError: Anything else, bools included.
     """
+    value = _plain(value)
     if isinstance(value, bool):
         raise ValueError("a bool is not an integer")
     if isinstance(value, int):
@@ -53,12 +59,17 @@ def to_float(value: Any) -> float:
     Raises:
         ValueError: Anything else, bools included.
     """
+    value = _plain(value)
     if isinstance(value, bool):
         raise ValueError("a bool is not a number")
-    if isinstance(value, (int, float)) and not math.isnan(value):
-        return float(value)
-    if isinstance(value, str) and _NUMBER_TEXT.fullmatch(value.strip()):
-        return float(value)
+    is_text = isinstance(value, str) and _NUMBER_TEXT.fullmatch(value.strip()) is not None
+    if is_text or isinstance(value, (int, float)):
+        try:
+            number = float(value)
+        except OverflowError:
+            raise ValueError("larger than any float") from None
+        if not math.isnan(number):
+            return number
     raise ValueError("not a number")
 
 
@@ -68,6 +79,7 @@ def to_bool(value: Any) -> bool:
     Raises:
         ValueError: Anything else.
     """
+    value = _plain(value)
     if isinstance(value, bool):
         return value
     if isinstance(value, (int, float)) and value in (0, 1):
@@ -112,6 +124,7 @@ def _capitalize(value: Any) -> Any:
 
 def _to_stage(value: Any) -> Any:
     """Returns a ZeRO stage; older files write it also as text, as a whole float or as ``true`` (stage 1)."""
+    value = _plain(value)
     return int(value) if isinstance(value, bool) else to_int(value)
 
 
@@ -146,6 +159,7 @@ def _texts_or_auto(value: Any) -> Any:
 
 def _to_steps(value: Any) -> Any:
     """Returns a step count where infinite means never; accelerate always sends an infinite ``steps_per_print``."""
+    value = _plain(value)
     return None if isinstance(value, float) and value == math.inf else to_int(value)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
+from deepspeed.config import parse
 from deepspeed.config.types import to_bool, to_dtype, to_float, to_int
 from tests.config.support import only_problem, read
 
@@ -96,6 +98,33 @@ def test_the_same_coercions_in_every_section() -> None:
     assert root.checkpoint.tag_validation == "Fail" and root.checkpoint.load_universal is False
     assert root.torch_autocast.dtype == "fp16" and root.communication_data_type == "fp32"
     assert root.gradient_allreduce_op == "mean" and root.steps_per_print == 50 and root.gradient_clipping == 0.5
+
+
+def test_scalars_of_numpy_and_torch() -> None:
+    torch = pytest.importorskip("torch")
+    config = {
+        "train_batch_size": np.int64(8),
+        "gradient_clipping": np.float32(0.5),
+        "steps_per_print": np.float64(math.inf),
+        "zero_optimization": {"stage": np.int32(2), "reduce_bucket_size": np.float32(5e8), "overlap_comm": np.True_},
+        "optimizer": {"type": "SGD", "params": {"lr": torch.tensor(0.25), "nesterov": np.bool_(False)}},
+    }
+    root = parse(config).root
+    assert (root.train_batch_size, root.gradient_clipping, root.steps_per_print) == (8, 0.5, None)
+    assert type(root.train_batch_size) is int and root.zero_optimization.stage == 2
+    assert root.zero_optimization.reduce_bucket_size == 500_000_000 and root.zero_optimization.overlap_comm is True
+    assert root.optimizer is not None and root.optimizer.params == {"lr": 0.25, "nesterov": False}
+    assert "expected an integer > 0" in only_problem({"train_batch_size": np.array([8])})
+
+
+def test_a_number_larger_than_any_float() -> None:
+    assert only_problem({"gradient_clipping": 10**400}).startswith("gradient_clipping: expected a number >= 0")
+    assert read({"zero_optimization": {"reduce_bucket_size": 10**400}}).root.zero_optimization.reduce_bucket_size
+
+
+def test_null_where_the_original_package_has_no_default() -> None:
+    root = read({"sequence_parallel_size": None, "seq_parallel_communication_data_type": None}).root
+    assert root.sequence_parallel_size == 1 and root.seq_parallel_communication_data_type == "fp32"
 
 
 def test_steps_per_print_never() -> None:
