@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,12 +15,14 @@ from deepspeed.config.degrees import data_parallel_size
 from deepspeed.config.parsing import ParsedConfig, parse
 from deepspeed.config.reference import reference_text
 from deepspeed.config.schema import schema_text
+from deepspeed.config.source import is_readable
 from deepspeed.errors import DeepSpeedConfigError
 
 
 def _check(source: str, world_size: int | None, console: Console) -> int:
-    if not Path(source).is_file():
-        console.print(f"[red]there is no file {escape(source)}[/]", soft_wrap=True)
+    if not is_readable(source):
+        reason = f"{source} is a folder; give a file" if os.path.isdir(source) else f"there is no file {source}"
+        console.print(f"[red]{escape(reason)}[/]", soft_wrap=True)
         return 1
     try:
         ranks = None if world_size is None else lambda root: data_parallel_size(root, world_size)
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="check a configuration file")
     check.add_argument("file", help="configuration file (JSON or Hjson)")
-    check.add_argument("--world-size", type=int, help="number of data-parallel ranks, for the batch arithmetic")
+    check.add_argument("--world-size", type=int, help="number of ranks of the job, for the batch arithmetic")
     commands.add_parser("schema", help="write the JSON Schema to standard output")
     commands.add_parser("reference", help="write the reference page to standard output")
     given = parser.parse_args(arguments)

@@ -144,8 +144,9 @@ def _read_text(text: str, name: str | None) -> Document:
 
 
 def _read_base64(text: str) -> Document:
+    compact = "".join(text.split())  # the command base64 breaks its output into lines
     try:
-        decoded = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
+        decoded = base64.b64decode(compact.encode("ascii") + b"=" * (-len(compact) % 4), altchars=b"-_", validate=True)
         content = decoded.decode("utf-8")
         json.loads(content)
     except (binascii.Error, ValueError, UnicodeError):
@@ -177,11 +178,11 @@ def read_source(source: Any) -> Document:
         return Document(dict(source))
     if isinstance(source, os.PathLike):
         path = FilePath(source)
-        if not path.is_file():
+        if not is_readable(source):
             raise configuration_error((_not_a_file(path),), None)
         return _read_file(path)
     if isinstance(source, str):
-        if _is(FilePath.is_file, source):
+        if is_readable(source):
             return _read_file(FilePath(source))
         if _is(FilePath.is_dir, source):
             raise configuration_error((_not_a_file(FilePath(source)),), None)
@@ -195,7 +196,12 @@ def read_source(source: Any) -> Document:
     )
 
 
-def _is(test: Callable[[FilePath], bool], text: str) -> bool:
+def is_readable(path: str | os.PathLike[str]) -> bool:
+    """Returns whether there is something other than a folder: a file, or a pipe such as ``<(command)`` of a shell."""
+    return _is(lambda found: found.exists() and not found.is_dir(), path)
+
+
+def _is(test: Callable[[FilePath], bool], text: str | os.PathLike[str]) -> bool:
     try:
         return test(FilePath(text))
     except (OSError, ValueError):  # too long for a file name, or a null byte in it
@@ -211,6 +217,8 @@ def _read_file(path: FilePath) -> Document:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise configuration_error((f"the file is not UTF-8 text ({error})",), str(path)) from None
+    except OSError as error:
+        raise configuration_error((f"the file cannot be read ({error.strerror}); correct it",), str(path)) from None
     document = _read_text(text, str(path))
     if path.suffix.lower() == ".json":
         try:

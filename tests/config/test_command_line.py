@@ -48,6 +48,11 @@ def test_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no file nowhere.json" in capsys.readouterr().out
 
 
+def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(tmp_path)]) == 1
+    assert "is a folder; give a file" in capsys.readouterr().out
+
+
 def test_schema_and_reference_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out)["title"] == "ds_config"
