@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -134,7 +134,7 @@ def _data_ranks(given: int | Callable[[Root], int] | None, root: Root, findings:
 def _order(data: Any, path: Path = (), order: dict[Path, int] | None = None) -> dict[Path, int]:
     """Returns the place of every key in the configuration, so that problems come in that order."""
     order = {} if order is None else order
-    if isinstance(data, dict):
+    if isinstance(data, Mapping):
         for name, value in data.items():
             order[(*path, str(name))] = len(order)
             _order(value, (*path, str(name)), order)
@@ -394,6 +394,7 @@ def parse_section(source: Any, name: str) -> Section | None:
     if name not in document.data:
         return None
     findings = ConfigMessages(document.lines, {}, document.name)
-    root = build(Root, clean(Root, {name: document.data[name]}, (), findings), (), findings)
+    given = structural_copy({name: document.data[name]})
+    root = build(Root, clean(Root, given, (), findings), (), findings)
     findings.raise_if_any()
     return getattr(root, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -23,14 +24,18 @@ UNKNOWN_KEYS_VARIABLE = "DEEPSPEED_UNKNOWN_CONFIG_KEYS"
 
 
 def structural_copy(value: Any) -> Any:
-    """Returns a copy of the objects and lists, sharing the leaves; keys that begin with an underscore are comments."""
-    if isinstance(value, dict):
+    """Returns a copy of the objects and lists, sharing the leaves; keys that begin with an underscore are comments.
+
+    Mappings and sequences of other types, such as those of OmegaConf, become dicts and lists.
+    """
+    if isinstance(value, Mapping):
         return {
             name: structural_copy(item)
             for name, item in value.items()
             if not (isinstance(name, str) and name.startswith("_"))
         }
-    return [structural_copy(item) for item in value] if isinstance(value, list) else value
+    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes, tuple))
+    return [structural_copy(item) for item in value] if is_list else value
 
 
 def is_auto(value: Any) -> bool:

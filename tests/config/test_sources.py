@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import subprocess
+from collections import UserDict, UserList
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import hjson
@@ -13,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed.config import load_ds_config, parse
+from deepspeed.config.parsing import parse_section
+from deepspeed.config.sections.monitor import CommsLogger
 from deepspeed.config.source import read_source
 from deepspeed.errors import DeepSpeedConfigError
 from tests.config.support import only_problem, problems
@@ -48,6 +54,49 @@ def test_the_three_forms_read_alike(tmp_path: Path) -> None:
     for source in sources:
         assert parse(source).root.zero_optimization.stage == 2
         assert load_ds_config(source) == config
+
+
+def test_base64_in_lines_and_a_pipe(tmp_path: Path) -> None:
+    text = json.dumps({"train_batch_size": 8, "_note": "x" * 200})
+    assert parse(base64.encodebytes(text.encode()).decode()).root.train_batch_size == 8
+    assert parse(subprocess.check_output(["base64"], input=text.encode()).decode()).root.train_batch_size == 8
+    reader, writer = os.pipe()  # as <(command) of a shell
+    os.write(writer, text.encode())
+    os.close(writer)
+    assert parse(f"/dev/fd/{reader}").root.train_batch_size == 8
+    os.close(reader)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: Any, **_more: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    source = write(tmp_path, "{}")
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert "ds_config.json cannot be used: the file cannot be read (Permission denied)" in problem_text(source)
+
+
+def problem_text(source: str) -> str:
+    with pytest.raises(DeepSpeedConfigError) as caught:
+        parse(source)
+    return str(caught.value)
+
+
+def test_mappings_of_other_types(tmp_path: Path) -> None:
+    inner = UserDict({"type": "AdamW", "params": MappingProxyType({"betas": UserList([0.5, 0.9]), "_note": 1})})
+    source = UserDict({"train_batch_size": 8, "optimizer": inner, "zero_optimization": MappingProxyType({"stage": 2})})
+    for mapping in (source, dict(source)):
+        root = parse(mapping).root
+        assert root.zero_optimization.stage == 2
+        assert root.optimizer is not None and root.optimizer.params == {"betas": [0.5, 0.9]}
+        assert only_problem({**mapping, "fp16": UserDict({"enabld": 1})}).startswith("fp16.enabld: unknown key")
+
+
+def test_remarks_in_a_section_that_is_read_alone() -> None:
+    config = {"comms_logger": {"_why": "to see", "enabled": True, "prof_ops": ["all_reduce"]}}
+    section = parse_section(config, "comms_logger")
+    assert isinstance(section, CommsLogger) and section.enabled and section.prof_ops == ["all_reduce"]
+    assert parse_section(config, "tensorboard") is None
 
 
 def test_the_callers_dict_is_kept_and_untouched() -> None:
