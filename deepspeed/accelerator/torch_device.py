@@ -220,7 +220,10 @@ class CUDAAccelerator(TorchDeviceAccelerator):
 
     def total_memory(self, index: Index = None) -> int:
         """Returns the bytes that the device has."""
-        return int(torch.cuda.get_device_properties(self._ordinal(index)).total_memory)
+        where = torch.cuda.current_device() if index is None else index
+        if isinstance(where, str) and where.isdecimal():
+            where = int(where)
+        return int(torch.cuda.get_device_properties(where).total_memory)
 
     def is_fp16_supported(self) -> bool:
         """Returns whether the current device has fp16 arithmetic (compute capability 5.3)."""
@@ -269,9 +272,6 @@ class CUDAAccelerator(TorchDeviceAccelerator):
     def visible_devices_envs(self) -> list[str]:
         """Returns the variable that selects GPUs, in torch's ROCm build too."""
         return ["CUDA_VISIBLE_DEVICES"]
-
-    def _ordinal(self, index: Index) -> int:
-        return torch.cuda.current_device() if index is None else int(index)
 
 
 class MPSAccelerator(DeepSpeedAccelerator):

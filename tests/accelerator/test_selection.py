@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,3 +135,15 @@ def test_cuda_distinguishes_emulated_bf16_from_native(monkeypatch, native):
     gpu = CUDAAccelerator()
     assert gpu.is_bf16_supported() and gpu.emulates(torch.bfloat16) is not native
     assert not gpu.emulates(torch.float16) and not gpu.emulates(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("index", "given"), [(None, 3), (1, 1), ("1", 1), ("cuda:1", "cuda:1"), (torch.device("cuda:1"),) * 2]
+)
+def test_memory_of_devices_as_torch_names_them(monkeypatch, index, given):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda where: seen.append(where) or SimpleNamespace(total_memory=7)
+    )
+    assert CUDAAccelerator().total_memory(index) == 7 and seen == [given]
