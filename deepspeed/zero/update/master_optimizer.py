@@ -17,7 +17,7 @@ from deepspeed.zero.storage import MemoryTracker, StorageKind, storage_key
 from deepspeed.zero.tiling.layout import DATA
 from deepspeed.zero.update.base_optimizer import ZeROOptimizer
 from deepspeed.zero.update.driver import UpdateDriver
-from deepspeed.zero.update.masters import MasterBucket, MasterRun, PublishWork, segment_tables, split_state
+from deepspeed.zero.update.masters import MasterBucket, MasterRun, PublishWork, cut_state, segment_tables, split_state
 from deepspeed.zero.update.speculation import SpeculativeUpdater
 
 
@@ -213,15 +213,22 @@ class MasterOptimizer(ZeROOptimizer):
             "optimizer": torchs(self.optimizer.state_dict)(),
             "loss_scaler": self.loss_scaler.state_dict() if self.loss_scaler is not None else None,
             "masters": [master.flat.clone() for master in self._masters],
+            "runs": [list(spans) for spans in self._spans_of_groups()],
             "skipped_in_a_row": self._skipped_in_a_row,
             "steps": self._steps,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], **_ignored: Any) -> None:
-        """Restores :meth:`state_dict` of a run with the same layout; group dicts stay the same objects."""
+        """Restores :meth:`state_dict` of a run with the same layout; group dicts stay the same objects.
+
+        Every rank must call it.
+
+        Raises:
+            ValueError: The state is that of other param groups, buckets or ranks.
+        """
         self._leave_backward("optimizer.load_state_dict")
         groups = self.optimizer.param_groups
-        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self.optimizer.load_state_dict(self._state_of_present_runs(state_dict))
         for kept, loaded in zip(groups, self.optimizer.param_groups, strict=True):
             params = kept["params"]
             kept.update(loaded)
@@ -238,6 +245,63 @@ class MasterOptimizer(ZeROOptimizer):
         publishing.wait()
         self._skipped_in_a_row = state_dict["skipped_in_a_row"]
         self.steps = state_dict.get("steps", self._steps)  # earlier versions did not save it
+
+    def _spans_of_groups(self) -> list[list[tuple[int, int, int]]]:
+        """Returns ``(master, start, stop)`` of every run, in the order of the params lists of the groups."""
+        places = {
+            id(run.param): (number, run.span.start, run.span.stop)
+            for number, master in enumerate(self._masters)
+            for run in master.runs
+        }
+        return [[places[id(param)] for param in group["params"]] for group in self.optimizer.param_groups]
+
+    def _state_of_present_runs(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Returns the saved state of the torch optimizer, cut as the runs are.
+
+        Updates cut runs where some parameters had no gradient, so there can be more of them now than when the state was
+        saved, or fewer. Where the saved ones are shorter, those of now are cut first.
+        """
+        saved = state_dict["optimizer"]
+        self._check_fits(state_dict)
+        if "runs" not in state_dict:  # earlier versions did not save it
+            return saved
+        indices = [index for group in saved["param_groups"] for index in group["params"]]
+        spans = [span for of_group in state_dict["runs"] for span in of_group]
+        by_master: dict[int, list[tuple[int, int, int]]] = {}
+        for index, (number, start, stop) in zip(indices, spans, strict=True):
+            by_master.setdefault(number, []).append((start, stop, index))
+
+        def origin(number: int, start: int) -> tuple[int, int, int] | None:
+            return next((span for span in by_master.get(number, ()) if span[0] <= start < span[1]), None)
+
+        labels: list[list[Any]] = []
+        for number, master in enumerate(self._masters):
+            labels.append([None] * len(master.layout.tiles))
+            for run in master.runs:
+                for tile, start, _ in master.tile_spans(run.span):
+                    labels[number][tile] = origin(number, start)
+        self.cut_runs(labels)
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for group, of_group in zip(saved["param_groups"], self._spans_of_groups(), strict=True):
+            first = sum(len(made["params"]) for made in groups)
+            groups.append({**group, "params": list(range(first, first + len(of_group)))})
+            for position, (number, start, stop) in enumerate(of_group, first):
+                found = origin(number, start)
+                if found is not None and found[2] in saved["state"]:
+                    begin, end, index = found
+                    state[position] = cut_state(saved["state"][index], end - begin, start - begin, stop - start)
+        return {**saved, "state": state, "param_groups": groups}
+
+    def _check_fits(self, state_dict: dict[str, Any]) -> None:
+        saved = (len(state_dict["optimizer"]["param_groups"]), [flat.numel() for flat in state_dict["masters"]])
+        present = (len(self.optimizer.param_groups), [master.flat.numel() for master in self._masters])
+        if saved != present:
+            raise ValueError(
+                f"optimizer.load_state_dict: expected {present[0]} param groups and masters of {present[1]} elements, "
+                f"found {saved[0]} and {saved[1]}; the state fits only this rank of a run with the same configuration "
+                "and number of ranks. Use engine.save_checkpoint and engine.load_checkpoint, which fit any"
+            )
 
     # -- what checkpoints need ---------------------------------------------------------------------------------------
 

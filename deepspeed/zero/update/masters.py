@@ -351,10 +351,17 @@ class PublishWork:
 
 def split_state(state: dict[str, Any], old: MasterRun, new: MasterRun) -> dict[str, Any]:
     """Returns the optimizer state of ``new``, a part of ``old``: views of per-element tensors, copies of the rest."""
-    offset, numel = new.span.start - old.span.start, new.span.numel
+    return cut_state(state, old.span.numel, new.span.start - old.span.start, new.span.numel)
+
+
+def cut_state(state: dict[str, Any], of: int, offset: int, numel: int) -> dict[str, Any]:
+    """Returns the optimizer state of ``numel`` elements from ``offset`` on of a run of ``of`` elements.
+
+    Per-element tensors are views, the rest are copies.
+    """
     made: dict[str, Any] = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == old.span.numel:
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == of:
             made[key] = value[offset : offset + numel]
         else:
             made[key] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -228,6 +228,40 @@ def test_a_state_dict_brings_a_run_back(stage: int) -> None:
     run_threads(body, 2)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_state_dict_from_before_runs_were_cut_brings_the_run_back(stage: int) -> None:
+    """The second update cuts runs, since the first block has no gradient in it."""
+
+    def two_updates(rank: Rank) -> tuple[float, float, dict[str, torch.Tensor]]:
+        first = rank.step(rank.model(batch(7, rank.transport.rank), skip=(0,)))
+        return first, rank.step(rank.model(batch(5, rank.transport.rank))), rank.values()
+
+    def body(transport: LoopbackTransport) -> None:
+        rank = rank_of(transport, stage)
+        before = copy.deepcopy(rank.optimizer.state_dict())
+        train(rank, 1)
+        saved, at = copy.deepcopy(rank.optimizer.state_dict()), rank.values()
+        after = two_updates(rank)
+        cut = copy.deepcopy(rank.optimizer.state_dict())
+        rank.optimizer.load_state_dict(saved)
+        assert all(torch.equal(value, at[name]) for name, value in rank.values().items())
+        again = two_updates(rank)
+        assert after[:2] == again[:2]
+        assert all(torch.equal(again[2][name], value) for name, value in after[2].items())
+        fresh = rank_of(transport, stage)
+        fresh.optimizer.load_state_dict(cut)
+        last = [made.step(made.model(batch(6, transport.rank))) for made in (rank, fresh)]
+        assert last[0] == last[1]
+        assert all(torch.equal(value, fresh.values()[name]) for name, value in rank.values().items())
+        rank.optimizer.load_state_dict(before)
+        train(rank, 1)
+        assert all(torch.equal(value, at[name]) for name, value in rank.values().items())
+        with pytest.raises(ValueError, match="expected 1 param groups and masters of .* found 1 and .*load_checkpoint"):
+            rank.optimizer.load_state_dict({**before, "masters": before["masters"][1:]})
+
+    run_threads(body, 2)
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_a_program_writes_into_parameters_reaches_the_masters(stage: int) -> None:
     def body(transport: LoopbackTransport) -> None:
