@@ -97,21 +97,24 @@ def merged(model: nn.Module) -> Iterator[int]:
     Yields:
         The number of layers that were merged.
     """
-    kept: list[tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]] = []
+    # Writes through .data: the engine would take others for changes of the program, and warn that they are lost.
+    kept: list[tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]] = []
     try:
         with torch.no_grad():
             for module in model.modules():
                 base = _base_of(module)
                 if base:
-                    kept.append((module, [(parameter, parameter.detach().clone()) for parameter in base]))
+                    kept.append((module, [(one, one.data, one.detach().clone()) for one in base]))
                     _merge(module)
         yield len(kept)
     finally:
         with torch.no_grad():
             for module, values in reversed(kept):  # layers may share a weight
                 _part(module)
-                for parameter, before in values:
-                    parameter.copy_(before)
+                for parameter, data, before in values:
+                    data.copy_(before)
+                    if parameter.data_ptr() != data.data_ptr():  # PEFT's DoRA gives it another tensor
+                        parameter.data = data
 
 
 def _base_of(module: Any) -> list[torch.Tensor]:
@@ -129,7 +132,7 @@ def _base_of(module: Any) -> list[torch.Tensor]:
 def _merge(module: Any) -> None:
     if hasattr(module, "fuse_lora"):
         change = module.lora_left_weight.t() @ module.lora_right_weight.t()
-        module.weight.add_(change, alpha=module.lora_scaling)
+        module.weight.data.add_(change, alpha=module.lora_scaling)
         module.fuse_lora = True
     else:
         module.merge()
