@@ -185,7 +185,11 @@ class WeightsWriter:
             self._descriptor = None
             return
         path = self._hidden(self._names[self._current])
-        torch.save(self._tensors, path)
+        try:
+            torch.save(self._tensors, path)
+        except RuntimeError as error:  # so torch reports a full disk
+            reason = str(error).partition("\n")[0]
+            raise OSError(f"{path}: torch cannot write it ({reason}); make room, or write to another disk") from error
         self._tensors = {}
         disk.sync_folder(path)  # a file is synced the same way
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from deepspeed import comm
-from deepspeed.checkpoint import reader
+from deepspeed.checkpoint import consolidate, reader
 from deepspeed.checkpoint.save import CARRIED
 from deepspeed.checkpoint.weights_file import TensorEntry, WeightsWriter
 from deepspeed.errors import CheckpointError
@@ -347,6 +347,14 @@ def full_disk(folder: str, limit: int | None):
 @pytest.mark.parametrize("limit", [64, None], ids=["shards", "one file"])
 def test_files_that_cannot_be_written_leave_nothing(limit, tmp_path):
     run_ranks(full_disk, 2, str(tmp_path), limit)
+
+
+def test_the_script_names_a_file_that_cannot_be_written(tmp_path, capsys):
+    saved(tmp_path)
+    with mock.patch("torch.save", write_a_part):
+        assert consolidate.main([str(tmp_path), str(tmp_path / "out")]) == 1
+    assert "pytorch_model.bin: torch cannot write it (file write failed)" in capsys.readouterr().err
+    assert not os.listdir(tmp_path / "out")
 
 
 def test_files_are_closed_when_the_tensors_are_read(tmp_path):
