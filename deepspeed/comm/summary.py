@@ -94,7 +94,7 @@ def _straggler_ms(totals: OperationTotals) -> float:
     """Returns the time that this rank waited longer than the last rank to arrive, summed over all calls."""
     mine = torch.tensor(totals.seconds, dtype=torch.float64)
     device = "cpu" if torch_dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
-    shortest = mine.to(device)
+    shortest = mine.to(device, copy=True)  # reduced in place, also where it is on the host as ``mine`` is
     # Not through ``collectives``: the log does not count itself.
     start = functools.partial(torch_dist.all_reduce, shortest, op=torch_dist.ReduceOp.MIN)
     with Job.current().during("the log's stragglers"):

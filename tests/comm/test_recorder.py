@@ -61,6 +61,19 @@ def test_counts_bytes_and_times():
         assert row["straggler_ms"] >= 0
 
 
+def check_straggler_time() -> float:
+    for seconds in (0.25 + dist.get_rank(), 0.25):
+        log.add("all_reduce", 4, seconds, dist.get_world_size())
+    try:
+        return dist.log_summary(show_straggler=True, return_dict=True)["all_reduce"][4]["straggler_ms"]
+    finally:
+        dist.reset_log()
+
+
+def test_straggler_time_is_that_beyond_the_shortest_wait():
+    assert run_ranks(check_straggler_time, 2) == [0.0, 1000.0]
+
+
 def check_off_records_nothing() -> bool:
     dist.all_reduce(torch.ones(1), prof=True)
     return dist.has_comm_data()
