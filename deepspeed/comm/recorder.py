@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -153,10 +153,13 @@ def bandwidths(name: str, size: int, seconds: float, ranks: int) -> tuple[float,
 
 
 def num_bytes(value: object) -> int:
-    """Returns the bytes of the tensors in ``value``: a tensor or a (nested) sequence of tensors; 0 for other values."""
+    """Returns the bytes of the tensors in ``value``: a tensor or (nested) lists and tuples of tensors; else 0.
+
+    Other iterables may be objects to send, which reading would consume, and may have no end.
+    """
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+    if isinstance(value, (list, tuple)):
         return sum(num_bytes(item) for item in value)
     return 0
 

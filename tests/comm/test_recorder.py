@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -131,6 +132,9 @@ def test_num_bytes():
     assert num_bytes(half) == 6
     assert num_bytes([half, [half, torch.empty(1)]]) == 16
     assert num_bytes("text") == num_bytes(None) == 0
+    objects = iter([1, 2])
+    assert num_bytes([objects, itertools.count()]) == 0
+    assert list(objects) == [1, 2]  # an object to send, which the log must not consume
 
 
 def test_verbose_line_and_table():
