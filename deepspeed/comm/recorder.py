@@ -25,6 +25,7 @@ from deepspeed.logging import log_dist
 _BUS_FACTOR: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
+    "allgather": lambda n: (n - 1) / n,  # the older name, allgather_fn
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
 }

@@ -123,6 +123,7 @@ def test_config_file_and_wrong_settings(tmp_path):
 def test_bandwidths():
     assert bandwidths("all_reduce", 10**9, 2.0, 4) == pytest.approx((4.0, 6.0))
     assert bandwidths("all_gather_into_tensor", 10**9, 2.0, 4) == pytest.approx((4.0, 3.0))
+    assert bandwidths("allgather_fn", 10**9, 2.0, 4) == pytest.approx((4.0, 3.0))
     assert bandwidths("broadcast", 10**9, 2.0, 4) == pytest.approx((4.0, 4.0))
     assert bandwidths("all_reduce", 1, 0.0, 4) == (0.0, 0.0)
 
