@@ -10,6 +10,8 @@ something else, or whose program ends, is named on all that wait for it.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.torch_groups import drop_collected, is_collecting
 from deepspeed.comm.recorder import recorded
 from deepspeed.comm.watch.supervised import between, blocking, collective, recv_from_any
 
@@ -234,9 +237,20 @@ def all_gather_coalesced(
     return collective("all_gather_coalesced", start, group, input_tensors[0] if input_tensors else None, async_op)
 
 
-def _coalescing(group: Group, async_op: bool) -> Any:
-    """Groups collectives into one launch by torch; the handle it yields waits for all of them."""
-    return torch_dist.distributed_c10d._coalescing_manager(group=group, async_ops=async_op)
+@contextmanager
+def _coalescing(group: Group, async_op: bool) -> Iterator[Any]:
+    """Groups collectives into one launch by torch; the handle it yields waits for all of them.
+
+    After an error torch would collect later operations of the group too, and never start them.
+    """
+    is_within_another = is_collecting(group)
+    try:
+        with torch_dist.distributed_c10d._coalescing_manager(group=group, async_ops=async_op) as manager:
+            yield manager
+    except BaseException:
+        if not is_within_another:
+            drop_collected(group)
+        raise
 
 
 @recorded("object_list")

@@ -120,6 +120,27 @@ def check_uneven_all_to_all() -> None:
     assert output.tolist() == [float(r) for r in range(size) for _ in range(rank + 1)]
 
 
+def check_group_after_a_refused_coalescing() -> list:
+    """Returns sums over the group after calls that raise: they are made, and not collected for a launch."""
+    tensor, found = torch.ones(1), []
+    refused = (
+        lambda: dist.all_gather_coalesced([torch.empty(dist.get_world_size())], [tensor, tensor]),
+        lambda: dist.all_reduce_coalesced([tensor, None]),
+    )
+    for call in refused:
+        with pytest.raises((TypeError, ValueError)):
+            call()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        dist.all_reduce_coalesced([total])
+        found.append(total.item())
+    return found
+
+
+def test_a_refused_coalescing_leaves_the_group_usable():
+    assert run_ranks(check_group_after_a_refused_coalescing, 2) == [[4.0, 4.0]] * 2
+
+
 def check_objects() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     gathered = [None] * size

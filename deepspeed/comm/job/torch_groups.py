@@ -26,6 +26,12 @@ def is_collecting(group: Any) -> bool:
     return bool(state) and (dist.group.WORLD if group is None else group) in state
 
 
+def drop_collected(group: Any) -> None:
+    """Ends a coalescing of ``group`` (None: all ranks) and drops what was collected in it; torch keeps it on errors."""
+    collected: dict[Any, Any] = distributed_c10d._world.pg_coalesce_state
+    collected.pop(dist.group.WORLD if group is None else group, None)
+
+
 def groups_within(ranks: Collection[int]) -> list[Any]:
     """Returns the groups of two or more ranks that this rank is in and that have no rank outside ``ranks``."""
     groups = [group for group in distributed_c10d._world.pg_map if dist.get_world_size(group) > 1]
