@@ -288,28 +288,37 @@ def all_to_all(
 
     Items may have any shape; an output has the shape that its sender gave the item.
     """
-    by_parts = torch_dist.get_backend(group) == "gloo"
-    exchange = _all_to_all_by_flat_exchange if by_parts else torch_dist.all_to_all
+    exchange = _all_to_all_by_flat_exchange if _is_gloo(group, input_tensor_list) else torch_dist.all_to_all
     start = partial(exchange, output_tensor_list, input_tensor_list, group=group)
-    return collective("all_to_all", start, group, input_tensor_list[0], async_op)
+    return collective("all_to_all", start, group, input_tensor_list[0] if input_tensor_list else None, async_op)
 
 
-class _CopyOut:
-    """A flat exchange in flight; ``wait`` also copies the parts into the caller's tensors."""
+def _is_gloo(group: Group, tensors: list[torch.Tensor]) -> bool:
+    """Returns whether gloo carries ``tensors``, of any shape, in ``group``. False where this rank is not in it."""
+    if group is torch_dist.GroupMember.NON_GROUP_MEMBER or not tensors:
+        return False
+    return Job.current().ranks.backend_for(group, tensors[0].device) == "gloo"
 
-    def __init__(self, work: Any, flat: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+
+class _CopyingWork:
+    """An operation in flight on other memory than the caller's; ``wait`` also copies its results to the caller's.
+
+    Args:
+        work: Torch's handle.
+        copies: Pairs of a tensor of the caller and what it receives, in the same shape.
+    """
+
+    def __init__(self, work: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._work = work
-        self._flat = flat
-        self._outputs = outputs
+        self._copies = copies
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits and copies; may be called again."""
         arrived: bool = self._work.wait() if timeout is None else self._work.wait(timeout)
-        parts = self._flat.split([output.numel() for output in self._outputs])
-        for output, part in zip(self._outputs, parts, strict=True):
-            output.copy_(part.view_as(output))
-        self._outputs = []
-        self._flat = self._flat[:0]
+        with torch.no_grad():
+            for target, result in self._copies:
+                target.copy_(result)
+        self._copies = []
         return arrived
 
     def is_completed(self) -> bool:
@@ -321,6 +330,12 @@ def _all_to_all_by_flat_exchange(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Group, async_op: bool
 ) -> Handle:
     """Exchanges lists on gloo by its flat all-to-all, the only one it has before torch 2.13."""
+    dtypes = {tensor.dtype for tensor in (*outputs, *inputs)}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"all_to_all: expected one dtype for all outputs and inputs, found {', '.join(sorted(map(str, dtypes)))}. "
+            "Convert them to one"
+        )
     flat = outputs[0].new_empty(sum(output.numel() for output in outputs))
     work = torch_dist.all_to_all_single(
         flat,
@@ -330,7 +345,8 @@ def _all_to_all_by_flat_exchange(
         group=group,
         async_op=True,
     )
-    handle = _CopyOut(work, flat, outputs)
+    parts = flat.split([output.numel() for output in outputs])
+    handle = _CopyingWork(work, [(output, part.view_as(output)) for output, part in zip(outputs, parts, strict=True)])
     if async_op:
         return handle
     handle.wait()

@@ -120,6 +120,28 @@ def check_uneven_all_to_all() -> None:
     assert output.tolist() == [float(r) for r in range(size) for _ in range(rank + 1)]
 
 
+def check_all_to_all_of_lists_as_in_torch() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mine = [torch.full((2,), float(rank)) for _ in range(size)]
+    outputs = [torch.nn.Parameter(torch.empty(2)) for _ in range(size)]
+    dist.all_to_all(outputs, mine)
+    assert [output.tolist() for output in outputs] == [[float(r)] * 2 for r in range(size)]
+    with pytest.raises(ValueError, match="dtype"):
+        dist.all_to_all([torch.empty(2, dtype=torch.int32 if r else torch.float32) for r in range(size)], mine)
+    group = dist.new_group([0])
+    output = torch.zeros(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, on a rank that is not in the group
+        handle = dist.all_to_all([output], mine[:1], group=group, async_op=True)
+    assert (handle is None) == (rank > 0)
+    if handle is not None:
+        handle.wait()
+
+
+def test_all_to_all_of_lists_as_in_torch():
+    run_ranks(check_all_to_all_of_lists_as_in_torch, 2)
+
+
 def check_group_after_a_refused_coalescing() -> list:
     """Returns sums over the group after calls that raise: they are made, and not collected for a launch."""
     tensor, found = torch.ones(1), []
