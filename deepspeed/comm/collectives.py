@@ -10,7 +10,7 @@ something else, or whose program ends, is named on all that wait for it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -62,12 +62,73 @@ def _flat(name: str, ours: Any) -> Any:
     return ours if _operations() is torch_dist else getattr(_operations(), name)
 
 
+class _CopyingWork:
+    """An operation in flight on other memory than the caller's; ``wait`` also copies its results to the caller's.
+
+    Args:
+        work: Torch's handle.
+        copies: Pairs of a tensor of the caller and what it receives, in the same shape.
+    """
+
+    def __init__(self, work: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._work = work
+        self._copies = copies
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits and copies; may be called again."""
+        arrived: bool = self._work.wait() if timeout is None else self._work.wait(timeout)
+        with torch.no_grad():
+            for target, result in self._copies:
+                target.copy_(result)
+        self._copies = []
+        return arrived
+
+    def is_completed(self) -> bool:
+        """Returns whether waiting would return at once."""
+        return bool(self._work.is_completed())
+
+
+def _started(start: Callable[..., Any], copies: list[tuple[torch.Tensor, torch.Tensor]], async_op: bool) -> Handle:
+    """Starts an operation that :class:`_CopyingWork` completes; without ``async_op``, waits for it."""
+    work = start(async_op=True)
+    if work is None:  # this rank is not in the group
+        return None
+    handle = _CopyingWork(work, copies)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+def _copying_back(tensor: torch.Tensor, place: torch.Tensor, start: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``start``, an operation on ``place``, such that ``tensor`` receives the result, of the same shape."""
+    return start if place is tensor else partial(_started, start, [(tensor, place)])
+
+
+def _dense(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Returns ``tensor`` (any shape), or a contiguous copy if it is on the host and not contiguous.
+
+    There some operations of torch pass over memory as if it were contiguous: they would read and write what lies
+    between the elements.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return tensor
+    if (tensor.is_contiguous() and not tensor.is_neg()) or torch.compiler.is_compiling() or is_collecting(group):
+        return tensor
+    return tensor.detach().resolve_neg().contiguous()
+
+
+def _all_dense(tensors: list[torch.Tensor] | None, group: Group) -> list[torch.Tensor] | None:
+    """Returns ``tensors`` with :func:`_dense` applied to each."""
+    return [_dense(tensor, group) for tensor in tensors] if isinstance(tensors, list) else tensors
+
+
 @recorded("tensor")
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None, async_op: bool = False) -> Handle:
     """Copies ``tensor`` of rank ``src`` into that of every rank; shape and dtype are the same on all of them."""
-    return collective(
-        "broadcast", partial(_operations().broadcast, tensor, src=src, group=group), group, tensor, async_op
-    )
+    place = _dense(tensor, group)
+    start = _copying_back(tensor, place, partial(_operations().broadcast, place, src=src, group=group))
+    return collective("broadcast", start, group, tensor, async_op)
 
 
 @recorded("object_list")
@@ -82,7 +143,8 @@ def broadcast_object_list(
 @recorded("tensor")
 def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Handle:
     """Reduces ``tensor`` (any shape, equal on all ranks) over the ranks, in place, on every rank."""
-    start = partial(_operations().all_reduce, tensor, op=op, group=group)
+    place = _dense(tensor, group)
+    start = _copying_back(tensor, place, partial(_operations().all_reduce, place, op=op, group=group))
     return collective("all_reduce", start, group, tensor, async_op)
 
 
@@ -91,7 +153,8 @@ def inference_all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Handle:
     """Reduces ``tensor`` (any shape) as :func:`all_reduce` does, under its own name in the log."""
-    start = partial(_operations().all_reduce, tensor, op=op, group=group)
+    place = _dense(tensor, group)
+    start = _copying_back(tensor, place, partial(_operations().all_reduce, place, op=op, group=group))
     return collective("all_reduce", start, group, tensor, async_op)
 
 
@@ -118,7 +181,8 @@ def reduce(
     tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Handle:
     """Reduces ``tensor`` (any shape, equal on all ranks) over the ranks into ``tensor`` of rank ``dst``."""
-    start = partial(_operations().reduce, tensor, dst=dst, op=op, group=group)
+    place = _dense(tensor, group)
+    start = _copying_back(tensor, place, partial(_operations().reduce, place, dst=dst, op=op, group=group))
     return collective("reduce", start, group, tensor, async_op)
 
 
@@ -131,7 +195,9 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Handle:
     """Reduces item *r* of ``input_list`` over the ranks into ``output`` of rank *r*, which has the same shape."""
-    start = partial(_operations().reduce_scatter, output, input_list, op=op, group=group)
+    place = _dense(output, group)
+    call = partial(_operations().reduce_scatter, place, _all_dense(input_list, group), op=op, group=group)
+    start = _copying_back(output, place, call)
     return collective("reduce_scatter", start, group, output, async_op)
 
 
@@ -272,8 +338,9 @@ def all_to_all_single(
 
     Parts are along the first dimension: of equal size, or by the lists of split sizes.
     """
-    exchange = _operations().all_to_all_single
-    start = partial(exchange, output, tensor, output_split_sizes, input_split_sizes, group=group)
+    place, exchange = _dense(output, group), _operations().all_to_all_single
+    call = partial(exchange, place, tensor, output_split_sizes, input_split_sizes, group=group)
+    start = _copying_back(output, place, call)
     return collective("all_to_all", start, group, tensor, async_op)
 
 
@@ -300,32 +367,6 @@ def _is_gloo(group: Group, tensors: list[torch.Tensor]) -> bool:
     return Job.current().ranks.backend_for(group, tensors[0].device) == "gloo"
 
 
-class _CopyingWork:
-    """An operation in flight on other memory than the caller's; ``wait`` also copies its results to the caller's.
-
-    Args:
-        work: Torch's handle.
-        copies: Pairs of a tensor of the caller and what it receives, in the same shape.
-    """
-
-    def __init__(self, work: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._work = work
-        self._copies = copies
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits and copies; may be called again."""
-        arrived: bool = self._work.wait() if timeout is None else self._work.wait(timeout)
-        with torch.no_grad():
-            for target, result in self._copies:
-                target.copy_(result)
-        self._copies = []
-        return arrived
-
-    def is_completed(self) -> bool:
-        """Returns whether waiting would return at once."""
-        return bool(self._work.is_completed())
-
-
 def _all_to_all_by_flat_exchange(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Group, async_op: bool
 ) -> Handle:
@@ -337,20 +378,18 @@ def _all_to_all_by_flat_exchange(
             "Convert them to one"
         )
     flat = outputs[0].new_empty(sum(output.numel() for output in outputs))
-    work = torch_dist.all_to_all_single(
+    start = partial(
+        torch_dist.all_to_all_single,
         flat,
         torch.cat([tensor.reshape(-1) for tensor in inputs]),
         [output.numel() for output in outputs],
         [tensor.numel() for tensor in inputs],
         group=group,
-        async_op=True,
     )
     parts = flat.split([output.numel() for output in outputs])
-    handle = _CopyingWork(work, [(output, part.view_as(output)) for output, part in zip(outputs, parts, strict=True)])
-    if async_op:
-        return handle
-    handle.wait()
-    return None
+    return _started(
+        start, [(output, part.view_as(output)) for output, part in zip(outputs, parts, strict=True)], async_op
+    )
 
 
 @recorded("tensor")
@@ -381,7 +420,9 @@ def scatter(
 
     All tensors have the same shape and dtype.
     """
-    start = partial(_operations().scatter, tensor, scatter_list=scatter_list, src=src, group=group)
+    place = _dense(tensor, group)
+    call = partial(_operations().scatter, place, scatter_list=_all_dense(scatter_list, group), src=src, group=group)
+    start = _copying_back(tensor, place, call)
     return collective("scatter", start, group, tensor, async_op)
 
 

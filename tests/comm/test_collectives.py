@@ -142,6 +142,40 @@ def test_all_to_all_of_lists_as_in_torch():
     run_ranks(check_all_to_all_of_lists_as_in_torch, 2)
 
 
+def _strided(rank: int, transposed: bool) -> torch.Tensor:
+    whole = torch.arange(24.0).view(4, 6) + 100 * rank
+    return whole.t() if transposed else whole[:, ::2]
+
+
+def check_strides(async_op: bool, transposed: bool) -> None:
+    """The result is that of contiguous tensors, and what lies between the elements is untouched."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    every = [_strided(r, transposed) for r in range(size)]
+    mine, total = every[rank].contiguous(), sum(every)
+    exchanged = torch.cat([part.chunk(size)[rank] for part in every])
+    for name, arguments, expected in (
+        ("all_reduce", (), total),
+        ("inference_all_reduce", (), total),
+        ("reduce", (0,), total),
+        ("broadcast", (size - 1,), every[-1]),
+        ("reduce_scatter", ([_strided(rank, transposed)] * size,), total),
+        ("scatter", (every if rank == 0 else None,), every[rank]),
+        ("all_to_all_single", (mine,), exchanged),
+    ):
+        x = _strided(rank, transposed)
+        memory = x.as_strided((24,), (1,))
+        gaps = memory[1::2].clone()
+        _wait(getattr(dist, name)(x, *arguments, async_op=async_op), async_op)
+        assert torch.equal(x, expected) or (name == "reduce" and rank > 0), name
+        assert transposed or torch.equal(memory[1::2], gaps), name
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_strided_tensors(async_op, transposed):
+    run_ranks(check_strides, 2, async_op, transposed)
+
+
 def check_group_after_a_refused_coalescing() -> list:
     """Returns sums over the group after calls that raise: they are made, and not collected for a launch."""
     tensor, found = torch.ones(1), []
