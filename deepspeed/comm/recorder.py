@@ -67,7 +67,7 @@ class CommsLog:
 
     def wants(self, name: str, prof: bool) -> bool:
         """Returns whether a call of ``name`` is to be recorded."""
-        if name in self._stopped:
+        if name in self._stopped and name not in self.prof_ops:  # which may have been set anew since
             return False
         return self.enabled and (prof or self.prof_all or name in self.prof_ops)
 

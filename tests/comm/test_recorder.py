@@ -101,6 +101,15 @@ def test_selected_operations():
     assert run_ranks(check_selection, 1) == [["broadcast", "this_one"]]
 
 
+def test_an_operation_that_was_stopped_is_recorded_when_it_is_named_again():
+    log.enabled = True
+    log.stop_profiling_op(["broadcast"])
+    assert not log.wants("broadcast", False)
+    dist.configure(prof_all=False, prof_ops=["broadcast"])
+    assert log.wants("broadcast", False) and not log.wants("all_reduce", False)
+    log.start_profiling_op(["broadcast"])  # the fixture keeps the set of stopped operations
+
+
 def test_arguments_win_over_the_config():
     section = {"enabled": True, "prof_all": False, "prof_ops": ["x"], "verbose": True}
     dist.configure(deepspeed_config={"comms_logger": section}, verbose=False)
