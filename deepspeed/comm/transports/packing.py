@@ -65,4 +65,4 @@ def copy(source: Tensors, target: Tensors) -> None:
 
 
 def _are_rows(tensors: Tensors) -> bool:
-    return len({tensor.shape[1:] for tensor in tensors}) == 1 and tensors[0].dim() > 0
+    return len({tensor.shape[1:] for tensor in tensors}) == 1 and all(tensor.dim() > 0 for tensor in tensors)
