@@ -24,6 +24,7 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.axes import DATA
 from deepspeed.comm.job.fake import FakeGroup, FakeJob
 from deepspeed.comm.job.mesh import Mesh
+from deepspeed.comm.recorder import log
 from deepspeed.comm.transports.connect import HostTransport
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.native import NativeTransport
@@ -275,6 +276,7 @@ def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount,
     collects = gc.isenabled()
     counts = copy.deepcopy((traffic.requested_along, traffic.ran_along))
     local_rank = os.environ.pop("LOCAL_RANK", None)
+    is_logging, log.enabled = log.enabled, False  # it holds what ranks exchange, and asks torch about their groups
     # Objects from before need not be scanned when the engine's garbage is collected at the end.
     freezes = not _program_freezes()
     if freezes:
@@ -304,6 +306,7 @@ def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount,
         drop_scratch(META)
         set_accelerator(accelerator)
         traffic.requested_along, traffic.ran_along = counts
+        log.enabled = is_logging
         if local_rank is not None:
             os.environ["LOCAL_RANK"] = local_rank
         if collects:

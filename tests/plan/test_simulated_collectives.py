@@ -10,11 +10,13 @@ from deepspeed import comm
 from deepspeed.comm.job.fake import FakeGroup
 from deepspeed.comm.job.job import channel_along
 from deepspeed.comm.job.mesh import Mesh
+from deepspeed.comm.recorder import log
 from deepspeed.comm.transports.counters import counted
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.ops.exchange import add_over_ranks, exchange_parts, largest_over_ranks
 from deepspeed.parallel.sequence.loss import mean_loss
 from deepspeed.parallel.sequence.vocabulary import vocab_sequence_parallel_cross_entropy
+from deepspeed.plan import plan
 from deepspeed.plan.environment import SimulatedJob
 
 SEQUENCE, TENSOR = FakeGroup((0, 2)), FakeGroup((0, 1))
@@ -67,6 +69,23 @@ def test_groups_of_one_axis_have_channels_of_their_own() -> None:
         first, second = (channel_along(FakeGroup(ranks), torch.device("cpu"), "tensor") for ranks in [(0, 1), (0, 2)])
         assert first.transport.ranks == (0, 1) and second.transport.ranks == (0, 2)
         assert channel_along(FakeGroup((0, 1)), torch.device("cpu"), "tensor") is first
+
+
+class _Exchanging(torch.nn.Linear):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        output = super().forward(values)
+        comm.all_reduce(output.detach())
+        return output.sum()
+
+
+def test_the_communication_log_does_not_record_what_is_simulated() -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
+    comm.configure(enabled=True)
+    try:
+        plan(_Exchanging(4, 4), config, devices_per_node=2, inputs=torch.zeros(2, 4), suggest=False)
+        assert log.enabled and not comm.has_comm_data()
+    finally:
+        comm.configure(enabled=False)
 
 
 def test_torchs_own_collectives_are_simulated_or_refused_by_name() -> None:
