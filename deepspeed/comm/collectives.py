@@ -57,7 +57,7 @@ def _operations() -> Any:
     return Job.current().ranks.operations
 
 
-def _flat(name: str, ours: Any) -> Any:
+def _ours(name: str, ours: Any) -> Any:
     """Returns ``ours``, or under a fake job its substitute for this name of ``torch.distributed``."""
     return ours if _operations() is torch_dist else getattr(_operations(), name)
 
@@ -168,7 +168,7 @@ def all_reduce_coalesced(
     """
 
     def start(async_op: bool) -> Handle:
-        with _coalescing(group, async_op) as manager:
+        with _ours("all_reduce_coalesced", _coalescing)(group, async_op) as manager:
             for tensor in tensors:
                 torch_dist.all_reduce(tensor, op=op, group=group)
         return manager if async_op else None
@@ -218,7 +218,7 @@ def reduce_scatter_tensor(
         group: The ranks that take part.
         async_op: Return at once, with a handle.
     """
-    start = partial(_flat("reduce_scatter_tensor", reduce_scatter_flat), output_tensor, tensor, op=op, group=group)
+    start = partial(_ours("reduce_scatter_tensor", reduce_scatter_flat), output_tensor, tensor, op=op, group=group)
     return collective("reduce_scatter_tensor", start, group, tensor, async_op)
 
 
@@ -239,7 +239,7 @@ def reduce_scatter_fn(
         group: The ranks that take part; None: all.
         async_op: Return at once, with a handle.
     """
-    start = partial(_flat("reduce_scatter_tensor", reduce_scatter_flat), output_tensor, tensor, op=op, group=group)
+    start = partial(_ours("reduce_scatter_tensor", reduce_scatter_flat), output_tensor, tensor, op=op, group=group)
     return collective("reduce_scatter_tensor", start, group, tensor, async_op)
 
 
@@ -265,7 +265,7 @@ def all_gather_into_tensor(
         group: The ranks that take part.
         async_op: Return at once, with a handle.
     """
-    start = partial(_flat("all_gather_into_tensor", all_gather_flat), output_tensor, tensor, group=group)
+    start = partial(_ours("all_gather_into_tensor", all_gather_flat), output_tensor, tensor, group=group)
     return collective("all_gather_into_tensor", start, group, tensor, async_op)
 
 
@@ -281,7 +281,7 @@ def allgather_fn(
         group: The ranks that take part; None: all.
         async_op: Return at once, with a handle.
     """
-    start = partial(_flat("all_gather_into_tensor", all_gather_flat), output_tensor, input_tensor, group=group)
+    start = partial(_ours("all_gather_into_tensor", all_gather_flat), output_tensor, input_tensor, group=group)
     return collective("all_gather_into_tensor", start, group, input_tensor, async_op)
 
 
@@ -295,7 +295,7 @@ def all_gather_coalesced(
     """
 
     def start(async_op: bool) -> Handle:
-        with _coalescing(group, async_op) as manager:
+        with _ours("all_gather_coalesced", _coalescing)(group, async_op) as manager:
             for output, tensor in zip(output_tensors, input_tensors, strict=True):
                 all_gather_flat(output, tensor, group=group)
         return manager if async_op else None
@@ -355,7 +355,8 @@ def all_to_all(
 
     Items may have any shape; an output has the shape that its sender gave the item.
     """
-    exchange = _all_to_all_by_flat_exchange if _is_gloo(group, input_tensor_list) else torch_dist.all_to_all
+    by_parts = _is_gloo(group, input_tensor_list)
+    exchange = _ours("all_to_all", _all_to_all_by_flat_exchange if by_parts else torch_dist.all_to_all)
     start = partial(exchange, output_tensor_list, input_tensor_list, group=group)
     return collective("all_to_all", start, group, input_tensor_list[0] if input_tensor_list else None, async_op)
 
@@ -447,7 +448,7 @@ def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag:
     """
     if src is None:
         sender: list[int] = []
-        recv_from_any(lambda: sender.append(torch_dist.recv(tensor, group=group, tag=tag)), group)
+        recv_from_any(lambda: sender.append(_operations().recv(tensor, group=group, tag=tag)), group)
         return sender[0]
     start = partial(_operations().irecv, tensor, src=src, group=group, tag=tag)
     handle = between("recv", start, group, tensor, src, sends=False, tag=tag)

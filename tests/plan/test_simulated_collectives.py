@@ -97,3 +97,12 @@ def test_torchs_own_collectives_are_simulated_or_refused_by_name() -> None:
             comm.reduce_scatter_tensor(torch.zeros(2), torch.zeros(4), group=SEQUENCE)
         with pytest.raises(NotYetSupportedError, match="all_gather_object between ranks is not simulated"):
             comm.all_gather_object([None, None], 1, group=SEQUENCE)
+        one, two = torch.zeros(1), torch.zeros(2)
+        with pytest.raises(NotYetSupportedError, match="all_to_all between ranks is not simulated"):
+            comm.all_to_all([one, one], [one, one], group=SEQUENCE)
+        with pytest.raises(NotYetSupportedError, match="all_reduce_coalesced between ranks is not simulated"):
+            comm.all_reduce_coalesced([one], group=SEQUENCE)
+        with pytest.raises(NotYetSupportedError, match="all_gather_coalesced between ranks is not simulated"):
+            comm.all_gather_coalesced([two], [one], group=SEQUENCE)
+        with pytest.raises(NotYetSupportedError, match="recv between ranks is not simulated"):
+            comm.recv(one, group=SEQUENCE)
