@@ -102,7 +102,13 @@ def _started(start: Callable[..., Any], copies: list[tuple[torch.Tensor, torch.T
 
 def _copying_back(tensor: torch.Tensor, place: torch.Tensor, start: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``start``, an operation on ``place``, such that ``tensor`` receives the result, of the same shape."""
-    return start if place is tensor else partial(_started, start, [(tensor, place)])
+    if place is tensor:
+        return start
+    target, result = tensor, place
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:  # expanded: torch writes only to tensors whose elements are in memory once
+            target, result = target.narrow(dim, 0, 1), result.narrow(dim, 0, 1)
+    return partial(_started, start, [(target, result)])
 
 
 def _dense(tensor: torch.Tensor, group: Group) -> torch.Tensor:

@@ -170,6 +170,19 @@ def check_strides(async_op: bool, transposed: bool) -> None:
         assert transposed or torch.equal(memory[1::2], gaps), name
 
 
+def check_expanded_tensors() -> None:
+    x = _mine(3).view(3, 1).expand(3, 2)
+    dist.all_reduce(x)
+    assert torch.equal(x, _sum(3).view(3, 1).expand(3, 2))
+    x = _mine(3).view(3, 1).expand(3, 2)
+    dist.broadcast(x, 1)
+    assert torch.equal(x, _of(1, 3).view(3, 1).expand(3, 2))
+
+
+def test_expanded_tensors():
+    run_ranks(check_expanded_tensors, 2)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("async_op", [False, True])
 def test_strided_tensors(async_op, transposed):
