@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -256,7 +257,8 @@ def recorded(message: str | None) -> Callable[[Callable[..., Any]], Callable[...
     """Decorates a collective so that the log sees it.
 
     The decorated function also takes the keyword arguments ``prof`` (record this call even if only some operations are
-    recorded), ``log_name`` (the name to record it under) and ``debug`` (the caller's name, for the verbose line).
+    recorded), ``log_name`` (the name to record it under) and ``debug`` (the caller's name, for the verbose line; None:
+    that of the calling function).
 
     Args:
         message: The parameter whose bytes are the size of the message, the larger side of the operation; None if it
@@ -279,12 +281,13 @@ def recorded(message: str | None) -> Callable[[Callable[..., Any]], Callable[...
             device = _device_of(value)
             size = num_bytes(value)
             ranks = torch_dist.get_world_size(arguments.get("group"))
+            caller = debug or (sys._getframe(1).f_code.co_name if log.debug else "")
             _settle(device)
             start = time.perf_counter()
 
             def finished() -> None:
                 _settle(device)
-                log.add(name, size, time.perf_counter() - start, ranks, debug or "")
+                log.add(name, size, time.perf_counter() - start, ranks, caller)
 
             result = function(*args, **kwargs)
             if hasattr(result, "wait"):

@@ -147,6 +147,26 @@ def test_num_bytes():
     assert list(objects) == [1, 2]  # an object to send, which the log must not consume
 
 
+def check_callers_are_named() -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    dist.configure(enabled=True, verbose=True, debug=True)
+    try:
+        dist.all_reduce(torch.ones(1))
+        dist.broadcast(torch.ones(1), 0, debug="another")
+        return [line.rpartition("caller: ")[2] for line in lines]
+    finally:
+        logger.removeHandler(handler)
+        dist.configure(enabled=False, verbose=False, debug=False)
+        dist.reset_log()
+
+
+def test_callers_are_named():
+    assert run_ranks(check_callers_are_named, 1) == [["check_callers_are_named", "another"]]
+
+
 def test_verbose_line_and_table():
     lines: list[str] = []
     handler = logging.Handler()
