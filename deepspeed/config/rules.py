@@ -157,6 +157,14 @@ def _precision(root: Root, findings: ConfigMessages) -> None:
             fp16,
             bf16,
         )
+    half = root.fp16
+    if half.enabled and half.loss_scale == 0 and half.min_loss_scale > 2**half.initial_scale_power:
+        findings.problem(
+            ("fp16", "min_loss_scale"),
+            f"expected at most the scale at the start, 2 to the power of {half.initial_scale_power}, found "
+            f"{half.min_loss_scale}",
+            ("fp16", "initial_scale_power"),
+        )
 
 
 def _offload(zero: ZeroOptimization, findings: ConfigMessages) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.devices import device_of_product
 from deepspeed.config.sections.monitor import FlopsProfilerSection as Settings
+from deepspeed.logging import logger
 from deepspeed.profiling.flops_profiler.profile import OperationCounter
 from deepspeed.profiling.flops_profiler.profiler import BACKWARD_FACTOR, FlopsProfiler
 
@@ -48,13 +49,20 @@ class ProfiledStep:
         """Prints the profile once update ``step`` is done."""
         if self.profiler is None or step != self._settings.profile_step or not self._is_done:
             return
-        self.profiler.print_model_profile(
-            step,
-            self._settings.module_depth,
-            self._settings.top_modules,
-            self._settings.detailed,
-            self._settings.output_file,
-        )
+        settings = self._settings
+        shown = (step, settings.module_depth, settings.top_modules, settings.detailed)
+        try:
+            self.profiler.print_model_profile(*shown, settings.output_file)
+        except OSError as error:
+            if settings.output_file is None:
+                raise
+            # Only this rank writes, so an exception would leave the others waiting for it.
+            logger.error(
+                "flops_profiler.output_file: the profile is printed, since %s could not be written: %s",
+                settings.output_file,
+                error,
+            )
+            self.profiler.print_model_profile(*shown)
 
 
 class FlopsCounter:

@@ -26,6 +26,7 @@ from tests.config.support import nest, only_problem, problems, read
         ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype"),
         ({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, "gradient_allreduce_op"),
         ({"optimizer": {"type": "Lamb"}, "fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 17}}, "fp16.min_loss_scale"),
         ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov"),
         ({"optimizer": {"type": "SGD", "params": {"foreach": 1, "fused": 1}}}, "optimizer.params.fused"),
         (

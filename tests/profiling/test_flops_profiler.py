@@ -156,3 +156,9 @@ def test_the_profiled_step_of_a_training(tmp_path):
             assert f"{phase} time of the step" in text
         expected = expected or losses
         assert losses == pytest.approx(expected, rel=1e-5)  # being watched changes nothing
+
+
+def test_a_profile_that_cannot_be_written_ends_no_training(tmp_path):
+    (tmp_path / "rank0.txt").mkdir()
+    (totals, losses), (_, others) = run_ranks(_profile_a_step, 2, 0, str(tmp_path))
+    assert totals is not None and len(losses) == len(others) == 6
