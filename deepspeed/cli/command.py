@@ -10,26 +10,30 @@ from collections.abc import Callable, Sequence
 from deepspeed.errors import DeepSpeedError
 
 
-def run_command(name: str, work: Callable[[], int | None], args: Sequence[str] | None) -> None:
+def run_command(
+    name: str, work: Callable[[], int | None], args: Sequence[str] | None, *, keeps_output: bool = False
+) -> None:
     """Runs the body of a command's ``main(args)``.
 
     Args:
         name: Name of the command, with which the sentence begins.
         work: Parses and executes the command line; returns the exit code (None means 0).
         args: The argument of ``main``. None: the process's command line is used, and the process exits.
+        keeps_output: Leave standard output as it is, since forked ranks inherit it; otherwise it prints "?" for
+            characters that its encoding lacks.
 
     Raises:
         DeepSpeedError: ``work`` failed, and ``args`` was given.
         SystemExit: ``work`` failed without ``args``, or the exit code is not 0.
     """
     code: int | None = None
-    if args is None and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # terminals may lack some characters
+    if args is None and not keeps_output and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             code = work()
         finally:  # also after --help, which exits
-            if args is None:
+            if args is None and sys.stdout is not None:  # None: its file was closed before the start
                 sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output, such as head, has closed the pipe
         if args is not None:

@@ -147,7 +147,7 @@ def main(args: Sequence[str] | None = None) -> None:
         DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
         SystemExit: A rank failed or the launcher was stopped by a signal.
     """
-    run_command("deepspeed", lambda: _launch(parse_args(args)), args)
+    run_command("deepspeed", lambda: _launch(parse_args(args)), args, keeps_output=True)
 
 
 def _launch(args: argparse.Namespace) -> int:

@@ -47,7 +47,7 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
     """
-    run_command("deepspeed", lambda: _become(parse_args(args)), args)
+    run_command("deepspeed", lambda: _become(parse_args(args)), args, keeps_output=True)
 
 
 def _become(args: argparse.Namespace) -> NoReturn:

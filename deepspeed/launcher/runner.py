@@ -194,7 +194,7 @@ def main(args: Sequence[str] | None = None) -> None:
         DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
         SystemExit: A rank failed or the launcher was stopped by a signal.
     """
-    run_command("deepspeed", lambda: _run(parse_args(args)), args)
+    run_command("deepspeed", lambda: _run(parse_args(args)), args, keeps_output=True)
 
 
 def _run(args: argparse.Namespace) -> int:

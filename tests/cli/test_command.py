@@ -60,6 +60,14 @@ def test_characters_that_a_terminal_lacks_are_replaced():
         assert raw.getvalue() == b"caf? ?\n"
 
 
+def test_a_closed_output_and_one_that_ranks_inherit_stay_as_they_are(monkeypatch):
+    with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as output, redirect_stdout(output):
+        run_command("ds_x", lambda: None, None, keeps_output=True)
+        assert output.errors == "strict"
+    monkeypatch.setattr(sys, "stdout", None)
+    run_command("ds_x", lambda: None, None)
+
+
 def test_an_interrupt_ends_a_report_as_a_shell_does(monkeypatch):
     def interrupt():
         raise KeyboardInterrupt
