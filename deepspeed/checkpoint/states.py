@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -234,9 +234,23 @@ def _model_states(run_state: RunState, listed: Roster, merged: MergedGroups) -> 
         "global_samples": run_state.counters["global_samples"],
         "dp_world_size": run_state.dp_world_size,
         "mp_world_size": run_state.model_size,
-        "ds_config": run_state.config,
+        "ds_config": _config_as_data(run_state.config),
         "ds_version": run_state.version,
     }
+
+
+def _config_as_data(config: Any) -> Any:
+    """Returns the configuration with functions and other objects, which a file cannot hold as data, as their text."""
+    kept, others = restricted.split({"ds_config": _as_dicts(config)})
+    restricted.merge(kept, {path: str(value) for path, value in others.items()})
+    return kept["ds_config"]
+
+
+def _as_dicts(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _as_dicts(item) for name, item in value.items()}
+    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes, tuple))
+    return [_as_dicts(item) for item in value] if is_list else value
 
 
 def _training(

@@ -7,6 +7,7 @@ import collections
 import datetime
 import logging
 import pathlib
+import types
 
 import numpy
 import pytest
@@ -213,6 +214,26 @@ def odd_schedule(folder: str):
 
 def test_a_schedule_is_not_restored_in_part(tmp_path):
     assert run_ranks(odd_schedule, 1, str(tmp_path)) == [Custom(5)]
+
+
+def save_with_a_function(folder: str):
+    def constant(step: int) -> float:
+        return 0.5
+
+    scheduler = {"type": "LambdaLR", "params": {"lr_lambda": [constant]}}
+    zero = types.MappingProxyType({"stage": 1})
+    made = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "zero_optimization": zero}
+    run = deepspeed.initialize(model=nn.Linear(4, 4), config={**made, "scheduler": scheduler})[0]
+    run.save_checkpoint(folder)
+    config_in_file = run.load_checkpoint(folder)[1]["ds_config"]
+    return config_in_file, run.config["scheduler"]["params"]["lr_lambda"][0] is constant
+
+
+def test_functions_of_the_configuration_are_saved_as_text(tmp_path):
+    ((saved, is_kept),) = run_ranks(save_with_a_function, 1, str(tmp_path))
+    assert "constant" in saved["scheduler"]["params"]["lr_lambda"] and is_kept
+    assert saved["zero_optimization"] == {"stage": 1} and saved["optimizer"]["params"] == {"lr": 1.0}
+    assert not list(tmp_path.rglob("*objects*")), "restoring a configuration needs no code"
 
 
 class StatefulData:
