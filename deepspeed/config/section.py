@@ -150,6 +150,9 @@ class Section(BaseModel):
         aliases = _aliases(cls)
         if aliases.keys().isdisjoint(data):
             return data
+        for alias, name in aliases.items():
+            if alias in data and name in data:
+                raise ValueError(f"{alias} is another spelling of {name}, which is given too; keep one of them")
         return {aliases.get(name, name): value for name, value in data.items()}
 
     if not TYPE_CHECKING:

@@ -309,6 +309,8 @@ def test_sections_built_by_a_program_accept_both_spellings() -> None:
     assert section.offload_param is not None and section.offload_param.device == "cpu"
     with pytest.raises(AttributeError):
         _ = section.prefetch_bucket_siz
+    with pytest.raises(ValueError, match="prefetch_bucket_size is another spelling of stage3_prefetch_bucket_size"):
+        ZeroOptimization(prefetch_bucket_size=7, stage3_prefetch_bucket_size=8)
     with pytest.raises(ValueError, match="reduce_buckt_size"):
         ZeroOptimization(reduce_buckt_size=7)
 
