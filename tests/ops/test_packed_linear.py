@@ -146,3 +146,19 @@ def test_four_bits_are_the_documented_formula_with_scales_in_bfloat16(dtype, mea
     assert ((found - formula).abs() <= step + 2 * rounding).all()
     ours, theirs = ((value - groups) / step for value in (found, formula))
     assert ours.square().mean().sqrt() <= theirs.square().mean().sqrt() + (0.002 if mean == 0 else 0.1)
+
+
+def test_products_in_fp16_do_not_overflow():
+    how = packed_format(8)
+    codes, scales = how.pack(torch.full((3, 4096), 0.01))
+    x = torch.full((50, 4096), 20.0, dtype=torch.float16)
+    assert relative(packed_linear(x, codes, scales, 3, how), torch.full((50, 3), 819.2).double()) < 1e-2
+
+
+@pytest.mark.parametrize("how", [packed_format(8), packed_format(4, 32), formats.GroupCodes(2, 32)])
+def test_weights_without_output_features(how):
+    codes, scales = how.pack(torch.randn(0, 32))
+    assert how.unpack(codes, scales, 0, torch.bfloat16).shape == (0, 32)
+    x = torch.randn(2, 32, requires_grad=True)
+    packed_linear(x, codes, scales, 0, how).sum().backward()
+    assert not x.grad.any()

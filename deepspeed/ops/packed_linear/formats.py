@@ -77,6 +77,10 @@ class PackedFormat(ABC):
         Each block is ``[in, features]`` in ``dtype``.
         """
 
+    def _width_of(self, codes: torch.Tensor) -> int:
+        """Returns the number of input features of the weight in ``codes``."""
+        return codes.shape[1]
+
     @abstractmethod
     def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
         """Returns the product by torch's packed kernel: ``[rows, in] -> [rows, out or more]``.
@@ -96,7 +100,7 @@ class PackedFormat(ABC):
         for part in self.columns(codes, scales, out_features, dtype):
             weight = part.weight if part.scale is None else part.weight * part.scale
             parts.append(weight.t().contiguous() if part.scale is not None else weight.t().clone())
-        return torch.cat(parts)
+        return torch.cat(parts) if parts else scales.new_empty(0, self._width_of(codes), dtype=dtype)
 
 
 class GroupCodes(PackedFormat):
@@ -134,7 +138,7 @@ class GroupCodes(PackedFormat):
     @override
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rounds ``weight`` (``[out, in]``) to codes evenly spaced from the least to the largest value of a group."""
-        groups = weight.detach().float().view(len(weight), self.groups, -1)
+        groups = weight.detach().float().unflatten(1, (self.groups, -1))
         least, most = groups.amin(2), groups.amax(2)
         scale = (most - least) / (2**self.bits - 1)
         return self.encode(weight, torch.where(scale == 0, 1.0, scale), least - self.least * scale)
@@ -149,11 +153,11 @@ class GroupCodes(PackedFormat):
             scale: ``[out, groups]``, fp32, none of them zero.
             offset: Like ``scale``; zeros if the format has no offsets.
         """
-        groups = weight.detach().float().view(len(weight), self.groups, -1)
+        groups = weight.detach().float().unflatten(1, (self.groups, -1))
         codes = ((groups - offset[..., None]) / scale[..., None]).round_().sub_(self.least).clamp_(0, 2**self.bits - 1)
         per_byte = 8 // self.bits
-        flat = torch.nn.functional.pad(codes.view(len(weight), -1), (0, -self.in_features % per_byte)).to(torch.uint8)
-        parts = flat.view(len(weight), -1, per_byte) << self._shifts(flat.device)
+        flat = torch.nn.functional.pad(codes.flatten(1), (0, -self.in_features % per_byte)).to(torch.uint8)
+        parts = flat.unflatten(1, (-1, per_byte)) << self._shifts(flat.device)
         scales = torch.stack((scale, offset), 2) if self.has_offset else scale[..., None]
         return parts.sum(2, dtype=torch.uint8), scales.float().contiguous()
 
@@ -164,6 +168,10 @@ class GroupCodes(PackedFormat):
         for start in range(0, out_features, _BLOCK):
             stop = min(start + _BLOCK, out_features)
             yield Columns(start, stop, self._values(codes[start:stop], scales[start:stop], dtype).t(), None)
+
+    @override
+    def _width_of(self, codes: torch.Tensor) -> int:
+        return self.in_features
 
     @override
     def rows(self, codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -179,11 +187,11 @@ class GroupCodes(PackedFormat):
     def _values(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Unpacks some rows; casts to ``dtype`` at the end, so that fp32 scales are not rounded first."""
         parts = (codes[:, :, None] >> self._shifts(codes.device)) & (2**self.bits - 1)
-        flat = parts.view(len(codes), -1)[:, : self.in_features].float().add_(self.least)
-        groups = flat.view(len(codes), self.groups, -1).mul_(scales[..., :1])
+        flat = parts.flatten(1)[:, : self.in_features].float().add_(self.least)
+        groups = flat.unflatten(1, (self.groups, -1)).mul_(scales[..., :1])
         if self.has_offset:
             groups.add_(scales[..., 1:])
-        return groups.view(len(codes), -1).to(dtype)
+        return groups.flatten(1).to(dtype)
 
 
 GROUP_SIZES = (32, 64, 128, 256)
@@ -364,8 +372,15 @@ class Int8Rows(PackedFormat):
     ) -> Iterator[Columns]:
         """Yields codes ``[in, features]`` in ``dtype`` with their scales.
 
-        Codes are exact in every floating dtype. The caller multiplies the product by the scales, as it is smaller.
+        Codes are exact in every floating dtype. The caller multiplies the product by the scales, as it is smaller. In
+        fp16, products with codes of up to 127 would overflow; there the weight is multiplied.
         """
+        if dtype == torch.float16:
+            for start in range(0, out_features, _BLOCK):
+                rows = slice(start, min(start + _BLOCK, out_features))
+                values = codes[rows].float() * scales[rows].float()[:, None]
+                yield Columns(start, rows.stop, values.to(dtype).t(), None)
+            return
         buffer = torch.empty(min(_BLOCK, out_features), codes.shape[1], dtype=dtype, device=codes.device)
         scales = scales.to(dtype)
         for start in range(0, out_features, _BLOCK):
