@@ -94,5 +94,5 @@ class _ChunkedAttention(torch.autograd.Function):
 
 
 def _places(tokens: int, size: int) -> list[tuple[int, int]]:
-    """Returns where chunks of ``size`` tokens begin and end."""
-    return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+    """Returns where chunks of ``size`` tokens begin and end; one empty chunk where there are no tokens."""
+    return [(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size)]

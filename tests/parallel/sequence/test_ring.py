@@ -96,3 +96,11 @@ def test_chunks_from_host_memory_are_dense_attention(chunk_size):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     with pytest.raises(DeepSpeedConfigError, match="at least 1 token"):
         chunked_attention(*whole, chunk_size=0)
+
+
+def test_no_tokens_in_chunks():
+    query = torch.randn(2, 4, 0, 8, requires_grad=True)
+    found = chunked_attention(query, query[:, :2], query[:, :2])
+    assert found.shape == query.shape
+    found.sum().backward()
+    assert query.grad.shape == query.shape
