@@ -188,3 +188,9 @@ def test_what_is_wrong_is_named(tmp_path):
         DataAnalyzer(Texts(), save_path=tmp_path, **halves).run_map()
     with pytest.raises(ValueError, match="sample 1 was analyzed more than once"):
         DataAnalyzer(Texts(), save_path=tmp_path, sample_indices=[1] * COUNT, **METRICS).run_map_reduce()
+
+
+def test_a_sum_of_numbers(tmp_path):
+    total = {"metric_names": ["total"], "metric_functions": [lambda batch: length(batch).sum()]}
+    DataAnalyzer(Texts(), save_path=tmp_path, metric_types=["accumulate_value_over_samples"], **total).run_map_reduce()
+    assert MMapIndexedDataset(tmp_path / "total" / "total_metric_value")[0].tolist() == [sum(LENGTHS)]

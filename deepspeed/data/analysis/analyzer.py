@@ -406,7 +406,7 @@ def write_metric(folder: Path, name: str, kind: str, parts: Sequence[dict[str, N
     """
     folder.mkdir(parents=True, exist_ok=True)
     if kind == SUM:
-        sums = [part["sum"] for part in parts if len(part["sum"])]
+        sums = [part["sum"] for part in parts if part["sum"].size]
         total = numpy.sum(sums, axis=0) if sums else numpy.empty(0, numpy.int64)
         _write(folder / f"{name}_metric_value", total.reshape(-1), numpy.array([total.size]))
         return
