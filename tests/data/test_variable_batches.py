@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 import torch
@@ -180,3 +181,11 @@ def _trained(folder):
 def test_training_with_batches_by_tokens(tmp_path):
     first, second = run_ranks(_trained, 2, tmp_path)
     assert first == second and len(first) == 2
+
+
+def test_many_samples_are_packed_in_equal_micro_batches_quickly():
+    lengths = [10 + 37 * place % 90 for place in range(20_000)]
+    start = time.process_time()
+    micro, _, _ = batch_by_seqlens(lengths, 400, effective_batch_size=4, required_microbatches_of_same_size=True)
+    assert time.process_time() - start < 5
+    assert sum(len(samples) for _, samples in micro) > 19_000

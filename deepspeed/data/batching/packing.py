@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -117,13 +119,15 @@ def _filled(order: list[int], lengths: list[int], limit: int, least: int, most: 
 def _equal(order: list[int], lengths: list[int], limit: int, least: int, most: int, per_batch: int) -> Batches:
     """Returns batches whose micro-batches have the same number of sequences, the largest that the limit allows."""
     batches: Batches = []
+    sums = [0, *itertools.accumulate(lengths[index] for index in order)]  # tokens before each place of the order
     start = 0
     while start < len(order):
         best: list[list[int]] = []
-        for size in range(min(most, (len(order) - start) // per_batch), least - 1, -1):
-            parts = [order[start + size * i : start + size * (i + 1)] for i in range(per_batch)]
-            if size and all(sum(lengths[index] for index in part) <= limit for part in parts):
-                best = parts
+        fits = bisect_right(sums, sums[start] + limit) - 1 - start  # sequences in the first micro-batch at most
+        for size in range(min(most, fits, (len(order) - start) // per_batch), least - 1, -1):
+            bounds = [start + size * i for i in range(per_batch + 1)]
+            if size and all(sums[stop] - sums[first] <= limit for first, stop in itertools.pairwise(bounds)):
+                best = [order[first:stop] for first, stop in itertools.pairwise(bounds)]
                 break
         if not best:
             start += 1  # no batch can start with this sequence
