@@ -16,7 +16,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,8 +71,22 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
     return _checkpoint(function, args, kwargs, reentrant=False)
 
 
-def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reentrant: bool) -> Any:
-    options = settings
+def checkpoint_heads(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Works as :func:`non_reentrant_checkpoint` for a function of this rank's heads.
+
+    Its inputs differ between tensor ranks, so ``partition_activations`` does not divide them.
+    """
+    return _checkpoint(function, args, kwargs, reentrant=False, options=replace(settings, partition_activations=False))
+
+
+def _checkpoint(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    reentrant: bool,
+    options: Settings | None = None,
+) -> Any:
+    options = settings if options is None else options
     called = _CheckpointedBlock(functools.partial(function, **kwargs) if kwargs else function, options)
     with _keeping(options):
         return torch_checkpoint(called, *args, use_reentrant=reentrant)

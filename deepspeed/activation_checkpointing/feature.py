@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from deepspeed.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from deepspeed.activation_checkpointing.checkpointing import checkpoint_heads
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.start.process_group import default_timeout
 from deepspeed.comm.transports.objects import gather_json
@@ -77,7 +77,7 @@ def recompute_attention(model: nn.Module, full_model: nn.Module | None = None) -
 def _recompute_own(model: nn.Module) -> bool:
     """Enables recomputation in modules with ``recompute_core_attention``; returns whether any rank has one."""
     for module in _own(model):
-        module.recompute_core_attention(non_reentrant_checkpoint)
+        module.recompute_core_attention(checkpoint_heads)
     return offers_recomputation(model)
 
 
@@ -108,7 +108,7 @@ def _attend(
     attention = functools.partial(interface_of(name, layer), layer)
     if not torch.is_grad_enabled():
         return attention(query, key, value, mask, **more)
-    return non_reentrant_checkpoint(attention, query, key, value, mask, **more)
+    return checkpoint_heads(attention, query, key, value, mask, **more)
 
 
 class BlockCheckpointing:

@@ -16,6 +16,7 @@ import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing import checkpointing as settings_module
 from deepspeed.activation_checkpointing.checkpointing import ActivationShard, Partition
+from deepspeed.activation_checkpointing.feature import recompute_attention
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import logger
 from tests.engine.support import SHARDED, adamw
@@ -432,3 +433,20 @@ def _kept():
 
 def test_only_parts_are_kept():
     run_ranks(_kept, 2)
+
+
+def _own_heads() -> None:
+    """Attention of a rank's heads is recomputed with these, though activations are partitioned."""
+    checkpointing.configure(Mpu(), partition_activations=True)
+    found: list = []
+    model = nn.Module()
+    model.__dict__["recompute_core_attention"] = found.append
+    recompute_attention(model)
+    x = torch.full((2, 3), 1.0 + dist.get_rank(), requires_grad=True)
+    found[0](lambda heads: heads.square(), x * 1).sum().backward()
+    assert torch.equal(x.grad, 2 * x)
+    settings_module.settings = settings_module.Settings()
+
+
+def test_heads_of_a_rank_are_not_partitioned():
+    run_ranks(_own_heads, 2)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from deepspeed.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from deepspeed.activation_checkpointing.checkpointing import checkpoint_heads
 from deepspeed.comm.job.job import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.attention import call_attention
@@ -289,7 +289,7 @@ def _recomputed(attend_whole: Callable[[AttentionCall], torch.Tensor], call: Att
     def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return attend_whole(replace(call, query=query, key=key, value=value))
 
-    return non_reentrant_checkpoint(run, call.query, call.key, call.value)  # type: ignore[no-any-return]
+    return checkpoint_heads(run, call.query, call.key, call.value)  # type: ignore[no-any-return]
 
 
 def _attend_by_ring(call: AttentionCall) -> torch.Tensor:
