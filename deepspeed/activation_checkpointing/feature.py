@@ -134,13 +134,12 @@ class BlockCheckpointing:
             )
 
     def on(self) -> None:
-        """Switches it on.
+        """Switches it on. Models of Transformers recompute in training mode only, which the caller must set.
 
         Raises:
             DeepSpeedConfigError: The model's own method fails.
         """
         if switch_of(self._model, "enable") is not None:
-            self._model.train()
             self._call_own("enable")
             return
         from torch.utils.checkpoint import checkpoint

@@ -138,8 +138,16 @@ def _other_checkpointing(request: Request, workload: Workload | None) -> Callabl
     """Returns the change that switches activation checkpointing."""
     if workload is None:  # a stage
         return lambda engine: engine.module.set_checkpoint_interval(int(not request.checkpointing))
-    checkpointing = BlockCheckpointing(workload.model)
-    return lambda _engine: checkpointing.off() if request.checkpointing else checkpointing.on()
+    model, checkpointing = workload.model, BlockCheckpointing(workload.model)
+
+    def switch(_engine: Any) -> None:
+        if request.checkpointing:
+            checkpointing.off()
+        else:
+            model.train()
+            checkpointing.on()
+
+    return switch
 
 
 def mesh_of(root: Root, ranks: int, stages: int = 1) -> Mesh:
@@ -158,6 +166,7 @@ def _workload(request: Request, part: SimulatedPart) -> Workload | None:
         return None
     made = request.source.build()
     if request.checkpointing:
+        made.model.train()
         BlockCheckpointing(made.model).on()
     return made
 

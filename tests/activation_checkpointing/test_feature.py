@@ -74,6 +74,19 @@ def test_a_model_without_blocks_is_refused():
 
 
 transformers = pytest.importorskip("transformers")
+
+
+def _mode_with_blocks() -> None:
+    model = causal_model("GPT2", vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1).eval()
+    config = {"train_micro_batch_size_per_gpu": 1, "activation_checkpointing": {"blocks": True}}
+    deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    assert not model.training and not model.transformer.h[0].training
+
+
+def test_a_model_keeps_its_mode():
+    run_ranks(_mode_with_blocks, 1)
+
+
 LENGTH = 12
 KEYS = {"activation_checkpointing": {"recompute_modules": ["core_attn"]}}
 
