@@ -95,7 +95,7 @@ class LoRAOptimizedLinear(nn.Module):
         self.lora_config = lora_config
         weight: Any = plain.weight
         self.input_dim, self.output_dim = int(plain.in_features), int(plain.out_features)  # type: ignore[arg-type]
-        self.dtype, self._device = weight.dtype, weight.device
+        self.dtype = weight.dtype
         self.lora_scaling_factor = lora_config.lora_alpha / lora_config.lora_r
         self.base: QuantizedLinear | None = None
         self.bias: nn.Parameter | None = plain.bias  # type: ignore[assignment]
@@ -131,8 +131,12 @@ class LoRAOptimizedLinear(nn.Module):
         if self.lora_weight_1 is not None:
             raise CallOrderError("LoRAOptimizedLinear.init_lora: the adapters exist already; call it once")
         rank = self.lora_config.lora_r
-        make = {"bias": False, "device": self._device, "dtype": self.dtype}
-        first, second = nn.Linear(self.input_dim, rank, **make), nn.Linear(rank, self.output_dim, **make)  # type: ignore[arg-type]
+        # The layer may have been moved or cast since it was made.
+        stored: torch.Tensor = self.weight if self.base is None else self.base.codes
+        make: dict[str, Any] = {"bias": False, "device": stored.device, "dtype": self.dtype}
+        if self.base is None:
+            make["dtype"] = self.dtype = stored.dtype
+        first, second = nn.Linear(self.input_dim, rank, **make), nn.Linear(rank, self.output_dim, **make)
         nn.init.kaiming_uniform_(first.weight, a=math.sqrt(5))
         nn.init.zeros_(second.weight)
         self.lora_weight_1, self.lora_weight_2 = first, second
