@@ -11,7 +11,7 @@ from torch import nn
 from deepspeed.errors import CallOrderError
 from deepspeed.linear.config import LoRAConfig, QuantizationConfig
 from deepspeed.linear.optimized_linear import LoRAOptimizedLinear, optimized
-from deepspeed.linear.quantize import quantize_model
+from deepspeed.linear.quantize import names_of_modules, quantize_model
 from deepspeed.logging import log_dist
 
 
@@ -92,10 +92,13 @@ def optimize_model(
         for parameter in module.parameters(recurse=False):
             users[id(parameter)] = users.get(id(parameter), 0) + 1
     count = 0
+    aliases = names_of_modules(model)
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and name and any(part in name for part in lora_config.target_mods):
             if users[id(module.weight)] == 1:
-                model.set_submodule(name, optimized(module, lora_config, quant_config))
+                layer = optimized(module, lora_config, quant_config)
+                for each in aliases[id(module)]:
+                    model.set_submodule(each, layer)
                 count += 1
     log_dist(
         f"deepspeed.linear: {count} layers with adapters of rank {lora_config.lora_r}; all other parameters are frozen"

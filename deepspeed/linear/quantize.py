@@ -112,6 +112,7 @@ def quantize_model(
     config = QuantizationConfig(q_bits=bits, group_size=group_size)
     users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     others: list[str] = []
+    aliases = names_of_modules(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantizedLinear) and any(part in name for part in only) and module.format.bits != bits:
             others.append(f"{name} in {module.format.bits} bits")
@@ -128,7 +129,7 @@ def quantize_model(
         elif any(part in name for part in skip):
             report.kept[name] = "named in skip"
         else:
-            _replace(model, name, module, weight, config, report)
+            _replace(model, aliases[id(module)], module, weight, config, report)
     if others and not report.layers:
         raise DeepSpeedConfigError(
             f"quantize_model(bits={bits}): expected plain layers, found quantised ones ({others[0]}); begin with the "
@@ -138,15 +139,24 @@ def quantize_model(
     return report
 
 
+def names_of_modules(model: nn.Module) -> dict[int, list[str]]:
+    """Returns all names of each module of a model, by its ``id``; most have one."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    return names
+
+
 def _replace(
     model: nn.Module,
-    name: str,
+    names: list[str],
     module: nn.Module,
     weight: torch.Tensor,
     config: QuantizationConfig,
     report: QuantizationReport,
 ) -> None:
-    """Replaces ``module`` by a quantized layer, or adds the reason against it to the report."""
+    """Replaces ``module`` by a quantized layer under all its names, or adds the reason against it to the report."""
+    name = names[0]
     shape = full_shape(cast("nn.Parameter", module.weight))
     out_features, in_features = shape[::-1] if is_transposed(module) else shape
     if refusal := packed_format(config.q_bits, config.group_size).refusal(in_features):
@@ -163,7 +173,9 @@ def _replace(
     layer.bias = cast("nn.Parameter | None", module.bias)
     layer.train(module.training)
     report.layers.append(QuantizedLayer(name, before, after, error))
-    model.set_submodule(name, wrap_part(module, layer))
+    replacement = wrap_part(module, layer)
+    for each in names:
+        model.set_submodule(each, replacement)
 
 
 def _weight_of(module: nn.Module) -> torch.Tensor | None:

@@ -7,7 +7,15 @@ from torch.nn.functional import linear
 
 import deepspeed
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
-from deepspeed.linear import Init, LoRAConfig, OptimizedLinear, QuantizationConfig, QuantizedLinear, init_lora
+from deepspeed.linear import (
+    Init,
+    LoRAConfig,
+    LoRAOptimizedLinear,
+    OptimizedLinear,
+    QuantizationConfig,
+    QuantizedLinear,
+    init_lora,
+)
 from tests.harness import assert_states_equal, run_ranks
 from tests.harness.toy_models import causal_model
 
@@ -55,6 +63,23 @@ def test_adapters_can_come_later_and_bad_input_raises():
         LoRAConfig(offload=True, offload_ratio=1.5)
     with pytest.raises(DeepSpeedConfigError, match="lora_r=0"):
         LoRAConfig(lora_r=0)
+
+
+def test_later_adapters_are_where_the_layer_was_moved_to():
+    layer = OptimizedLinear(4, 4, lora_config=LoRAConfig(lora_r=2, delay_lora_init=True)).double()
+    init_lora(layer)
+    assert layer(torch.ones(1, 4, dtype=torch.float64)).dtype == torch.float64
+    with torch.device("meta"):
+        layer = OptimizedLinear(4, 4, lora_config=LoRAConfig(lora_r=2, delay_lora_init=True), dtype=torch.float32)
+    init_lora(layer.to_empty(device="cpu"))
+    assert layer(torch.ones(1, 4)).device.type == "cpu"
+
+
+def test_a_layer_with_two_names_is_replaced_under_both():
+    with Init(lora_config=LoRAConfig(lora_r=2, target_mods=["first"])):
+        model = nn.Module()
+        model.first = model.second = nn.Linear(4, 4)
+    assert isinstance(model.first, LoRAOptimizedLinear) and model.second is model.first
 
 
 def test_models_that_are_built_inside_init():

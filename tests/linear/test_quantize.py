@@ -115,3 +115,9 @@ def test_two_parts_that_match_a_conv1d_layer_are_refused_before_a_change():
     ):
         quantize_parts(model, {"attn": {"num_bits": 8}, "c_attn": {"num_bits": 4}})
     assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+
+
+def test_a_layer_with_two_names_is_quantised_under_both():
+    model = nn.Sequential(shared := nn.Linear(32, 32), nn.Sequential(shared))
+    report = quantize_model(model)
+    assert len(report.layers) == 1 and isinstance(model[0], QuantizedLinear) and model[1][0] is model[0]
