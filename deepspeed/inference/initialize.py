@@ -21,6 +21,7 @@ from deepspeed.inference.tensor import check_policy, cut, job_mesh, save, tensor
 from deepspeed.linear.parts import check_parts, quantize_parts
 from deepspeed.linear.quantize import quantize_model
 from deepspeed.logging import log_dist
+from deepspeed.models.layers import keep_rotary_frequencies
 from deepspeed.zero.construction.reading import SlicesFromFiles
 
 
@@ -67,7 +68,8 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     mesh = job_mesh(settings)
     cut_result = None if mesh is None else cut(model, settings, mesh, device)
     _fill(model, settings)  # after the cut, so that a rank reads its parts only
-    model.eval().requires_grad_(False).to(settings.dtype)
+    with keep_rotary_frequencies(model):
+        model.eval().requires_grad_(False).to(settings.dtype)
     if settings.save_path is not None:
         save(model, settings.save_path, cut_result, settings.dtype)
     _quantize(model, settings)
@@ -108,13 +110,14 @@ def _with_zero(model: nn.Module, settings: InferenceSettings) -> InferenceEngine
         slices = SlicesFromFiles(settings.dtype, on_host="offload_param" in zero)
     _fill(model, settings, slices if slices is not None and slices.ranks > 1 else None)
     model.eval().requires_grad_(False)
-    if slices is None or slices.ranks == 1:
-        model.to(settings.dtype)
-    _quantize(model, settings)
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     if settings.dtype != torch.float32:
         config["fp16" if settings.dtype == torch.float16 else "bf16"] = {"enabled": True}
-    engine = initialize(model=model, config=config)[0]
+    with keep_rotary_frequencies(model):
+        if slices is None or slices.ranks == 1:
+            model.to(settings.dtype)
+        _quantize(model, settings)
+        engine = initialize(model=model, config=config)[0]
     engine.eval()
     MallocTrimmer().note(before, 0)  # as in init_inference
     return InferenceEngine(engine.module, settings, runner=engine)

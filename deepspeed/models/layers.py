@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def is_conv1d(kind: type) -> bool:
@@ -28,6 +30,26 @@ def rope_types_of(module: Any) -> list[str]:
     """Returns the RoPE types of a rotary embedding, such as "dynamic"; empty for other modules."""
     kinds = getattr(module, "rope_type", None)
     return [kind for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]) if isinstance(kind, str)]
+
+
+@contextmanager
+def keep_rotary_frequencies(model: nn.Module) -> Iterator[None]:
+    """Restores the dtypes of rotary frequencies at the end of the context, in which a model is cast.
+
+    Positions are multiplied by them, so that rounding them to 16 bits turns late tokens by wrong angles. The library
+    keeps them in fp32 when it loads a model in 16 bits.
+    """
+    found = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and is_of_library(type(module))
+    ]
+    yield
+    for module, name, before in found:
+        now = module._buffers.get(name)
+        if now is not None and now.dtype != before.dtype:
+            module._buffers[name] = before.to(now.device)
 
 
 def mark_initialized(tensor: torch.Tensor) -> None:
