@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
+import struct
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +32,11 @@ from deepspeed.zero.tiling.tiles import Tile, TilePart, TileRegion, in_common
 PARTS = "deepspeed_parts"
 """Key of a file's header that lists the parts."""
 DESCRIPTION = "ds_inference_config.json"
+#: What reading a damaged file raises, in safetensors and in torch.
+_DAMAGE = (
+    *(SafetensorError, OSError, RuntimeError, EOFError, UnpicklingError, ValueError, LookupError, struct.error),
+    AssertionError,
+)
 _PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.pt")
 
 
@@ -167,7 +174,7 @@ def find_files(checkpoint: str | Mapping[str, Any], base: Path) -> WeightFiles:
         return WeightFiles((path,))
     try:
         return _read_description(json.loads(path.read_text()), path.parent)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"init_inference: checkpoint {path} is not valid JSON: {error}; correct the file"
         ) from error
@@ -218,7 +225,7 @@ def _read_description(description: Any, base: Path) -> WeightFiles:
 def _checkpoint_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, RuntimeError, EOFError, UnpicklingError) as error:
+    except _DAMAGE as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
@@ -251,7 +258,8 @@ def _safetensors(path: Path, is_part: bool) -> Iterator[Stored]:
 
 
 def _pickled(path: Path) -> Iterator[Stored]:
-    found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    is_mapped = zipfile.is_zipfile(path)  # files of old versions of torch are not, and cannot be mapped
+    found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     if not isinstance(found, Mapping):
         raise CheckpointError(
             f"init_inference: {path} holds a {type(found).__name__}; expected a state dict, "
