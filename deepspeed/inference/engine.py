@@ -79,7 +79,7 @@ class InferenceEngine(nn.Module):
                 f"InferenceEngine.generate: {type(self.module).__name__} has no generate method; call the engine "
                 "itself, or give it a model of Transformers that generates"
             )
-        prompt = kwargs.get("input_ids", args[0] if args else None)
+        prompt = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         if "inputs_embeds" not in kwargs:
             self._check_prompt(prompt)
         if self._longest is not None and isinstance(prompt, torch.Tensor) and prompt.shape[-1] > self._longest:
