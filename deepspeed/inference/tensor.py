@@ -208,15 +208,20 @@ def _write(model: nn.Module, folder: Path, tensor_rank: int, size: int) -> None:
     parts: dict[str, torch.Tensor] = {}
     described: dict[str, Any] = {}
     seen: set[int] = set()
+    storages: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in seen:
             continue  # tied to a tensor that is written already
         seen.add(id(tensor))
+        values = tensor.detach().contiguous().cpu()
+        if values.untyped_storage().data_ptr() in storages:  # save_file refuses views of one memory
+            values = values.clone()
+        storages.add(values.untyped_storage().data_ptr())
         part = tile_of(name, tuple(tensor.shape), -1, tensor).part
         if part is None:
-            whole[name] = tensor.detach().contiguous().cpu()
+            whole[name] = values
             continue
-        parts[name] = tensor.detach().contiguous().cpu()
+        parts[name] = values
         described[name] = {
             "shape": part.global_shape,
             "boxes": [(region.whole, region.tile, region.shape) for region in part.regions],
