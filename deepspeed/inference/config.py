@@ -67,7 +67,7 @@ def read_settings(config: Any, keywords: dict[str, Any]) -> InferenceSettings:
     for name, value in keywords.items():
         if name in data and data[name] != value:
             findings.problem((name,), f"{data[name]!r} in the configuration and {value!r} as keyword; give one of them")
-        data[name] = value
+        data[name] = structural_copy(value)
     _move_old_names(data, findings)
     read = build(DeepSpeedInferenceConfig, clean(DeepSpeedInferenceConfig, data, (), findings), (), findings)
     assert read is not None, "no key is required"

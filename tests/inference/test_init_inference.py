@@ -151,11 +151,20 @@ def test_a_model_on_meta_reads_files(tmp_path):
     (tmp_path / "listed.json").write_text(json.dumps(listed))
     engine = deepspeed.init_inference(make(), dtype="fp32", checkpoint=str(tmp_path / "listed.json"))
     assert torch.equal(tokens(engine), tokens(make()))
+    torch.save(make().state_dict(), tmp_path / "whole.bin")
+    whole = (tmp_path / "whole.bin").read_bytes()
+    for name, content in (("half.bin", whole[: len(whole) // 2]), ("half-text.json", b"\xff"), ("half-text.bin", b"a")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match="half.* (cannot be read|is not valid JSON)"):
+            deepspeed.init_inference(make(), dtype="fp32", checkpoint=str(tmp_path / name))
     for name in ("half.safetensors", "half.pt"):
         whole = (tmp_path / "model.safetensors").read_bytes()
         (tmp_path / name).write_bytes(whole[: len(whole) // 2])
         with pytest.raises(CheckpointError, match="half.* cannot be read"):
             deepspeed.init_inference(make(), dtype="fp32", checkpoint=str(tmp_path / name))
+    torch.save(make().state_dict(), tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    engine = deepspeed.init_inference(make(), dtype="fp32", checkpoint=str(tmp_path / "old.bin"))
+    assert torch.equal(tokens(engine), tokens(make()))
     torch.save([1], tmp_path / "list.pt")
     with pytest.raises(CheckpointError, match="holds a list; expected a state dict"):
         deepspeed.init_inference(make(), dtype="fp32", checkpoint=str(tmp_path / "list.pt"))
@@ -218,3 +227,42 @@ def test_two_ranks():
     for found in run_ranks(on_two_ranks, 2, "Llama", timeout=300):
         assert found["cut"] and found["policy"] and found["sharded"] and found["holds"] == 0
         assert found["quantised"] < 0.05 and found["sharded, quantised"] == 0
+
+
+def _rotary(zero):
+    plain, model = make(), make()
+    for each in (plain, model):
+        each.to(torch.bfloat16)
+        each.model.rotary_emb.inv_freq = make().model.rotary_emb.inv_freq  # as from_pretrained leaves them
+    engine = deepspeed.init_inference(model, dtype="bf16", **zero)
+    assert torch.equal(engine.module.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
+    with torch.no_grad():
+        assert torch.equal(engine(**prompts()).logits, plain(**prompts()).logits)
+
+
+def test_rotary_frequencies_keep_their_precision():
+    _rotary({})
+    run_ranks(_rotary, 1, {"zero": {"stage": 3}})
+
+
+def test_prompts_by_their_other_name_are_checked():
+    engine = deepspeed.init_inference(make(), dtype="fp32", max_out_tokens=4)
+    with pytest.raises(RuntimeError, match="max_out_tokens is 4"):
+        engine.generate(inputs=torch.ones(1, 5, dtype=torch.long))
+    with pytest.raises(DeepSpeedConfigError, match="the vocabulary has"):
+        engine.generate(inputs=torch.full((1, 2), 10**6))
+
+
+def test_dicts_that_are_given_as_keywords_stay_as_they_are():
+    given: dict = {}
+    deepspeed.init_inference(make(), dtype="fp32", mp_size=1, tensor_parallel=given)
+    assert given == {}
+
+
+def test_tensors_with_common_memory_are_written(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight.data = model[0].weight.data
+    deepspeed.init_inference(model, dtype="fp32", save_mp_checkpoint_path=str(tmp_path))
+    other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    deepspeed.init_inference(other, dtype="fp32", checkpoint=str(tmp_path))
+    assert torch.equal(other[1].weight, model[0].weight)
