@@ -183,7 +183,8 @@ class Layouts:
         Without a seed, every rank must make the first call with each length.
         """
         if length not in self._layouts:
-            if len(self._layouts) == _MOST_CACHED:
+            # Without a seed, a layout that is made again would have other blocks, and wait for all ranks again.
+            if len(self._layouts) == _MOST_CACHED and self._seed is not None:
                 oldest = next(iter(self._layouts))
                 del self._layouts[oldest]
                 self._plans = {key: plan for key, plan in self._plans.items() if key[0] != oldest}
