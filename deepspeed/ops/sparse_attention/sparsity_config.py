@@ -13,7 +13,7 @@ Sources: Sparse Transformers (arXiv 1904.10509), BigBird (arXiv 2007.14062), Lon
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from typing_extensions import override
@@ -112,6 +112,12 @@ def _global_ranges(indices: Sequence[int], ends: Sequence[int] | None) -> list[t
         if start >= end:
             raise ValueError(f"global blocks {start} to {end}: expected an end after the start")
     return list(zip(indices, ends, strict=True))
+
+
+def _within(ranges: Sequence[tuple[int, int]], blocks: int) -> Iterator[tuple[int, int]]:
+    """Yields global ranges with negative numbers counted from the end of the sequence."""
+    for start, end in ranges:
+        yield (start, end) if start >= 0 else (max(start + blocks, 0), max(end + blocks, 0) if end <= 0 else end)
 
 
 def _set_window(layout: torch.Tensor, before: int, after: int) -> None:
@@ -223,10 +229,14 @@ class VariableSparsityConfig(SparsityConfig):
         different_layout_per_head: A layout for each head.
         num_random_blocks: Blocks per row drawn from all columns by Python's ``random``, also when unidirectional.
         local_window_blocks: Sizes of the windows in blocks; the last one repeats. Default ``[4]``.
-        global_block_indices: Global blocks; those beyond the sequence are left out. Default ``[0]``.
+        global_block_indices: Global blocks, negative ones from the end; those beyond the sequence are left out. Default
+            ``[0]``.
         global_block_end_indices: Where given, the global blocks are ``[index, end)``.
         attention: ``bidirectional`` or ``unidirectional``.
         horizontal_global_attention: Whether global blocks also attend to every block.
+
+    Raises:
+        ValueError: A window has no blocks.
     """
 
     def __init__(
@@ -244,6 +254,8 @@ class VariableSparsityConfig(SparsityConfig):
         super().__init__(num_heads, block, different_layout_per_head)
         _check_attention(attention)
         _check_horizontal(attention, horizontal_global_attention)
+        if any(size < 1 for size in local_window_blocks or ()):
+            raise ValueError(f"local_window_blocks={local_window_blocks}: expected positive sizes; correct them")
         self.num_random_blocks = num_random_blocks
         self.local_window_blocks = [4] if local_window_blocks is None else list(local_window_blocks)
         self.global_block_indices = [0] if global_block_indices is None else list(global_block_indices)
@@ -262,7 +274,7 @@ class VariableSparsityConfig(SparsityConfig):
             for row in range(blocks):
                 layout[head, row, random.sample(range(blocks), self.num_random_blocks)] = 1
             _set_local(layout[head], starts, self.attention)
-            for first, end in self._ranges:
+            for first, end in _within(self._ranges, blocks):
                 first_row = first if self.attention == UNIDIRECTIONAL else 0
                 layout[head, first_row:, first:end] = 1
                 if self.horizontal_global_attention:
@@ -338,7 +350,8 @@ class BSLongformerSparsityConfig(SparsityConfig):
         block: Tokens of a block's side.
         different_layout_per_head: A layout for each head.
         num_sliding_window_blocks: Width of the window, the own block in its middle.
-        global_block_indices: Global blocks; those beyond the sequence are left out. Default ``[0]``.
+        global_block_indices: Global blocks, negative ones from the end; those beyond the sequence are left out. Default
+            ``[0]``.
         global_block_end_indices: Where given, the global blocks are ``[index, end)``.
         attention: ``bidirectional`` or ``unidirectional``.
     """
@@ -364,11 +377,12 @@ class BSLongformerSparsityConfig(SparsityConfig):
     @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
         layout = self.setup_layout(seq_len)
-        _check_fits("num_sliding_window_blocks", self.num_sliding_window_blocks, layout.size(1))
+        blocks = layout.size(1)
+        _check_fits("num_sliding_window_blocks", self.num_sliding_window_blocks, blocks)
         width = self.num_sliding_window_blocks // 2
         for head in range(self.num_layout_heads):
             _set_window(layout[head], width, width)
-            for first, end in self._ranges:
+            for first, end in _within(self._ranges, blocks):
                 layout[head, first:end, :] = 1
                 layout[head, :, first:end] = 1
             if self.attention == UNIDIRECTIONAL:

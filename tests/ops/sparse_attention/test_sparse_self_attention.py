@@ -134,6 +134,7 @@ def test_layouts_are_those_of_the_definitions_with_the_same_random_draws(config,
             "at most 1",
         ),
         (lambda: LocalSlidingWindowSparsityConfig(2).make_layout(16), ValueError, "num_sliding_window_blocks=3"),
+        (lambda: VariableSparsityConfig(2, local_window_blocks=[4, 0]), ValueError, "expected positive sizes"),
         (lambda: SparsityConfig(2).make_layout(16), NotImplementedError, "make_layout"),
         (lambda: SparseSelfAttention("fixed"), TypeError, "SparsityConfig"),
         (lambda: SparseSelfAttention(DenseSparsityConfig(2), attn_mask_mode="or"), ValueError, "attn_mask_mode='or'"),
@@ -142,3 +143,22 @@ def test_layouts_are_those_of_the_definitions_with_the_same_random_draws(config,
 def test_wrong_numbers_are_named(make, kind, words):
     with pytest.raises(kind, match=words):
         make()
+
+
+@pytest.mark.parametrize("word", ["bidirectional", "unidirectional"])
+@pytest.mark.parametrize("kind", [BSLongformerSparsityConfig, VariableSparsityConfig])
+def test_global_blocks_count_from_the_end_too(kind, word):
+    def layout(start, *end):
+        ends = list(end) or None
+        return kind(1, 4, global_block_indices=[start], global_block_end_indices=ends, attention=word)
+
+    for negative, meant in (((-1,), (7,)), ((-8,), (0,)), ((-3, -1), (5, 7)), ((-2, 0), (6, 8)), ((-9,), (8,))):
+        assert torch.equal(layout(*negative).make_layout(32), layout(*meant).make_layout(32))
+
+
+def test_layouts_of_many_lengths_keep_their_random_blocks():
+    attention = SparseSelfAttention(BigBirdSparsityConfig(1, 1), max_seq_length=4)
+    first = attention.get_layout(30).clone()
+    for length in range(31, 50):
+        attention.get_layout(length)
+    assert torch.equal(attention.get_layout(30), first)
