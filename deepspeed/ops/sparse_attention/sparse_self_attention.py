@@ -204,8 +204,10 @@ class Layouts:
             return same_on_all_ranks(self.config.make_layout(length))
         state = random.getstate()
         random.seed(self._seed)
-        try:
-            return self.config.make_layout(length)
+        blocks = length // self.config.block
+        try:  # a short sequence, such as a prompt, gets the corner of a longer one's layout
+            made = self.config.make_layout(max(blocks, self.config._least_blocks) * self.config.block)
+            return made[:, :blocks, :blocks]
         finally:
             random.setstate(state)
 

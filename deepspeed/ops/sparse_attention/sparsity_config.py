@@ -56,6 +56,11 @@ class SparsityConfig:
         blocks = seq_len // self.block
         return torch.zeros((self.num_heads, blocks, blocks), dtype=torch.int64)
 
+    @property
+    def _least_blocks(self) -> int:
+        """Number of blocks of the shortest sequence for which there is a layout."""
+        return 1
+
     def make_layout(self, seq_len: int) -> torch.Tensor:
         """Returns the layout for ``seq_len`` tokens; subclasses implement it."""
         raise NotImplementedError(f"{type(self).__name__}.make_layout: not implemented; define it in the subclass")
@@ -264,6 +269,11 @@ class VariableSparsityConfig(SparsityConfig):
         self.attention = attention
         self.horizontal_global_attention = horizontal_global_attention
 
+    @property
+    @override
+    def _least_blocks(self) -> int:
+        return max(self.num_random_blocks, 1)
+
     @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
         layout = self.setup_layout(seq_len)
@@ -321,6 +331,11 @@ class BigBirdSparsityConfig(SparsityConfig):
         self.num_global_blocks = num_global_blocks
         self.attention = attention
 
+    @property
+    @override
+    def _least_blocks(self) -> int:
+        return max(self.num_random_blocks, self.num_sliding_window_blocks, self.num_global_blocks, 1)
+
     @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
         layout = self.setup_layout(seq_len)
@@ -374,6 +389,11 @@ class BSLongformerSparsityConfig(SparsityConfig):
         self._ranges = _global_ranges(self.global_block_indices, global_block_end_indices)
         self.attention = attention
 
+    @property
+    @override
+    def _least_blocks(self) -> int:
+        return max(self.num_sliding_window_blocks, 1)
+
     @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
         layout = self.setup_layout(seq_len)
@@ -411,6 +431,11 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         _check_attention(attention)
         self.num_sliding_window_blocks = num_sliding_window_blocks
         self.attention = attention
+
+    @property
+    @override
+    def _least_blocks(self) -> int:
+        return max(self.num_sliding_window_blocks, 1)
 
     @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
