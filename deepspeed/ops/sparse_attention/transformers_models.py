@@ -146,6 +146,8 @@ def _attention(
     key_bias, bias = _biases(attention_mask, query.dtype, keys)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
+    if bias is not None:
+        bias = bias.expand(*bias.shape[:2], queries, keys)
     block = layouts.config.block
     length = -(-keys // block) * block
     if queries != keys:
