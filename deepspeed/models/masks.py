@@ -74,6 +74,13 @@ def is_plain_mask(mask_function: Any) -> bool:
     return mask_function in (bidirectional_mask_function, causal_mask_function)
 
 
+def is_bidirectional_mask(mask_function: Any) -> bool:
+    """Returns whether a mask function hides nothing."""
+    from transformers.masking_utils import bidirectional_mask_function
+
+    return mask_function is bidirectional_mask_function
+
+
 def whole_mask(*, attention_mask: torch.Tensor | None, mask_function: Any, **kwargs: Any) -> torch.Tensor | None:
     """Returns the full mask, ``[batch, 1 or heads, queries, keys]`` of bool, True where the key is visible."""
     from transformers.masking_utils import sdpa_mask

@@ -16,13 +16,14 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models import configurations
 from deepspeed.models.attention import own_configurations, takes_attention_by_name, use_attention
 from deepspeed.models.configurations import attends_across_sequences, is_library_config
-from deepspeed.models.masks import is_plain_mask, whole_mask
+from deepspeed.models.masks import is_bidirectional_mask, is_plain_mask, whole_mask
 from deepspeed.ops.sparse_attention.attention import attend
 from deepspeed.ops.sparse_attention.sparse_self_attention import Layouts
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
 
 NAME = "deepspeed_sparse"
 _MARK = "_deepspeed_sparse_layouts"
+_PLACES = "_deepspeed_sparse_places"
 #: Arguments of attention functions that change the scores and are not supported here.
 _UNKNOWN = ("softcap", "s_aux")
 
@@ -94,11 +95,28 @@ def _mask(
 
     None if nothing is masked.
     """
-    if is_plain_mask(mask_function):
+    places = _places_in_cache(mask_function, **kwargs)
+    if is_plain_mask(mask_function) and places is None:
         if attention_mask is None or bool(attention_mask.all()):
             return None
         return attention_mask
-    return whole_mask(attention_mask=attention_mask, mask_function=mask_function, **kwargs)
+    found = whole_mask(attention_mask=attention_mask, mask_function=mask_function, **kwargs)
+    if found is not None and places is not None:
+        found = found.contiguous()  # generate would copy it otherwise, without the attribute
+        setattr(found, _PLACES, places)
+    return found
+
+
+def _places_in_cache(
+    mask_function: Any, q_length: int = 0, kv_length: int = 0, q_offset: Any = 0, kv_offset: int = 0, **_: Any
+) -> tuple[int, int] | None:
+    """Returns the places in the sequence of the first query and the first key; None if the queries are the last keys.
+
+    A static cache has keys after the queries, which are not filled yet; a cache of a window lacks the first keys.
+    """
+    if (kv_offset == 0 and int(q_offset) + q_length == kv_length) or is_bidirectional_mask(mask_function):
+        return None
+    return int(q_offset), int(kv_offset)
 
 
 def _attention(
@@ -149,9 +167,12 @@ def _attention(
     if bias is not None:
         bias = bias.expand(*bias.shape[:2], queries, keys)
     block = layouts.config.block
-    length = -(-keys // block) * block
-    if queries != keys:
-        hidden = _rows(layouts.layout(length), block, keys - queries, queries, keys, is_causal).to(query.device)
+    places = getattr(attention_mask, _PLACES, None)
+    first_query, first_key = places or (keys - queries, 0)
+    length = -(-(first_query + queries) // block) * block
+    if queries != keys or places is not None:
+        tokens = torch.arange(first_query, first_query + queries), torch.arange(first_key, first_key + keys)
+        hidden = _hidden_by(layouts.layout(length), block, *tokens, is_causal).to(query.device)
         output = _dense(query, key, value, hidden, key_bias, bias, scaling, dropout)
         return output.transpose(1, 2).contiguous(), None
     if length > keys:
@@ -182,13 +203,22 @@ def _hiding(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, float("-inf"))
 
 
-def _rows(layout: torch.Tensor, block: int, first: int, queries: int, keys: int, is_causal: bool) -> torch.Tensor:
-    """Returns the keys that are hidden from the last tokens of a sequence: bool ``[1, heads, queries, keys]``."""
-    positions = torch.arange(first, first + queries)
-    blocks = torch.arange(keys) // block
-    hidden = layout[:, positions // block][:, :, blocks] == 0
+def _hidden_by(
+    layout: torch.Tensor, block: int, queries: torch.Tensor, keys: torch.Tensor, is_causal: bool
+) -> torch.Tensor:
+    """Returns the keys that are hidden from some tokens: bool ``[1, heads, queries, keys]``.
+
+    Args:
+        layout: The layout of the sequence up to the last query.
+        block: Tokens of a block's side.
+        queries: Places of the queries in the sequence.
+        keys: Places of the keys. Those after the layout must be hidden otherwise.
+        is_causal: Whether keys after a query are hidden too.
+    """
+    columns = (keys // block).clamp(max=layout.size(2) - 1)
+    hidden = layout[:, queries // block][:, :, columns] == 0
     if is_causal:
-        hidden = hidden | (torch.arange(keys) > positions.unsqueeze(1))
+        hidden = hidden | (keys > queries.unsqueeze(1))
     return hidden.unsqueeze(0)
 
 

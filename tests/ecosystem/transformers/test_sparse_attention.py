@@ -86,6 +86,35 @@ def test_generation_with_a_cache_sees_what_the_whole_sequence_would():
     assert (torch.cat(steps, 1) - whole).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("model", ["llama", "sliding window"])
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generation_with_every_cache_is_that_without(model, cache):
+    from deepspeed.ops.sparse_attention import BSLongformerSparsityConfig, use_sparse_attention
+
+    sparse = MODELS[model]()
+    use_sparse_attention(sparse, BSLongformerSparsityConfig(4, 4, attention="unidirectional"))
+    sparse.generation_config.eos_token_id = None
+    tokens = _tokens()[:, :9]
+    padding = torch.ones_like(tokens)
+    padding[0, :4] = 0
+    for given, mask in ((tokens, None), (tokens, padding), (tokens[:, :1], None)):
+        wanted = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+        found = sparse.generate(given, cache_implementation=cache, **wanted)
+        assert torch.equal(found, sparse.generate(given, use_cache=False, **wanted))
+
+
+@torch.no_grad()
+def test_masks_that_broadcast_over_queries():
+    from deepspeed.ops.sparse_attention import DenseSparsityConfig, use_sparse_attention
+
+    sparse, plain = MODELS["llama"](), MODELS["llama"]()
+    use_sparse_attention(sparse, DenseSparsityConfig(4, 8))
+    mask = torch.zeros(2, 1, 1, 50)
+    mask[0, ..., 30:] = torch.finfo(torch.float32).min
+    given = {"input_ids": _tokens(), "attention_mask": mask}
+    assert (sparse(**given).logits - plain(**given).logits).abs().max() < 1e-6
+
+
 def test_a_second_model_of_the_same_configuration_stays_as_it_is():
     import transformers
 
