@@ -29,17 +29,33 @@ def model_parameter_groups(model: nn.Module, model_parameters: Any) -> list[Any]
     Args:
         model: The model; its parameters are taken where ``model_parameters`` is None.
         model_parameters: List, generator or filter of parameters, group dicts, ``(name, parameter)`` pairs, or None.
+            One list or group of all trained parameters of layers that were built again means those of the new layers.
     """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if model_parameters is None:
-        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return trained
     entries: list[Any] = (
         [model_parameters] if isinstance(model_parameters, (torch.Tensor, dict)) else list(model_parameters)
     )
     entries = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]  # named_parameters()
     if entries and isinstance(entries[0], dict):
-        groups: list[dict[str, Any]] = entries
-        return [{**group, "params": _as_list(group["params"])} for group in groups]
-    return entries
+        groups = [{**group, "params": _as_list(group["params"])} for group in entries]
+        if len(groups) == 1 and _are_all_replaced(model, groups[0]["params"]):
+            groups[0]["params"] = trained
+        return groups
+    return trained if _are_all_replaced(model, entries) else entries
+
+
+def _are_all_replaced(model: nn.Module, given: list[Any]) -> bool:
+    """Returns whether these are the trained parameters of a pipeline's layers that were built again."""
+    replaced = _replaced_parameters(model)
+    return replaced is not None and {id(parameter) for parameter in given} == {id(parameter) for parameter in replaced}
+
+
+def _replaced_parameters(model: nn.Module) -> list[Any] | None:
+    """Returns those parameters of layers built again that still exist; None where no layers were."""
+    references = getattr(model, "replaced_parameters", None)
+    return None if references is None else [found for find in references if (found := find()) is not None]
 
 
 def _as_list(params: Any) -> list[torch.Tensor]:
@@ -117,9 +133,17 @@ def choose_optimizer(
 
 def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     known = {id(parameter): name for name, parameter in model.named_parameters()}
+    replaced = {id(parameter) for parameter in _replaced_parameters(model) or ()}
     seen: set[int] = set()
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
+            if id(parameter) in replaced:
+                raise DeepSpeedConfigError(
+                    "pipeline.schedule divides the layers differently from the PipelineModule, so they were built "
+                    f"again, after the optimizer or its param groups: parameter {position} of param group {number} "
+                    f"(shape {tuple(parameter.shape)}) belongs to a layer from before. Pass schedule (and num_chunks) "
+                    "to PipelineModule instead, or a function that builds the optimizer as initialize(optimizer=...)"
+                )
             if id(parameter) not in known:
                 raise DeepSpeedConfigError(
                     f"optimizer: parameter {position} of param group {number} (shape {tuple(parameter.shape)}) is not "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,10 @@ class PipelineParallelism(EngineFeature):
         model: Any = setup.model
         section = setup.root.pipeline
         if setup.has_stages:
+            before = list(model.parameters())
             model.take_pipeline_config(section)
+            if {id(parameter) for parameter in before} != {id(parameter) for parameter in model.parameters()}:
+                model.replaced_parameters = [weakref.ref(parameter) for parameter in before if parameter.requires_grad]
         elif section.model_fields_set:
             log_dist(
                 f"pipeline ({', '.join(sorted(section.model_fields_set))}) has no effect: expected a "

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from tests.harness.pool import run_ranks
@@ -90,6 +91,46 @@ def test_stages_that_train_nothing():
     expected = run_ranks(_idle_stages, 1)[0]
     for found in run_ranks(_idle_stages, 3):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-6, atol=1e-6)
+
+
+def _schedules_of_the_configuration():
+    """Losses with a V-shaped schedule of the program, and of the configuration."""
+
+    def start(given, schedule=None, **more):
+        torch.manual_seed(3)
+        module = PipelineModule(support.layers(), num_stages=2, loss_fn=support.loss_fn, schedule=schedule)
+        config = support.config(1, 4, **({} if schedule else {"pipeline": {"schedule": "zbv"}}), **more)
+        return deepspeed.initialize(model=module, config=config, **given(module))[0]
+
+    def trained(module):
+        return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def two_groups(module):
+        matrices = [parameter for parameter in trained(module) if parameter.dim() > 1]
+        return [{"params": matrices}, {"params": [p for p in trained(module) if p.dim() < 2], "weight_decay": 0.0}]
+
+    made = [
+        start(lambda module: {"model_parameters": trained(module)}, schedule="zbv"),
+        start(lambda module: {}),
+        start(lambda module: {"model_parameters": trained(module)}),
+        start(lambda module: {"model_parameters": filter(lambda p: p.requires_grad, module.parameters())}),
+        start(lambda module: {"model_parameters": [{"params": trained(module), "lr": 1e-2}]}),
+        start(lambda module: {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)}),
+    ]
+    losses = [support.train(engine, 4) for engine in made]
+    for given in (
+        lambda module: {"model_parameters": two_groups(module)},
+        lambda module: {"optimizer": torch.optim.SGD(trained(module), lr=0.1)},
+    ):
+        with pytest.raises(DeepSpeedConfigError, match="built again.* Pass schedule .* to PipelineModule"):
+            start(given)
+    return losses
+
+
+def test_a_schedule_of_the_configuration_trains_the_layers_that_it_builds():
+    for first, *others in run_ranks(_schedules_of_the_configuration, 2):
+        for found in others:
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(first), rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.slow
