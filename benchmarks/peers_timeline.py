@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 import deepspeed
+from deepspeed.nested import tensors_of
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.decoder import Decoder
 from deepspeed.plan.machine import Machine
-from deepspeed.plan.memory import META, tensors_of
+from deepspeed.plan.memory import META
 from deepspeed.plan.timeline.operation_cost import OperationCost, OperationKind
 from deepspeed.plan.timeline.step_trace import (
     COMPUTE_STREAM,

@@ -31,6 +31,7 @@ from deepspeed.comm.job.job import channel_along
 from deepspeed.comm.job.mpu import call_mpu, call_tensor_mpu
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist, warn_once
+from deepspeed.nested import tensors_of
 
 __all__ = [
     "CheckpointFunction",
@@ -111,13 +112,7 @@ def _fits_reentrant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _holds_gradient(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.requires_grad
-    if isinstance(value, dict):
-        return any(_holds_gradient(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_holds_gradient(item) for item in value)
-    return False
+    return any(tensor.requires_grad for tensor in tensors_of(value))
 
 
 class _CheckpointedBlock:

@@ -15,6 +15,7 @@ from deepspeed.autotuning.candidates import CandidateGroup, CandidateSpace
 from deepspeed.autotuning.choice import FIRST_ERROR, CandidatePlan
 from deepspeed.autotuning.experiment import Changes, applied
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.nested import map_tensors, tensors_of
 from deepspeed.plan.machine import Machine
 from deepspeed.plan.memory import META
 from deepspeed.plan.models import ModelSource, model_source
@@ -42,17 +43,17 @@ class InputSpec:
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputSpec:
         """Returns the spec of the arguments of a forward, without their values."""
-        return cls(tuple(_on_meta(list(args))), _on_meta(dict(kwargs)))
+        return cls(map_tensors(tuple(args), _on_meta), map_tensors(dict(kwargs), _on_meta))
 
     @property
     def samples(self) -> int:
         """Size of the first dimension of the first tensor; 0 without a tensor."""
-        return next((tensor.shape[0] for tensor in _tensors((self.args, self.kwargs)) if tensor.dim()), 0)
+        return next((tensor.shape[0] for tensor in tensors_of((self.args, self.kwargs)) if tensor.dim()), 0)
 
     @property
     def sequence_length(self) -> int:
         """Size of the second dimension of the first integer tensor; 1 without one."""
-        ids = (t for t in _tensors((self.args, self.kwargs)) if t.dim() > 1 and not t.is_floating_point())
+        ids = (t for t in tensors_of((self.args, self.kwargs)) if t.dim() > 1 and not t.is_floating_point())
         return next((tensor.shape[1] for tensor in ids), 1)
 
     def maker(self, model: nn.Module) -> Callable[[int, int], Any]:
@@ -64,7 +65,7 @@ class InputSpec:
 
         def make(micro_batch: int, _sequence_length: int) -> Any:
             if not kwargs:
-                return tuple(_resized(list(args), samples, micro_batch))
+                return _resized(args, samples, micro_batch)
             named = inspect.signature(model.forward).bind(*args, **kwargs)
             flat = {name: value for name, value in named.arguments.items() if name not in ("kwargs", "args")}
             return _resized({**flat, **named.arguments.get("kwargs", {})}, samples, micro_batch)
@@ -72,29 +73,17 @@ class InputSpec:
         return make
 
 
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.empty_like(value, device=META).detach()
-    if isinstance(value, Mapping):
-        return {name: _on_meta(item) for name, item in value.items()}
-    return type(value)(map(_on_meta, value)) if type(value) in (list, tuple) else value
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device=META).detach()
 
 
 def _resized(value: Any, before: int, now: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.dim() == 0 or value.shape[0] != before:
-            return value
-        return torch.zeros(now, *value.shape[1:], dtype=value.dtype, device=META)
-    if isinstance(value, dict):
-        return {name: _resized(item, before, now) for name, item in value.items()}
-    return type(value)(_resized(item, before, now) for item in value) if type(value) in (list, tuple) else value
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] != before:
+            return tensor
+        return torch.zeros(now, *tensor.shape[1:], dtype=tensor.dtype, device=META)
 
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
+    return map_tensors(value, resize)
 
 
 @dataclass

@@ -23,6 +23,7 @@ from deepspeed.checkpoint.reader import FileReader
 from deepspeed.checkpoint.restricted import dumps, loads
 from deepspeed.checkpoint.writer import ChunkedStream, FileTensor, FileWriter
 from deepspeed.errors import CheckpointError
+from deepspeed.nested import map_tensors
 from deepspeed.zero.storage import dense
 
 FilePath = str | PathLike[str]
@@ -128,18 +129,7 @@ class TorchCheckpointEngine(CheckpointEngine):
             CheckpointError: The file is damaged, or holds objects that only code could restore.
         """
         found = loads(Path(path).read_bytes(), str(path))
-        return found if map_location is None else _moved(found, torch.device(map_location))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Returns ``value`` with the tensors in its dicts, lists and tuples on ``device``."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return type(value)((key, _moved(each, device)) for key, each in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_moved(each, device) for each in value)
-    return value
+        return found if map_location is None else map_tensors(found, lambda tensor: tensor.to(map_location))
 
 
 class StateDictWriter(FileWriter):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from deepspeed.nested import map_tensors
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
@@ -21,13 +22,4 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     Returns:
         The same structure with detached copies.
     """
-    if isinstance(item, torch.Tensor):
-        return item.detach().to(device, copy=True)
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(clone_tensors_for_torch_save(part, device) for part in item))
-    if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(part, device) for part in item)
-    if isinstance(item, Mapping):
-        copies = {name: clone_tensors_for_torch_save(part, device) for name, part in item.items()}
-        return copies if type(item) is dict else type(item)(copies)  # type: ignore[call-arg]
-    return item
+    return map_tensors(item, lambda tensor: tensor.detach().to(device, copy=True))

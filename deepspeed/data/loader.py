@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed.data.orders import indices_after, order_of
 from deepspeed.logging import warn_once
+from deepspeed.nested import map_tensors
 
 _STATE = ("state_dict", "position", "sampler_state")
 _RESTORE = ("load_state_dict", "load_position", "load_sampler_state")
@@ -313,16 +314,8 @@ def move_to_device(
     Returns:
         The same structure with the moved tensors. Those already on the device are not copied.
     """
-    movable = hasattr(item, "to") if criterion_func is None else criterion_func(item)
-    if movable:
-        return item.to(device)
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(move_to_device(part, device, criterion_func) for part in item))
-    if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(part, device, criterion_func) for part in item)
-    if isinstance(item, Mapping):
-        return {name: move_to_device(part, device, criterion_func) for name, part in item.items()}
-    return item
+    is_moved = criterion_func or (lambda part: hasattr(part, "to"))
+    return map_tensors(item, lambda part: part.to(device), is_moved)
 
 
 class RepeatingLoader:

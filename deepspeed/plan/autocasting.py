@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
+
+from deepspeed.nested import map_tensors, tensors_of
 
 _KEY = "AutocastPrivateUse1"  # a dispatch key that torch itself does not use
 _SWITCH = "cpu"
@@ -107,22 +110,13 @@ class SimulatedAutocast:
                 if packet in _LOWER:
                     dtype = lower
                 elif packet in _WIDEST:
-                    dtype = torch.float32 if _has_fp32((args, kwargs)) else lower
+                    dtype = torch.float32 if any(map(_is_fp32, tensors_of((args, kwargs)))) else lower
                 else:
                     dtype = torch.float32
-                args, kwargs = self._cast_all((args, kwargs), dtype)
+                args, kwargs = map_tensors((args, kwargs), partial(self._cast, dtype=dtype), _can_cast)
                 return operation(*args, **kwargs)
 
         return run
-
-    def _cast_all(self, value: Any, dtype: torch.dtype) -> Any:
-        if _can_cast(value):
-            return self._cast(value, dtype)
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._cast_all(item, dtype) for item in value)
-        if isinstance(value, dict):
-            return {name: self._cast_all(item, dtype) for name, item in value.items()}
-        return value
 
     def _cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if tensor.dtype == dtype:
@@ -146,12 +140,8 @@ def _can_cast(value: Any) -> bool:
     )
 
 
-def _has_fp32(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return _can_cast(value) and value.dtype == torch.float32
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return isinstance(value, (tuple, list)) and any(_has_fp32(item) for item in value)
+def _is_fp32(tensor: torch.Tensor) -> bool:
+    return _can_cast(tensor) and tensor.dtype == torch.float32
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed.nested import tensors_of
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import MemoryTracker, StorageKind, storage_key
 
@@ -287,15 +288,3 @@ class MemoryCount(TorchDispatchMode):
 
 def _is_over(key: int, tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and storage_key(tensor) == key
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_of(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_of(item)

@@ -20,9 +20,10 @@ from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.models import building
 from deepspeed.models.configurations import architecture_of
 from deepspeed.models.inputs import image_shape_of, spectrum_shape_of
+from deepspeed.nested import map_tensors, tensors_of
 from deepspeed.parallel.pipe import transformers_models
 from deepspeed.plan.decoder import Decoder, DecoderShape, layers_of, token_loss
-from deepspeed.plan.memory import META, tensors_of
+from deepspeed.plan.memory import META
 from deepspeed.zero.address import full_shape
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -326,18 +327,8 @@ def _arguments(model: nn.Module, inputs: Any, micro_batch: int, sequence_length:
             f"plan(inputs=...): expected a tensor, a tuple of positional or a dict of keyword arguments with tensors; "
             f"found {type(made).__name__}"
         )
-    moved = _moved(dict(made) if isinstance(made, Mapping) else made)
+    moved = map_tensors(dict(made) if isinstance(made, Mapping) else made, lambda tensor: tensor.to(META))
     return ((), moved) if isinstance(moved, dict) else (moved, {})
-
-
-def _moved(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(META)
-    if isinstance(value, dict):
-        return {key: _moved(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_moved(item) for item in value)
-    return value
 
 
 def _usual_inputs(model: nn.Module, micro_batch: int, sequence_length: int) -> dict[str, Any]:

@@ -24,7 +24,8 @@ import torch
 from typing_extensions import override
 
 from deepspeed.errors import NotYetSupportedError
-from deepspeed.plan.memory import META, MemoryCount, tensors_of
+from deepspeed.nested import tensors_of
+from deepspeed.plan.memory import META, MemoryCount
 from deepspeed.plan.timeline.operation_cost import OperationCost, OperationKind, cost_of, cost_of_lists
 from deepspeed.plan.timeline.step_trace import CopyEvent, HostWaitEvent, OperationEvent, StepRecording
 from deepspeed.zero.placement import Tier

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +15,7 @@ from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import warn_once
 from deepspeed.models.layers import modules_in_fp32
+from deepspeed.nested import map_tensors
 from deepspeed.precision.loss_scaler import CreateLossScaler
 
 _DTYPES = {
@@ -142,24 +141,6 @@ def has_narrow_masters(root: Root) -> bool:
     return (root.bf16.enabled and root.bf16.bf16_master_weights_and_grads) or (
         root.fp16.enabled and root.fp16.fp16_master_weights_and_grads
     )
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Applies ``change`` to every tensor, of any shape, in nested tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if type(value) is dict:
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    if isinstance(value, dict):  # its class may not take a dict: that of a defaultdict does not
-        changed = copy.copy(value)
-        for key, item in value.items():
-            changed[key] = map_tensors(item, change)
-        return changed
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, change) for item in value)
-    return value
 
 
 def create_loss_scaler(root: Root, policy: PrecisionPolicy) -> Any:

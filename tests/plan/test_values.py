@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.nested import tensors_of
 from deepspeed.plan import DecoderShape, values
-from deepspeed.plan.memory import tensors_of
 from deepspeed.plan.values import KnownShapes
 from deepspeed.zero.storage import storage_key
 

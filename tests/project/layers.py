@@ -37,6 +37,7 @@ LAYERS = (
             "exit_notes",
             "logging",
             "missing_features",
+            "nested",
             "lazy",
             "import_paths",
             "ports",

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from deepspeed.config.data_rules import problems_of
 from deepspeed.config.sections.data_efficiency import CurriculumLearning, CurriculumMetric
+from deepspeed.nested import map_tensors
 
 
 def settings_of(section: CurriculumLearning | CurriculumMetric) -> dict[str, Any]:
@@ -139,12 +138,4 @@ def shortened(batch: Any, length: int) -> Any:
     Returns:
         The same structure with contiguous tensors.
     """
-    if isinstance(batch, torch.Tensor):
-        return batch[:, :length].contiguous() if batch.dim() >= 2 else batch
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(shortened(part, length) for part in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(shortened(part, length) for part in batch)
-    if isinstance(batch, Mapping):
-        return {name: shortened(part, length) for name, part in batch.items()}
-    return batch
+    return map_tensors(batch, lambda tensor: tensor[:, :length].contiguous() if tensor.dim() >= 2 else tensor)

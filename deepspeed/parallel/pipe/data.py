@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed import nested
 from deepspeed.axes import OTHER_PARTS, PIPE
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.transport import Transport
@@ -205,21 +206,10 @@ def fingerprints(items: Iterable[Any]) -> tuple[int, int]:
     for item in items:
         if isinstance(item, (tuple, list)) and len(item) == 2:
             for which, part in enumerate(item):
-                for tensor in _tensors(part):
-                    found[which] = _crc(tensor, found[which])
+                for tensor in nested.tensors_of(part):
+                    if tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.numel():
+                        found[which] = _crc(tensor, found[which])
     return found[0], found[1]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided and value.device.type == "cpu" and value.numel():
-            yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, (tuple, list)):
-        for inner in value:
-            yield from _tensors(inner)
 
 
 def _crc(tensor: torch.Tensor, before: int) -> int:

@@ -6,13 +6,15 @@ description and is sent by pickle. :class:`MessageLayout` lays the tensors out f
 
 from __future__ import annotations
 
-import dataclasses
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+
+from deepspeed import nested
 
 HEADER = struct.Struct("=3q")
 """A message's micro-batch, bytes of its description, and messages received in the other direction."""
@@ -46,33 +48,8 @@ class Slot:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    """Returns ``value`` with everything of ``kind`` in it changed; containers are rebuilt, the rest stays.
-
-    Args:
-        value: Any nesting.
-        change: Given each of them.
-        kind: What is changed.
-    """
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, tuple):
-        items = [map_tensors(item, change, kind) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, list):
-        return type(value)(map_tensors(item, change, kind) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, kind)):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        changed = {name: map_tensors(item, change, kind) for name, item in fields.items()}
-        return dataclasses.replace(value, **changed)
-    if isinstance(value, dict):
-        changed = {key: map_tensors(item, change, kind) for key, item in value.items()}
-        if type(value) is dict:
-            return changed
-        copied = value.copy()
-        copied.update(changed)
-        return copied
-    return value
+map_tensors = partial(nested.map_tensors, in_dataclasses=True)
+"""Changes the tensors of values that stages send to each other."""
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -126,16 +103,20 @@ def shapes_of(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
+def _is_slot(value: Any) -> bool:
+    return isinstance(value, Slot)
+
+
 def slots_of(description: Any) -> list[Slot]:
     """Returns the slots of a description, in order."""
     found: list[Slot] = []
-    map_tensors(description, found.append, Slot)
+    map_tensors(description, found.append, _is_slot)
     return sorted(found, key=lambda slot: slot.index)
 
 
 def put_together(description: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Returns the value of a description, with ``tensors`` (in the shapes of the slots) in the place of the slots."""
-    return map_tensors(description, lambda slot: tensors[slot.index], Slot)
+    return map_tensors(description, lambda slot: tensors[slot.index], _is_slot)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

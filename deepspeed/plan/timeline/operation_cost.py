@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.plan.memory import tensors_of
+from deepspeed.nested import tensors_of
 from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.zero.storage import storage_key
 
