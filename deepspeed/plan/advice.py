@@ -32,7 +32,7 @@ class AdviceEntry:
     apply: Callable[[Request], Request]
 
 
-def advise(plan: Plan, most_plans: int = _MOST_PLANS) -> list[tuple[str, Plan]]:
+def advise(plan: Plan) -> list[tuple[str, Plan]]:
     """Returns changes after which the job fits.
 
     Single changes are tried before pairs, pairs before threes, and only those that help alone are combined. Of the
@@ -40,7 +40,6 @@ def advise(plan: Plan, most_plans: int = _MOST_PLANS) -> list[tuple[str, Plan]]:
 
     Args:
         plan: A plan that does not fit.
-        most_plans: Plans to make at most.
 
     Returns:
         Up to three pairs of the change in words and its plan.
@@ -51,7 +50,7 @@ def advise(plan: Plan, most_plans: int = _MOST_PLANS) -> list[tuple[str, Plan]]:
     for count in range(1, len(changes) + 1):
         found: list[tuple[str, Plan]] = []
         for chosen in combinations(changes, count):
-            if len({change.subject for change in chosen}) < count or tried >= most_plans:
+            if len({change.subject for change in chosen}) < count or tried >= _MOST_PLANS:
                 continue
             tried += 1
             other = _planned(plan.request, chosen)

@@ -70,13 +70,12 @@ class Codec:
         """
         raise NotImplementedError
 
-    def decode_add(self, codes: torch.Tensor, out: torch.Tensor, factor: float) -> None:
-        """Computes ``out += factor * decoded``, where ``decoded`` is what the codes stand for.
+    def decode_add(self, codes: torch.Tensor, out: torch.Tensor) -> None:
+        """Adds what the codes stand for to ``out``.
 
         Args:
             codes: 1-D bytes that :meth:`encode` wrote.
             out: 1-D fp32 or fp64.
-            factor: Multiplied with the decoded values.
         """
         raise NotImplementedError
 
@@ -105,7 +104,7 @@ class Codec:
         out = torch.zeros((codes.shape[0], numel), dtype=torch.float32, device=codes.device)
         for row, values in zip(codes, out, strict=True):
             for elements, place in _chunks(self, numel):
-                self.decode_add(row[place], values[elements], 1.0)
+                self.decode_add(row[place], values[elements])
         return out
 
 
@@ -172,17 +171,14 @@ def encode(codec: Codec, values: torch.Tensor, error: torch.Tensor | None, codes
     Codec.encode_slices(codec, values, error, codes)
 
 
-def decode_add(
-    codec: Codec, codes: torch.Tensor, out: torch.Tensor, factor: float = 1.0, mask: torch.Tensor | None = None
-) -> None:
-    """Computes ``out += factor * decoded``, where ``decoded`` is what the codes stand for.
+def decode_add(codec: Codec, codes: torch.Tensor, out: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    """Adds what the codes stand for to ``out``.
 
     Args:
         codec: The codec that made the codes.
         codes: 1-D bytes, :func:`coded_nbytes` of them. Or 2-D, the codes of several summands as rows, which are added
             in their order. There may be more bytes.
         out: 1-D fp32 or fp64.
-        factor: Multiplied with the decoded values.
         mask: 2-D bool, in each row of ``codes`` the elements that are not 0; None: all of them.
     """
     rows = codes.unsqueeze(0) if codes.dim() == 1 else codes
@@ -192,16 +188,16 @@ def decode_add(
             if mask is not None:
                 decoded.masked_fill_(~mask[:, elements], 0.0)
             for summand in decoded:
-                out[elements].add_(summand, alpha=factor)
+                out[elements].add_(summand)
         return
     for number, row in enumerate(rows):
         for elements, place in _chunks(codec, out.numel()):
             if mask is None:
-                codec.decode_add(row[place], out[elements], factor)
+                codec.decode_add(row[place], out[elements])
                 continue
             decoded = torch.zeros(elements.stop - elements.start, dtype=torch.float32)
-            codec.decode_add(row[place], decoded, 1.0)
-            out[elements].add_(decoded.masked_fill_(~mask[number, elements], 0.0), alpha=factor)
+            codec.decode_add(row[place], decoded)
+            out[elements].add_(decoded.masked_fill_(~mask[number, elements], 0.0))
 
 
 def decode(codec: Codec, codes: torch.Tensor, out: torch.Tensor) -> None:
@@ -218,7 +214,7 @@ def decode(codec: Codec, codes: torch.Tensor, out: torch.Tensor) -> None:
         for elements, place in _chunks(codec, values.numel()):
             part = values[elements]
             total = part.zero_() if is_sum else torch.zeros(part.numel(), dtype=torch.float32)
-            codec.decode_add(row[place], total, 1.0)
+            codec.decode_add(row[place], total)
             if total is not part:
                 part.copy_(total)
 

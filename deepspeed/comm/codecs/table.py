@@ -95,11 +95,11 @@ class BlockCodec(Codec):
             self._encode(chunk[elements], None if error is None else error[elements], scales, body)
 
     @override
-    def decode_add(self, codes: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+    def decode_add(self, codes: torch.Tensor, out: torch.Tensor) -> None:
         for elements, scales, body in self._parts(out.numel(), codes):
             decoded = self._decode_block(scales, body).view(-1)
             place = out[elements]
-            place.add_(decoded[: place.numel()], alpha=factor)
+            place.add_(decoded[: place.numel()])
 
     def _parts(self, numel: int, codes: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yields the whole blocks, then the rest: which elements, their scales as a column, their codes as rows."""

@@ -245,7 +245,7 @@ class _Update:
 
     def apply(self, ratios: Tensor) -> None:
         """Subtracts the direction, times the learning rate and the ratio of each tensor, from the weights."""
-        factors = self.block_map.spread(ratios.to(self.param.device, torch.float32), fill=0.0)
+        factors = self.block_map.spread(ratios.to(self.param.device, torch.float32))
         lr = self.group["lr"]
         lr = lr.item() if isinstance(lr, Tensor) else lr
         flat = self.param.contiguous().view(-1)
@@ -336,9 +336,9 @@ class BlockMap:
         owners = self._owners.repeat_interleave(self._lengths, output_size=self.num_blocks)
         return totals.scatter_reduce_(0, owners, block_values, "amax")[: self._num_tensors]
 
-    def spread(self, per_tensor: Tensor, fill: float) -> Tensor:
-        """Copies one value per tensor (``[num_tensors]``) to its blocks: ``[blocks]``; padding gets ``fill``."""
-        with_padding = torch.cat([per_tensor, per_tensor.new_full((1,), fill)])
+    def spread(self, per_tensor: Tensor) -> Tensor:
+        """Copies one value per tensor (``[num_tensors]``) to its blocks: ``[blocks]``; padding gets 0."""
+        with_padding = torch.cat([per_tensor, per_tensor.new_zeros(1)])
         return with_padding[self._owners].repeat_interleave(self._lengths, output_size=self.num_blocks)
 
 

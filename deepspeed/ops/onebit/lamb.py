@@ -309,7 +309,7 @@ class _FrozenUpdate:
 
     def apply(self, ratios: Tensor) -> None:
         """Subtracts the direction, times the learning rate and the ratio of each tensor, from the weights."""
-        factors = self.block_map.spread(ratios.to(self.param.device, torch.float32), fill=0.0)
+        factors = self.block_map.spread(ratios.to(self.param.device, torch.float32))
         lr = self.group["lr"]
         direction = self.state["exp_avg"].view(-1) / self._denominator()
         direction.add_(self._weights(), alpha=self.group["weight_decay"])

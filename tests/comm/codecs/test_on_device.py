@@ -68,7 +68,7 @@ def test_few_kernels_and_the_hosts_bytes(name: str) -> None:
     on_host = {"codes": torch.zeros(ranks, coded_nbytes(codec, SLICE), dtype=torch.uint8), "error": error.clone()}
     encode(codec, values, on_host["error"], on_host["codes"])
     on_host["sum"], on_host["all"] = torch.ones(SLICE), torch.ones(ranks, SLICE, dtype=torch.bfloat16)
-    decode_add(codec, on_host["codes"], on_host["sum"], 0.5)
+    decode_add(codec, on_host["codes"], on_host["sum"])
     decode(codec, on_host["codes"], on_host["all"])
     with simulated_device():
         there = {key: torch.zeros_like(value, device="cuda") for key, value in on_host.items()}
@@ -76,7 +76,7 @@ def test_few_kernels_and_the_hosts_bytes(name: str) -> None:
         there["sum"].fill_(1.0)
         moved = values.to("cuda")
         encoding = kernels_of(lambda: encode(codec, moved, there["error"], there["codes"]))
-        adding = kernels_of(lambda: decode_add(codec, there["codes"], there["sum"], 0.5))
+        adding = kernels_of(lambda: decode_add(codec, there["codes"], there["sum"]))
         kernels_of(lambda: decode(codec, there["codes"], there["all"]))
         arrived = {key: value.cpu() for key, value in there.items()}
     assert encoding + adding <= MOST, (encoding, adding)

@@ -99,13 +99,13 @@ def test_nothing_is_lost_for_good(kind: type[BlockCodec]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sums_are_weighted(kind: type[BlockCodec]) -> None:
+def test_decoded_values_are_added(kind: type[BlockCodec]) -> None:
     values, codec = torch.randn(777), kind()
     codes = torch.empty(coded_nbytes(codec, 777), dtype=torch.uint8)
     encode(codec, values, None, codes)
     out = torch.ones(777)
-    decode_add(codec, codes, out, 0.5)
-    torch.testing.assert_close(out, 1.0 + 0.5 * through(codec, values))
+    decode_add(codec, codes, out)
+    torch.testing.assert_close(out, 1.0 + through(codec, values))
 
 
 def test_sizes() -> None:

@@ -29,8 +29,8 @@ class Rounding(Codec):
         if error is not None:
             error.copy_(torch.where(rounded.isfinite(), total - rounded.float(), 0.0))
 
-    def decode_add(self, codes: torch.Tensor, out: torch.Tensor, factor: float) -> None:
-        out.add_(codes.view(torch.bfloat16).to(out.dtype), alpha=factor)
+    def decode_add(self, codes: torch.Tensor, out: torch.Tensor) -> None:
+        out.add_(codes.view(torch.bfloat16).to(out.dtype))
 
 
 @contextmanager
