@@ -10,7 +10,7 @@ import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -435,3 +435,30 @@ class DeepSpeedAccelerator(ABC):
             f"{call}: this package is pure Python and has no operators to build; "
             "use its optimizers in deepspeed.ops, which need no compiler"
         )
+
+
+class SingleDeviceAccelerator(DeepSpeedAccelerator):
+    """An accelerator with one device and one queue of work."""
+
+    def device(self, index: Index = None) -> AbstractContextManager[Any]:
+        """Returns a context that does nothing: there is one device."""
+        return nullcontext()
+
+    def current_device(self) -> int:
+        """Returns 0."""
+        return 0
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seeds the only generator."""
+        self.manual_seed(seed)
+
+    def default_stream(self, index: Index = None) -> Any:
+        """Returns the current stream: there is no other."""
+        return self.current_stream()
+
+    def memory_stats(self, index: Index = None) -> dict[str, Any]:
+        """Returns the allocated bytes and their peak under the names of torch's allocators."""
+        return {
+            "allocated_bytes.all.current": self.memory_allocated(),
+            "allocated_bytes.all.peak": self.max_memory_allocated(),
+        }

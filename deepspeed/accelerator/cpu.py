@@ -12,14 +12,14 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepspeed.accelerator import host_memory
-from deepspeed.accelerator.base import DeepSpeedAccelerator, Index
+from deepspeed.accelerator.base import Index, SingleDeviceAccelerator
 
 _TYPED_CLASSES: dict[torch.dtype, Any] = {
     torch.float: torch.FloatTensor,
@@ -32,7 +32,7 @@ _TYPED_CLASSES: dict[torch.dtype, Any] = {
 }
 
 
-class CPUAccelerator(DeepSpeedAccelerator):
+class CPUAccelerator(SingleDeviceAccelerator):
     """The processor and its memory. Device strings carry no index."""
 
     def __init__(self) -> None:
@@ -43,16 +43,8 @@ class CPUAccelerator(DeepSpeedAccelerator):
         """Returns ``"cpu"``."""
         return "cpu"
 
-    def device(self, index: Index = None) -> AbstractContextManager[Any]:
-        """Returns a context that does nothing: there is one device."""
-        return nullcontext()
-
     def set_device(self, index: int) -> None:
         """Does nothing: there is one device, regardless of the local rank."""
-
-    def current_device(self) -> int:
-        """Returns 0."""
-        return 0
 
     def device_count(self) -> int:
         """Returns the number of ranks on this machine, from the launcher's ``LOCAL_SIZE``; 1 if it is not set."""
@@ -67,10 +59,6 @@ class CPUAccelerator(DeepSpeedAccelerator):
         return True
 
     def manual_seed(self, seed: int) -> None:
-        """Seeds torch's generator."""
-        torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
         """Seeds torch's generator."""
         torch.manual_seed(seed)
 
@@ -108,10 +96,6 @@ class CPUAccelerator(DeepSpeedAccelerator):
         """Returns torch's CPU stream, on which nothing waits."""
         return torch.cpu.current_stream()
 
-    def default_stream(self, index: Index = None) -> Any:
-        """Returns torch's CPU stream, on which nothing waits."""
-        return torch.cpu.current_stream()
-
     def empty_cache(self) -> None:
         """Does nothing: the host allocator keeps no cache that torch could return."""
 
@@ -130,13 +114,6 @@ class CPUAccelerator(DeepSpeedAccelerator):
     def max_memory_reserved(self, index: Index = None) -> int:
         """Returns the peak resident memory of this process since the start or the last reset, in bytes."""
         return self._peak.read()
-
-    def memory_stats(self, index: Index = None) -> dict[str, Any]:
-        """Returns the resident memory and its peak under the names of torch's allocators."""
-        return {
-            "allocated_bytes.all.current": self.memory_allocated(),
-            "allocated_bytes.all.peak": self.max_memory_allocated(),
-        }
 
     def reset_peak_memory_stats(self, index: Index = None) -> None:
         """Resets the peak to the current value."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.accelerator.base import DeepSpeedAccelerator, Index
+from deepspeed.accelerator.base import DeepSpeedAccelerator, Index, SingleDeviceAccelerator
 from deepspeed.errors import NotYetSupportedError
 
 # Backend for process groups, visible-device variables and exported prefixes, per device type.
@@ -274,17 +274,13 @@ class CUDAAccelerator(TorchDeviceAccelerator):
         return ["CUDA_VISIBLE_DEVICES"]
 
 
-class MPSAccelerator(DeepSpeedAccelerator):
+class MPSAccelerator(SingleDeviceAccelerator):
     """The accelerator of Apple GPUs. Torch counts no peaks there; a peak is the largest value that a call has read."""
 
     def __init__(self) -> None:
         # Process groups run over the host: torch has no collectives between Apple GPUs.
         super().__init__("mps", "gloo")
         self._peaks: dict[str, int] = {}
-
-    def device(self, index: Index = None) -> AbstractContextManager[Any]:
-        """Returns a context that does nothing: there is one device."""
-        return nullcontext()
 
     def set_device(self, index: int) -> None:
         """Accepts index 0, the only device.
@@ -294,10 +290,6 @@ class MPSAccelerator(DeepSpeedAccelerator):
         """
         if index != 0:
             raise ValueError(f"set_device({index}): expected 0, as there is one mps device; use index 0")
-
-    def current_device(self) -> int:
-        """Returns 0."""
-        return 0
 
     def device_count(self) -> int:
         """Returns 1 where torch sees the GPU, otherwise 0."""
@@ -312,10 +304,6 @@ class MPSAccelerator(DeepSpeedAccelerator):
         return torch.backends.mps.is_available()
 
     def manual_seed(self, seed: int) -> None:
-        """Seeds the GPU's generator."""
-        torch.mps.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
         """Seeds the GPU's generator."""
         torch.mps.manual_seed(seed)
 
@@ -353,10 +341,6 @@ class MPSAccelerator(DeepSpeedAccelerator):
         """Returns None: the device has one queue and no streams."""
         return None
 
-    def default_stream(self, index: Index = None) -> Any:
-        """Returns None: the device has one queue and no streams."""
-        return None
-
     def empty_cache(self) -> None:
         """Returns cached memory to the system."""
         torch.mps.empty_cache()
@@ -382,13 +366,6 @@ class MPSAccelerator(DeepSpeedAccelerator):
     def _update_peak(self, kind: str, value: int) -> int:
         self._peaks[kind] = max(self._peaks.get(kind, 0), value)
         return value
-
-    def memory_stats(self, index: Index = None) -> dict[str, Any]:
-        """Returns the bytes in tensors and their peak."""
-        return {
-            "allocated_bytes.all.current": self.memory_allocated(),
-            "allocated_bytes.all.peak": self.max_memory_allocated(),
-        }
 
     def reset_peak_memory_stats(self, index: Index = None) -> None:
         """Resets the peaks to the current values."""
