@@ -67,6 +67,13 @@ def is_one_edit_away(name: str, candidate: str) -> bool:
     return len(name) == len(candidate) and same == longer - 2 and middle[::-1] == candidate[head : head + 2]
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns a clause for a message with the most similar known name; empty if none is similar."""
+    by_lowered = {candidate.lower(): candidate for candidate in known}
+    matches = difflib.get_close_matches(name.lower(), by_lowered, n=1)
+    return f", did you mean {by_lowered[matches[0]]}?" if matches else ""
+
+
 def _likeness(name: str, choice: str) -> float:
     return difflib.SequenceMatcher(None, name.lower(), choice.lower(), autojunk=False).ratio()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.config.suggest import did_you_mean
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
@@ -113,7 +113,7 @@ def _choose(name: str, arguments: dict[str, Any], offload: bool) -> tuple[Callab
         return found, arguments
     names = [*_OWN_NAMES, *_torch_names()]
     raise DeepSpeedConfigError(
-        f"optimizer.type: {name!r} is unknown{_closest(name, names)}; known are {', '.join(names)}"
+        f"optimizer.type: {name!r} is unknown{did_you_mean(name, names)}; known are {', '.join(names)}"
     )
 
 
@@ -172,7 +172,7 @@ def _problems(name: str, factory: Callable[..., Any], arguments: dict[str, Any])
                     f"or set it to {neutral[key]!r}"
                 )
         elif key not in accepted:
-            problems.append(f"{where}: {name} has no such parameter{_closest(key, accepted)}")
+            problems.append(f"{where}: {name} has no such parameter{did_you_mean(key, accepted)}")
         elif key == "differentiable" and value:
             problems.append(
                 f"{where}: expected false, found {value!r}: torch cannot differentiate through updates of leaves, as "
@@ -209,9 +209,3 @@ def _torch_names() -> list[str]:
         and name not in _UNUSABLE
         and name not in _OWN_NAMES
     ]
-
-
-def _closest(name: str, known: Iterable[str]) -> str:
-    by_lowered = {candidate.lower(): candidate for candidate in known}
-    matches = difflib.get_close_matches(name.lower(), by_lowered, n=1)
-    return f", did you mean {by_lowered[matches[0]]}?" if matches else ""

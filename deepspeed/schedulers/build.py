@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from deepspeed.config.suggest import did_you_mean
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.schedulers.base import LrSchedule, get_torch_optimizer
 from deepspeed.schedulers.one_cycle import OneCycle
@@ -41,11 +40,11 @@ def build_scheduler(name: str, params: dict[str, Any], optimizer: Any) -> Any:
     if cls is None:
         known = [*VALID_LR_SCHEDULES, *_torch_names()]
         raise DeepSpeedConfigError(
-            f"scheduler.type: {name!r} is unknown{_closest(name, known)}; known are {', '.join(known)}"
+            f"scheduler.type: {name!r} is unknown{did_you_mean(name, known)}; known are {', '.join(known)}"
         )
     accepted = dict(list(inspect.signature(cls).parameters.items())[1:])  # the first is the optimizer
     problems = [
-        f"scheduler.params.{key}: {name} has no such parameter{_closest(key, accepted)}"
+        f"scheduler.params.{key}: {name} has no such parameter{did_you_mean(key, accepted)}"
         for key in params
         if key not in accepted
     ]
@@ -75,9 +74,3 @@ def _torch_names() -> list[str]:
     """Returns the names of torch's schedulers without the base class and those that combine schedulers."""
     module = torch.optim.lr_scheduler
     return [name for name in module.__all__ if name not in ("LRScheduler", "SequentialLR", "ChainedScheduler")]
-
-
-def _closest(name: str, known: Iterable[str]) -> str:
-    by_lowered = {candidate.lower(): candidate for candidate in known}
-    matches = difflib.get_close_matches(name.lower(), by_lowered, n=1)
-    return f", did you mean {by_lowered[matches[0]]}?" if matches else ""
