@@ -125,17 +125,21 @@ def _as_gathered(rows: torch.Tensor, mine: int) -> torch.Tensor:
     return rows
 
 
-class _SimulatedGlooTransport(TracedTransport, HostTransport):
+class _SimulatedTransport(TracedTransport):
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """Returns the rows of all ranks as if each had sent this rank's values."""
         self.trace.add(HostWaitEvent())
-        return _as_gathered(super().gather_small(tensor, channel=channel, label=label), self.rank)
+        return _as_gathered(self._plain.gather_small(tensor, channel=channel, label=label), self.rank)
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         """Leaves the tensors as they are."""
 
 
-class _SimulatedNativeTransport(TracedTransport, NativeTransport):
+class _SimulatedGlooTransport(_SimulatedTransport, HostTransport):
+    """Gloo's transport, recorded."""
+
+
+class _SimulatedNativeTransport(_SimulatedTransport, NativeTransport):
     @property
     @override
     def stream(self) -> SimulatedStream:
@@ -155,14 +159,6 @@ class _SimulatedNativeTransport(TracedTransport, NativeTransport):
             reached = SimulatedEvent(self.trace)
             reached.record()
             return reached
-
-    def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
-        """Returns the rows of all ranks as if each had sent this rank's values."""
-        self.trace.add(HostWaitEvent())
-        return _as_gathered(super().gather_small(tensor, channel=channel, label=label), self.rank)
-
-    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
-        """Leaves the tensors as they are."""
 
     def move(self, transfers: Any, *, label: str) -> None:
         """Leaves the tensors as they are."""
