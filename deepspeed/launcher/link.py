@@ -27,6 +27,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.launcher.failures import Failure
@@ -246,8 +247,25 @@ class LauncherLink:
 
     @property
     def waits_for_others(self) -> bool:
-        """Returns whether launchers of the run are still running; valid on the hub only."""
-        return self.is_hub and len(self._gone) < len(self.me.sizes) - 1
+        """Returns whether connected launchers are still running; valid on the hub only.
+
+        Their last events can be read as soon as this is False.
+        """
+        return self.is_hub and self._is_serving and bool(set(self._connections) - self._gone - {FRONT})
+
+    @property
+    def missing(self) -> list[int]:
+        """Returns the launchers that have not connected yet; empty on all launchers but the hub, or if it has no port.
+
+        They may be late, or not reach the hub's port.
+        """
+        if not (self.is_hub and self._is_serving):
+            return []
+        return sorted(set(range(1, len(self.me.sizes))) - set(self._connections) - self._gone)
+
+    @property
+    def _is_serving(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable when there are events."""
@@ -346,9 +364,7 @@ class LauncherLink:
 
     def _report_missing(self) -> None:
         """Reports the launchers that have not connected yet."""
-        missing = sorted(set(range(1, len(self.me.sizes))) - self._connections.keys() - self._gone)
-        listed = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-        self._post(event="notice", text=f"still waiting for the launcher(s) of node(s) {listed}: not connected yet")
+        self._post(event="notice", text=f"still waiting for {launchers_of(self.missing)}: not connected yet")
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         """Sends a challenge to each new connection."""
@@ -449,10 +465,10 @@ class LauncherLink:
     def _end(self, connection: JsonConnection, selector: selectors.BaseSelector) -> None:
         selector.unregister(connection.peer)
         connection.close()
-        del self._connections[connection.index]
         if connection.index not in self._gone and connection.index != FRONT and not self._is_closing.is_set():
-            self._gone.add(connection.index)
             self._post(event="lost", who=connection.name)
+            self._gone.add(connection.index)
+        del self._connections[connection.index]
 
     def _pass_on(self, connection: JsonConnection, messages: list[dict[str, Any]]) -> None:
         for message in messages:
@@ -552,6 +568,12 @@ class LauncherLink:
             )
             return connection, None
         return connection, {name: printable(str(value)) for name, value in answer.items()}
+
+
+def launchers_of(nodes: Sequence[int]) -> str:
+    """Returns a description of the launchers of these nodes."""
+    listed = ", ".join(map(str, nodes[:16])) + (", ..." if len(nodes) > 16 else "")
+    return f"the launcher(s) of node(s) {listed}"
 
 
 def _wake(writer: int) -> None:

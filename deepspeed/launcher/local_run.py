@@ -35,7 +35,7 @@ from deepspeed.launcher.failures import (
     signal_cause,
     write_failure,
 )
-from deepspeed.launcher.link import LauncherLink
+from deepspeed.launcher.link import LauncherLink, launchers_of
 from deepspeed.launcher.screen import Output, RankStream, Screen
 from deepspeed.launcher.supervisor import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, Supervisor, Worker, handed_on_signals
 
@@ -439,16 +439,22 @@ class LocalRun:
         if self._done.get("status") and self._first is None and self._signal is None:
             self._report(Failure(f"the launcher on host {self._host} ended with an internal error", _INTERNAL_ERROR))
             return
+        missing_until = time.monotonic() + _EXIT_NOTE_SECONDS
         while self._link is not None and self._first is None and self._signal is None:
+            missing = self._link.missing
+            is_needed = self._link.waits_for_others or (bool(missing) and time.monotonic() < missing_until)
+            self._listen_to_others()  # after the question above: it is False only if all events can be read
             has_failed = self._verdict is not None or bool(self._elsewhere)
             has_failed = has_failed or any(state.has_failed for state in self._states.values())
-            if not has_failed and not self._link.waits_for_others:
+            if not has_failed and not is_needed:
+                if missing:
+                    self._print_line(f"{launchers_of(missing)} never connected to this one, which does not wait longer")
                 return
+            self._consider_failures(time.monotonic())
             self._selector.select(_TICK_SECONDS)
             self._drain()
-            self._listen_to_others()
             self._output.flush()
-            self._consider_failures(time.monotonic())
+        self._listen_to_others()  # notifies the others of a signal
 
     def _print_line(self, text: str) -> None:
         self._screen.line(None, 2, f"deepspeed: {text}".encode())

@@ -188,6 +188,30 @@ def test_text_of_others_cannot_control_the_terminal():
     hub.link.close(0)
 
 
+def test_a_hub_waits_for_launchers_that_are_connected_and_names_the_others(hub):
+    assert not hub.link.waits_for_others and hub.link.missing == [1, 2]
+    connection = hub.serves(1)
+    assert hub.link.waits_for_others and hub.link.missing == [2]
+    connection.send({"event": "bye"})
+    deadline = time.monotonic() + 60
+    while hub.link.waits_for_others and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not hub.link.waits_for_others and hub.link.missing == [2]
+
+
+def test_a_hub_whose_port_another_program_uses_waits_for_nobody():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        made = LauncherLink(ME, "127.0.0.1")
+        made._ports = [other.getsockname()[1]]
+        made.start()
+        assert made._thread is not None
+        made._thread.join(60)
+        assert not made.waits_for_others and made.missing == []
+        (notice,) = made.events()
+        assert "no free port among" in notice["text"]
+        made.close(0)
+
+
 def test_launchers_of_one_run_hear_of_each_other_and_not_of_an_impostor():
     """The ports are tried in order; on the first one listens somebody without the secret."""
     impostor, hub = Hub(replace(ME, secret="guessed")), Hub()
