@@ -201,7 +201,10 @@ class Supervisor:
                 self._report(event="exited", rank=rank, status=status, time=time.monotonic())
 
     def _read_command(self) -> tuple[int, float] | None:
-        data = self._channel.recv(4096)
+        try:
+            data = self._channel.recv(4096)
+        except ConnectionResetError:  # the front ended with messages that it had not read
+            data = b""
         if not data:
             self._front_is_alive = False
             return signal.SIGTERM, GRACE_AFTER_FAILURE

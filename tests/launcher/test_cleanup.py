@@ -140,6 +140,26 @@ def test_a_signal_to_the_supervisor(launch, number):
     assert code == 128 + number, err
 
 
+def rank_1_of(launcher):
+    return next(
+        process
+        for process in supervisor_of(launcher).children()
+        if process.environ().get("RANK") == "1" and "job.py" in str(process.cmdline())
+    )
+
+
+def test_the_launcher_killed_with_messages_that_it_has_not_read(launch):
+    launcher = launch(WAITING, "--num_gpus=2", "-q")
+    launcher.wait_for_files("ready0", "ready1")
+    victim = rank_1_of(launcher)
+    launcher.process.send_signal(signal.SIGSTOP)
+    victim.kill()
+    wait_until(lambda: not victim.is_running(), LIMIT, "end of rank 1")  # reaped, and so reported
+    launcher.process.kill()
+    all_have_ended(launcher)
+    launcher.finish()
+
+
 def test_front_and_supervisor_killed_together(launch):
     launcher = launch(STUBBORN_RANK, "--num_gpus=2", "-q")
     launcher.wait_for_files("ready0", "ready1")
@@ -218,11 +238,7 @@ def test_the_death_of_a_rank(launch, end, code):
 def test_a_rank_killed_from_outside(launch):
     launcher = launch(WAITING, "--num_gpus=2", "-q")
     launcher.wait_for_files("ready0", "ready1")
-    workers = supervisor_of(launcher).children()
-    victim = next(
-        process for process in workers if process.environ().get("RANK") == "1" and "job.py" in str(process.cmdline())
-    )
-    victim.kill()
+    rank_1_of(launcher).kill()
     code, _, err = launcher.finish()
     assert code == 137 and not launcher.processes()
     assert "rank 1 (local rank 1" in err and "ran out of memory" in err
