@@ -52,12 +52,12 @@ class ExitNotes:
 
     def continues(self) -> None:
         """Writes that the other ranks continue when one is lost."""
-        self._write(_CONTINUES, "")
+        self._write(_CONTINUES)
 
     def recovered(self, pids: Sequence[int]) -> None:
         """Writes that the run continues without these processes."""
         for pid in pids:
-            self._write(f"{_RECOVERED}{pid}", "")
+            self._write(f"{_RECOVERED}{pid}")
 
     def cause_of(self, pid: int) -> str:
         """Returns how a process has ended, as its launcher wrote; waits up to 0.3 s. Empty if unknown."""
@@ -66,11 +66,11 @@ class ExitNotes:
         path, deadline = self._folder / f"{_EXIT}{pid}", time.monotonic() + _WAIT_SECONDS
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(_PAUSE)
-        return path.read_text() if path.exists() else ""
+        return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def run_report_missing(self, folder: Path) -> None:
         """Writes that the page of the run report in ``folder`` is missing."""
-        self._write(_REPORT, str(folder.resolve()))
+        self._write(_REPORT, os.fsencode(folder.resolve()))
 
     def run_report_written(self) -> None:
         """Removes the note of :meth:`run_report_missing`."""
@@ -80,8 +80,12 @@ class ExitNotes:
     # -- the launcher --------------------------------------------------------------------------------------------------
 
     def note_exit(self, pid: int, cause: str) -> None:
-        """Writes how a process has ended."""
-        self._write(f"{_EXIT}{pid}", cause)
+        """Writes how a process has ended.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._write(f"{_EXIT}{pid}", cause.encode(errors="replace"))
 
     @property
     def do_continue(self) -> bool:
@@ -96,11 +100,11 @@ class ExitNotes:
     def missing_run_report(self) -> Path | None:
         """The folder of the run report whose page is missing; None: no page is missing."""
         path = None if self._folder is None else self._folder / _REPORT
-        return Path(path.read_text()) if path is not None and path.exists() else None
+        return Path(os.fsdecode(path.read_bytes())) if path is not None and path.exists() else None
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, name: str, text: bytes = b"") -> None:
         if self._folder is None or not self._folder.is_dir():
             return
         path = self._folder / f".{name}.{os.getpid()}"
-        path.write_text(text)
+        path.write_bytes(text)
         path.replace(self._folder / name)

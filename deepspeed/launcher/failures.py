@@ -254,6 +254,11 @@ class RankState:
         report = self.report
         return report is not None and LOST_PEER.search(report.exception.split(b"\n")[0]) is not None
 
+    def began_before(self, other: Failure) -> bool:
+        """Returns whether a traceback of the rank is held back that started before ``other``."""
+        started = self.errors.report_time
+        return self.errors.is_reporting and started is not None and started < other.time
+
     @property
     def exit_code(self) -> int:
         """Returns the exit code as a shell shows it: 128 + n for signal n."""

@@ -330,7 +330,10 @@ class LocalRun:
             self._drain(state.rank)
             state.status, state.ended = message["status"], message["time"]
             if state.has_failed and state.pid is not None:
-                self._notes.note_exit(state.pid, state.cause())
+                try:
+                    self._notes.note_exit(state.pid, state.cause())
+                except OSError as error:  # such as a full disk, which may be why the rank has failed
+                    self._print_line(f"cannot write for the other ranks why rank {state.rank} has failed: {error}")
         else:
             state.refusal, state.ended = message["reason"], time.monotonic()
 
@@ -352,7 +355,7 @@ class LocalRun:
         best = first_failure(failures)
         running = [state for state in self._states.values() if state.pid is not None and state.status is None]
         # A rank with an earlier traceback is ending too; a rank that lost a peer did not fail first.
-        earlier = best.lost_a_peer or any(_began_before(state, best) for state in running)
+        earlier = best.lost_a_peer or any(state.began_before(best) for state in running)
         if running and best.exit_code == os.EX_TEMPFAIL and now < self._settle_until:
             return  # the ranks have saved together, and leave one after the other
         if earlier and (running or self._link is not None) and now < self._settle_until:
@@ -457,7 +460,7 @@ class LocalRun:
         self._listen_to_others()  # notifies the others of a signal
 
     def _print_line(self, text: str) -> None:
-        self._screen.line(None, 2, f"deepspeed: {text}".encode())
+        self._screen.line(None, 2, f"deepspeed: {text}".encode(errors="replace"))
 
     # --- end --------------------------------------------------------------------------------------------------------
 
@@ -554,11 +557,6 @@ class LocalRun:
                     f"rank {state.rank} (pid {state.pid}) was lost: {state.cause()}; the run continued without it"
                 )
         return lines, 0
-
-
-def _began_before(state: RankState, best: Failure) -> bool:
-    report = state.errors.report_time
-    return state.errors.is_reporting and report is not None and report < best.time
 
 
 def _write_run_report(folder: Path) -> str:

@@ -1,11 +1,15 @@
 """Who is blamed, with which words, and what is held back meanwhile."""
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from deepspeed.exit_notes import ExitNotes
 from deepspeed.launcher.failures import (
     HOLD_SECONDS,
     ErrorStream,
@@ -285,3 +289,27 @@ def test_how_a_process_failed_is_noted_for_the_other_ranks(pid, status, noted):
     )
     LocalRun._handle(run, {"event": "exited", "rank": 0, "status": status, "time": 1.0})
     assert [number for number, _ in notes] == noted and all("signal 9" in cause for _, cause in notes)
+
+
+def test_a_note_that_cannot_be_written_does_not_end_the_launcher(tmp_path):
+    """The disk may be full, which may be why the rank has failed."""
+    lines, notes = [], ExitNotes(tmp_path)
+    _, (state,) = make(1)
+    state.pid = 4
+    (tmp_path / f".exit-4.{os.getpid()}").mkdir()
+    run = SimpleNamespace(_states={0: state}, _drain=lambda rank: None, _notes=notes, _print_line=lines.append)
+    LocalRun._handle(run, {"event": "exited", "rank": 0, "status": 1, "time": 1.0})
+    assert len(lines) == 1 and "why rank 0 has failed" in lines[0] and notes.cause_of(4) == ""
+
+
+def test_notes_do_not_depend_on_the_encoding_of_the_locale(tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; from deepspeed.exit_notes import ExitNotes\n"
+        "notes = ExitNotes(Path(sys.argv[1])); notes.note_exit(4, 'ValueError: \\u03b1 \\udce9')\n"
+        "notes.run_report_missing(Path(os.fsdecode(b'/runs/\\xe9')))\n"
+        "print(ascii(notes.cause_of(4)), ascii(str(notes.missing_run_report)))"
+    )
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "'ValueError: \\u03b1 ?' '/runs/\\udce9'\n", done.stderr
