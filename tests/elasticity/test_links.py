@@ -187,8 +187,12 @@ def test_a_farewell_is_no_loss(linked):
 
 
 @pytest.mark.parametrize(
-    "words", [b'{"kind": "hello", "token": "guess", "number": 1}\n', b"GET / HTTP/1.1\n\n", b"[1]\n"]
-)
+    "words",
+    [
+        b'{"kind": "hello", "token": "guess", "number": 1}\n', b"GET / HTTP/1.1\n\n", b"[1]\n",
+        b'{"kind": "hello", "token": "\\u00e9", "number": 1}\n', b"[" * 60_000 + b"\n",
+    ],
+)  # fmt: skip
 def test_strangers_are_not_let_in(linked, words):
     with socket.create_connection(linked[0].address, timeout=60) as stranger:
         stranger.sendall(words)

@@ -407,7 +407,7 @@ class MemberLinks:
         *lines, link.received = (link.received + data).split(b"\n")
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             messages = [None]
         for message in messages:
             if not isinstance(message, dict) or not self._take(link, message):
@@ -420,7 +420,8 @@ class MemberLinks:
         """Handles a message; returns whether the link may continue."""
         kind = message.get("kind")
         if link.number is None and link.join_request is None:
-            if not hmac.compare_digest(str(message.get("token", "")), self.token):
+            token = str(message.get("token", "")).encode(errors="replace")  # of texts it takes ASCII only
+            if not hmac.compare_digest(token, self.token.encode()):
                 return False
             if kind == "hello" and type(message.get("number")) is int:
                 with self._changed:
