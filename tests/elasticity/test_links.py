@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed.comm.members.join import join_run
 from deepspeed.comm.members.links import LostMember, MemberLinks, is_stopped
 from deepspeed.comm.members.member import JobPlan, RunMember
 from deepspeed.comm.members.regroup import Regroup
@@ -278,6 +279,30 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert holds()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\n", b"[1]\n", b"\xff\n", b""])
+def test_a_process_that_wants_to_join_what_is_no_run(answer):
+    threads = threading.active_count()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            peer, _ = server.accept()
+            with peer:
+                peer.recv(1 << 16)
+                peer.sendall(answer)
+
+        served = threading.Thread(target=serve)
+        served.start()
+        with pytest.raises(CommunicationError, match="could not join"):
+            join_run(f"127.0.0.1:{server.getsockname()[1]}/{TOKEN}")
+        served.join(60)
+    assert threading.active_count() == threads  # nothing is left that watches links
+
+
+def test_a_port_that_cannot_be():
+    with pytest.raises(CommunicationError, match="expected host:port/token"):
+        join_run(f"127.0.0.1:99999/{TOKEN}")
 
 
 def test_a_spare_waits_until_it_is_needed(linked):

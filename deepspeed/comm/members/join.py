@@ -57,14 +57,18 @@ def join_run(where: str) -> None:
     """
     place, _, token = where.rpartition("/")
     host, _, port = place.rpartition(":")
-    if not (host and port.isdigit() and token):
+    if not (host and port.isdecimal() and 0 < int(port) < 65536 and token):
         raise CommunicationError(f"{JOIN}: expected host:port/token as rank 0 of the run printed it, found {where!r}")
     own_host = address_towards(host)
     if own_host is None:
         raise CommunicationError(f"{JOIN}: there is no route to {host}; give an address that this machine can reach")
     links = MemberLinks(own_host, token)
     me = RunMember(-1, -1, socket.gethostname(), os.getpid(), int(os.environ.get("LOCAL_RANK", "0")), links.address)
-    peer, answer, rest = _request_join((host, int(port)), token, me, where)
+    try:
+        peer, answer, rest = _request_join((host, int(port)), token, me, where)
+    except CommunicationError:
+        links.close()
+        raise
     plan = JobPlan.from_json(answer["plan"])
     links.settle(plan.everybody, int(answer["number"]), plan.epoch)
     links.adopt(peer, int(answer["sender"]), rest)
@@ -89,13 +93,15 @@ def _request_join(
             if not data:
                 raise OSError("the run closed the connection")
             received += data
-    except OSError as error:
+        line, _, rest = received.partition(b"\n")
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise ValueError(f"found {type(message).__name__} instead of a message")
+    except (OSError, ValueError) as error:  # another program may listen there
         raise CommunicationError(
             f"{JOIN}={where.rpartition('/')[0]}: could not join ({error}). Check that the run still continues and that "
             "the address and the token are those that its rank 0 printed last"
         ) from error
-    line, _, rest = received.partition(b"\n")
-    message = json.loads(line)
     if message.get("kind") != "plan":
         raise CommunicationError(f"{JOIN}: the run came to its end before this process could join")
     return peer, message, rest
