@@ -198,7 +198,7 @@ def job_of(words: Sequence[str]) -> str:
     for number, word in enumerate(kept[:-1]):
         if _RANK_ARGUMENT.fullmatch(word) and kept[number + 1].isdecimal():
             kept[number + 1] = ""
-    return hashlib.sha256("\0".join(kept).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join(kept).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def receive_ranks(store: Any, joining: JoiningProcess, where: str, timeout: timedelta) -> tuple[str, list[RankInfo]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -121,6 +122,11 @@ def test_another_job_of_this_machine_is_a_stranger_where_nobody_names_the_run(wa
     assert "same DS_RUN_ID" in refused(stranger) and "process 55" in warnings[0]
     own = here.comes(process(1, command="train.py --role worker"))  # started together with rank 0
     assert own.result(60) and [fact.pid for fact in host.result(60)[1]] == [100, 101]
+
+
+def test_a_command_line_of_any_bytes_makes_a_job():
+    words = ["train.py", os.fsdecode(b"/data/caf\xe9"), "--local_rank=1"]
+    assert job_of(words) == job_of([*words[:2], "--local_rank=3"]) != job_of(["train.py", "/data/cafe", words[2]])
 
 
 def test_a_parent_in_common_decides_between_two_that_run_the_same(warnings):
