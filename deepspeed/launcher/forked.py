@@ -145,14 +145,14 @@ def fork_rank(
     code = 1
     try:
         os.setsid()
-        _reset_signals()
+        prepare()
+        _reset_signals()  # last, as ``prepare`` leaves the handlers with which an interpreter starts
         for number, source in enumerate(streams):
             if source is not None:
                 os.dup2(source, number)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.environ.clear()
         os.environ.update(environment)
-        prepare()
         if _has_unusable_device():
             os.execve(command[0], list(command), environment)
         _watch_environment(command, environment)

@@ -12,9 +12,11 @@ import pytest
 from deepspeed.launcher.forked import ImportCache
 
 FORK = """
-import os, sys
+import os, signal, sys
 from deepspeed.launcher.forked import fork_rank
-pid = fork_rank([sys.executable, "-u", *sys.argv[1:]], {**os.environ, "ADDED": "1"}, (None, 1, 2), lambda: None)
+def prepare():  # as the supervisor does
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+pid = fork_rank([sys.executable, "-u", *sys.argv[1:]], {**os.environ, "ADDED": "1"}, (None, 1, 2), prepare)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) % 256)
 """
 
