@@ -98,7 +98,7 @@ def read_environment_files(name: str) -> dict[str, str]:
         if not path.is_file():
             continue
         here: dict[str, str] = {}
-        for number, raw in enumerate(path.read_text().splitlines(), 1):
+        for number, raw in enumerate(os.fsdecode(path.read_bytes()).splitlines(), 1):
             line = raw.strip()
             if not line or line.startswith("#"):
                 continue

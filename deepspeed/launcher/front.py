@@ -262,6 +262,6 @@ def _standard_input(command: Command, is_only: bool) -> Iterator[Any]:
         yield None if is_only else subprocess.DEVNULL
         return
     with tempfile.TemporaryFile() as file:  # unnamed, so that no other process can open it
-        file.write(command.script.encode() + b"\n")
+        file.write(os.fsencode(command.script) + b"\n")
         file.seek(0)
         yield file

@@ -62,7 +62,7 @@ def fetch_hostfile(hostfile_path: str | None, devices: Callable[[], int] = lambd
         return None
     hosts: OrderedDict[str, int] = OrderedDict()
     named: Counter[str] = Counter()  # without slots
-    for number, raw in enumerate(Path(hostfile_path).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, raw in enumerate(_lines(hostfile_path), 1):
         line = raw.partition("#")[0].strip()
         if not line:
             continue
@@ -81,6 +81,13 @@ def fetch_hostfile(hostfile_path: str | None, devices: Callable[[], int] = lambd
     if named and max(named.values()) == 1:
         hosts.update(dict.fromkeys(named, devices()))
     return hosts
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
+    except OSError as error:
+        raise LauncherError(f"{path}: cannot be read ({error.strerror}); correct the permissions") from error
 
 
 def parse_inclusion_exclusion(resource_pool: Slots, inclusion: str, exclusion: str) -> Selection:

@@ -112,6 +112,14 @@ def test_a_port_elsewhere_is_not_probed(port_in_use):
         assert claim_port(address, RequestedPort.of(port_in_use)).port == port_in_use
 
 
+def test_an_environment_file_of_any_bytes(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".deepspeed_env").write_bytes(b"# caf\xe9\nDATA=/caf\xe9\r\nNAME=caf\xc3\xa9\n")
+    found = read_environment_files(".deepspeed_env")
+    assert {name: os.fsencode(value) for name, value in found.items()} == {"DATA": b"/caf\xe9", "NAME": b"caf\xc3\xa9"}
+
+
 def test_environment_files(tmp_path, monkeypatch, capfd):
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir(), here.mkdir()

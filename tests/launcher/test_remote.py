@@ -1,11 +1,12 @@
 """What each launcher would execute, as ``--dry_run`` prints it, and the options of the public interface."""
 
+import os
 import re
 import shlex
 
 import pytest
 
-from deepspeed.launcher import launch, runner
+from deepspeed.launcher import front, launch, runner
 from deepspeed.launcher.multinode_runner import (
     IMPIRunner,
     MPICHRunner,
@@ -14,7 +15,7 @@ from deepspeed.launcher.multinode_runner import (
     PDSHRunner,
     SlurmRunner,
 )
-from deepspeed.launcher.remote import BUILDERS, RemoteRun
+from deepspeed.launcher.remote import BUILDERS, Command, RemoteRun
 from deepspeed.launcher.resources import LauncherError, decode_world_info
 
 SCRIPT = ("train.py", "--lr", "1e-3", "two words", "100%")
@@ -277,3 +278,10 @@ def test_a_missing_program_is_named(monkeypatch):
     for launcher, program in (("pdsh", "pdsh"), ("slurm", "srun"), ("impi", "mpirun")):
         with pytest.raises(ValueError, match=f"--launcher {launcher}: the program '{program}' is not in PATH"):
             runner.main(["-H", "hosts", "--launcher", launcher, *SCRIPT])
+
+
+def test_the_script_of_ssh_may_hold_any_bytes():
+    """Names of folders and values of variables need not be UTF-8."""
+    command = Command(("ssh",), script=os.fsdecode(b"cd /caf\xe9 && exec python"))
+    with front._standard_input(command, is_only=True) as source:
+        assert source.read() == b"cd /caf\xe9 && exec python\n"

@@ -35,6 +35,15 @@ def test_a_plain_list_of_hosts(tmp_path, text, slots):
     assert fetch_hostfile(str(path), lambda: 8) == slots
 
 
+def test_a_hostfile_of_any_bytes(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_bytes(b"\xef\xbb\xbfworker-1 slots=2  # caf\xe9\n")
+    assert fetch_hostfile(str(path)) == {"worker-1": 2}
+    path.write_bytes(b"worker-1 slots=2\ncaf\xe9 slots=2\n")
+    with pytest.raises(LauncherError, match="line 2: expected the name of a machine"):
+        fetch_hostfile(str(path))
+
+
 @pytest.mark.parametrize("missing", [None, "None", "/no/such/hostfile"])
 def test_no_hostfile(missing):
     assert fetch_hostfile(missing) is None
