@@ -241,10 +241,8 @@ def slots_of_allocation(environment: Mapping[str, str], per_node: int) -> dict[s
     hosts = hosts_of_step(environment)
     count = per_node
     for name in _COUNTS if per_node == -1 else ():
-        # "4", "4(x2)" or "h100:4"
-        match = re.fullmatch(r"(?:[a-zA-Z]\w*:)?(\d+)(?:\(x\d+\))?", environment.get(name, "").strip())
-        if match is not None and int(match[1]) > 0:
-            count = int(match[1])
+        if (found := _count(environment.get(name, "").strip(), is_of_devices="GPUS" in name)) > 0:
+            count = found
             break
     if count < 1:
         raise LauncherError(
@@ -252,6 +250,20 @@ def slots_of_allocation(environment: Mapping[str, str], per_node: int) -> dict[s
             "--gpus-per-node or --ntasks-per-node, or give --num_gpus N"
         )
     return dict.fromkeys(hosts, count)
+
+
+def _count(text: str, *, is_of_devices: bool) -> int:
+    """Returns the number per machine in a value of Slurm such as "4", "4(x2)" or "a100-sxm4-80gb:2,1g.5gb:7"; else 0.
+
+    Args:
+        text: The value.
+        is_of_devices: Whether its parts are numbers of devices of each type, not of tasks on each machine.
+    """
+    if match := re.fullmatch(r"(\d+)(\(x\d+\))?", text):
+        return int(match[1])
+    if not is_of_devices or not re.fullmatch(r"([^,]+:)?\d+(,([^,]+:)?\d+)*", text):
+        return 0
+    return sum(int(part.rpartition(":")[2]) for part in text.split(","))
 
 
 def processor_options(environment: Mapping[str, str], per_node: int) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from deepspeed.launcher.multinode_runner import (
 )
 from deepspeed.launcher.remote import BUILDERS, Command, RemoteRun
 from deepspeed.launcher.resources import LauncherError, decode_world_info
+from deepspeed.launcher.selection import slots_of_allocation
 
 SCRIPT = ("train.py", "--lr", "1e-3", "two words", "100%")
 
@@ -122,6 +123,26 @@ def test_slurm(capsys, monkeypatch):
     runner.main(["-H", "None", "--launcher=slurm", "--num_nodes=2", "--dry_run", *SCRIPT])
     line = capsys.readouterr().out
     assert "srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --nodelist=gpu08,gpu09 " in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "count"),
+    [
+        ("GPUS_PER_NODE", "h100:4", 4),
+        ("GPUS_PER_NODE", "a100-sxm4-80gb:4", 4),
+        ("GPUS_PER_NODE", "1g.5gb:7", 7),
+        ("GPUS_PER_NODE", "volta:3,kepler:5", 8),
+        ("NTASKS_PER_NODE", "3", 3),
+    ],
+)
+def test_slurm_counts_devices_of_any_type(name, value, count):
+    allocation = {"SLURM_JOB_NODELIST": "a,b", f"SLURM_{name}": value, "SLURM_TASKS_PER_NODE": "1(x2)"}
+    assert slots_of_allocation(allocation, -1) == {"a": count, "b": count}
+
+
+def test_slurm_with_different_numbers_of_tasks():
+    with pytest.raises(LauncherError, match="the number of ranks on each of 2 machine"):
+        slots_of_allocation({"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "2,1"}, -1)
 
 
 @pytest.mark.parametrize(("processors", "given"), [("1(x2)", True), ("8,1", True), ("2(x2)", False), ("", False)])
