@@ -107,7 +107,7 @@ def parse_resource_filter(
         exclude_str: The same, to leave out.
 
     Returns:
-        The selected slots per host, in the order of ``host_info``; hosts without a slot are left out.
+        The selected slots per host, in the order of ``host_info``; with a filter, hosts without a slot are left out.
 
     Raises:
         LauncherError: Both strings are given, or one names an unknown host or slot.

@@ -94,6 +94,8 @@ def _choose(args: argparse.Namespace, pool: Slots, source: str) -> dict[str, lis
     """Returns the slots of a host file that remain after the options."""
     chosen = parse_inclusion_exclusion(pool, args.include, args.exclude)
     if not chosen:
+        if args.include:
+            raise LauncherError(f"--include {args.include}: {source} gives these hosts no slots; give them some")
         raise LauncherError(f"--exclude {args.exclude}: no slot of {source} is left; leave one of them in")
     is_elastic = args.min_elastic_nodes != -1
     needed = args.min_elastic_nodes if is_elastic else args.num_nodes

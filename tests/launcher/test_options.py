@@ -82,6 +82,9 @@ def test_wrong_selections_are_value_errors(gpus, options, message):
         ("localhost slots=4\n", [], "counts on device 3, but this machine shows 3 cuda"),
         ("localhost slots=2\n", ["--num_gpus=3"], r"gives host 'localhost' 2 slot"),
         ("localhost slots=2\n", ["--num_nodes=2"], "--num_nodes 2: .* has 1 host"),
+        ("localhost slots=2\nworker-1 slots=0\n", [], "host 'worker-1' has no slots; give it some or remove"),
+        ("localhost slots=2\nworker-1 slots=0\n", ["-i", "worker-1"], "--include worker-1: .* these hosts no slots"),
+        ("localhost slots=2\nworker-1 slots=0\n", ["-e", "localhost"], "--exclude localhost: no slot of .* is left"),
         (
             "localhost slots=2\n",
             ["--elastic_training", "--num_nodes=2:3"],
