@@ -169,7 +169,8 @@ def _cpu_slots(args: argparse.Namespace) -> list[int | str]:
     """Returns as many slots as were requested: a CPU host takes any number of ranks."""
     if args.include or args.exclude:
         # Slots of a CPU are only numbers, without a limit.
-        named = [int(item) for item in args.include.partition(":")[2].split(",") if item.strip().isdecimal()]
+        numbers = [part.partition(":")[2].split(",") for part in args.include.split("@")]
+        named = [int(item) for items in numbers for item in items if item.strip().isdecimal()]
         pool = {_THIS_MACHINE: max(usable_cores(), *(number + 1 for number in named), 1)}
         chosen = parse_inclusion_exclusion(pool, args.include, args.exclude)
         return _nonempty(args, chosen.get(_THIS_MACHINE, []))

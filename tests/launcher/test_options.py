@@ -45,7 +45,10 @@ def test_devices_of_this_machine(gpus, options, slots):
     assert world(*options) == {"localhost": slots}
 
 
-@pytest.mark.parametrize(("options", "ranks"), [([], 1), (["--num_gpus=5"], 5), (["-i", "localhost:0,7"], 2)])
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [([], 1), (["--num_gpus=5"], 5), (["-i", "localhost:0,700"], 2), (["-i", "localhost:0@localhost:700"], 2)],
+)
 def test_ranks_on_the_cpu(options, ranks):
     assert len(world(*options)["localhost"]) == ranks
 
