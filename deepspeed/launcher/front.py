@@ -137,7 +137,7 @@ def run_commands(
     """
     handed_on = handed_on_signals(stop_signal)
     link = None if launchers is None else LauncherLink(*launchers)
-    front = _CommandRunner(grace or GRACE_AFTER_SIGNAL, handed_on, link)
+    front = _CommandRunner(GRACE_AFTER_SIGNAL if grace is None else grace, handed_on, link)
     handlers: dict[int, Any] = {number: signal.signal(number, front.on_signal) for number in {*_SIGNALS, *handed_on}}
     others = processes.find_processes(())
     processes.adopt_orphans()

@@ -64,7 +64,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bind_core_list", metavar="LIST", help="cores to divide among the ranks, such as 1,3-5")
     parser.add_argument(
         "--grace",
-        type=float,
+        type=seconds,
         metavar="SECONDS",
         help="seconds that ranks have to end after a signal to this command (5); see preemption in the configuration",
     )
@@ -81,6 +81,21 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max_elastic_nodes", type=int, default=-1, help="maximum number of machines of an elastic run (all)"
     )
+
+
+def seconds(text: str) -> float:
+    """Returns a duration in seconds.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is no number of at least 0.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not number >= 0:  # also NaN
+        raise argparse.ArgumentTypeError(f"expected a number of seconds of at least 0, found {text!r}")
+    return number
 
 
 def stop_signal(text: str) -> str:

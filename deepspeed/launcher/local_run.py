@@ -211,7 +211,7 @@ class LocalRun:
         """Signals the supervisor at once, even while the loop is blocked on the screen; the loop only listens."""
         if self._signal is None and self._first is None:
             self._signal = number
-        grace = self._grace or GRACE_AFTER_SIGNAL
+        grace = GRACE_AFTER_SIGNAL if self._grace is None else self._grace
         self._command(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, grace)
 
     def _take_signal(self, number: int) -> None:

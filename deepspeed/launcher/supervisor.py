@@ -130,7 +130,7 @@ class Supervisor:
                     stop = self._read_command()
                 if received:
                     self._report(event="signalled", signal=received[0])
-                    stop = (received[0], self._grace or GRACE_AFTER_SIGNAL)
+                    stop = (received[0], GRACE_AFTER_SIGNAL if self._grace is None else self._grace)
         if stop is not None:
             self._stop_workers(*stop)
         self._finish()

@@ -130,6 +130,15 @@ def test_a_second_interrupt_does_not_wait(launch):
     assert not launcher.processes()
 
 
+def test_ranks_may_get_no_time_to_end(launch):
+    script = STUBBORN_RANK.replace("signal.SIG_IGN", "lambda *_: (time.sleep(0.5), pathlib.Path('saved').touch())")
+    launcher = launch(script, "--num_gpus=1", "-q", "--grace=0")
+    launcher.wait_for_files("ready0")
+    launcher.process.terminate()
+    assert launcher.finish()[0] == 143
+    assert not (launcher.folder / "saved").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_supervisor(launch, number):
     launcher = launch(WAITING, "--num_gpus=2", "-q")

@@ -224,3 +224,10 @@ def test_without_arguments_the_help_is_shown(capsys):
         runner.main([])
     assert end.value.code == 0
     assert "usage: deepspeed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "x"])
+def test_a_grace_period_that_is_no_duration(value, capsys):
+    with pytest.raises(SystemExit):
+        runner.parse_args([f"--grace={value}", SCRIPT])
+    assert f"expected a number of seconds of at least 0, found '{value}'" in capsys.readouterr().err
