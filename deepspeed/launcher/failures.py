@@ -34,7 +34,9 @@ _REPORT_START = re.compile(
 # torch prefixes each line of a traceback with the rank once its process group exists.
 _TORCH_LABEL = re.compile(rb"^\[rank\d+\]:\s?")
 _FRAME = re.compile(rb"^\s*File \"(?P<file>.*)\", line (?P<line>\d+)(, in (?P<function>.*))?")
-_EXCEPTION = re.compile(rb"^[A-Za-z_][\w.]*(:|$)")
+_EXCEPTION = re.compile(rb"^[A-Za-z_][\w.<>]*(:|$)")  # a class of a function: ``f.<locals>.Error``
+_GROUP_START = b"  + Exception Group Traceback"
+_GROUP_MARGIN = re.compile(rb"^  [|+] ")  # before each line of the outermost group, up to its exception
 _MORE = re.compile(rb"^[ \t]+[^ \t]")  # continuation lines of an error with several problems
 _MOST_MORE = 40
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))).encode() + b"/"
@@ -175,12 +177,15 @@ def describe(lines: list[bytes]) -> Report | None:
     """
     found: Report | None = None
     found_at = 0
-    inside = is_ignored = False
+    inside = is_ignored = in_group = False
     ignored_at: int | None = None  # number of the last line that announces an ignored exception
     frame: str | None = None
     own_frame: str | None = None  # the innermost line of the user's code
     for number, raw in enumerate(lines):
         text = _TORCH_LABEL.sub(b"", raw)
+        in_group = in_group or text.startswith(_GROUP_START)
+        if in_group:
+            text = _GROUP_MARGIN.sub(b"", text)
         if text.startswith(_IGNORED):
             ignored_at = number
         elif b"Traceback (most recent call last):" in text:
@@ -196,7 +201,7 @@ def describe(lines: list[bytes]) -> Report | None:
             if found is None or number - found_at > _SHUTDOWN_LINES:
                 found = Report(text.strip(), None, is_native=True)
         elif inside and text[:1].strip() and _EXCEPTION.match(text):
-            inside = False
+            inside = in_group = False
             if not is_ignored:
                 found, found_at = Report(text.strip(), own_frame or frame), number
         elif found is not None and not inside and not found.is_native and _MORE.match(text):

@@ -107,6 +107,25 @@ def test_describe(lines, exception, place):
     assert (report.exception, report.place) == (exception, place)
 
 
+def test_describe_what_python_prints():
+    code = (
+        "class A:\n  def f(self):\n    class OwnError(Exception): ...\n    raise OwnError('boom')\n"
+        "try: A().f()\nexcept Exception as error:\n  first = error\n"
+    )
+    ends = {
+        "raise first": (b"A.f.<locals>.OwnError: boom", "<string>:4 in f"),
+        "raise ExceptionGroup('several', [ValueError(1), ExceptionGroup('more', [first])])": (
+            b"ExceptionGroup: several (2 sub-exceptions)\n"
+            b"  +-+---------------- 1 ----------------\n    | ValueError: 1",
+            "<string>:8 in <module>",
+        ),
+    }
+    for end, (exception, place) in ends.items():
+        done = subprocess.run([sys.executable, "-c", code + end], capture_output=True, timeout=60)
+        report = describe(done.stderr.splitlines())
+        assert report is not None and report.exception.startswith(exception) and report.place == place
+
+
 def test_a_native_error_at_shutdown_does_not_hide_the_exception():
     native = b"terminate called without an active exception"
     assert describe([*TRACEBACK, native]).exception == b"ValueError: bad shape:\n  expected 3"
