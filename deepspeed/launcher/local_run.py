@@ -525,7 +525,8 @@ class LocalRun:
         if self._done["leftovers"]:
             lines.append(f"ended {self._done['leftovers']} process(es) that the ranks had left running")
         if self._done["stuck"]:
-            lines.append(f"processes {self._done['stuck']} on {self._host} did not end on KILL: stuck in the kernel")
+            why = "stuck in the kernel, or of another user"
+            lines.append(f"processes {self._done['stuck']} on {self._host} did not end on KILL: {why}")
         first = self._first
         if self._have_saved():
             lines.append(

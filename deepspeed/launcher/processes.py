@@ -69,7 +69,7 @@ def send(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         try:
             os.kill(pid, number)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):  # ended, or became another user's (sudo)
             continue
 
 

@@ -221,8 +221,7 @@ class Supervisor:
         return None
 
     def _send_ranks(self, number: int) -> None:
-        for pid in self._running:  # not reaped yet, so no other process has its number
-            os.kill(pid, number)
+        processes.send(self._running, number)  # not reaped yet, so no other process has a number of theirs
 
     def _report(self, **message: object) -> None:
         if not self._front_is_alive:

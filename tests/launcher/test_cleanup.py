@@ -10,6 +10,7 @@ import termios
 import psutil
 import pytest
 
+from deepspeed.launcher import processes
 from deepspeed.launcher.resources import encode_world_info
 from deepspeed.ports import free_port
 from tests.launcher.processes import Launcher, wait_until
@@ -167,6 +168,19 @@ def test_the_launcher_killed_with_messages_that_it_has_not_read(launch):
     launcher.process.kill()
     all_have_ended(launcher)
     launcher.finish()
+
+
+def test_a_process_of_another_user_stops_no_signal_to_the_rest(monkeypatch):
+    reached = []
+
+    def kill(pid, number):
+        if pid == 1:
+            raise PermissionError
+        reached.append((pid, number))
+
+    monkeypatch.setattr(os, "kill", kill)
+    processes.send([1, 2], signal.SIGTERM)
+    assert reached == [(2, signal.SIGTERM)]
 
 
 def test_front_and_supervisor_killed_together(launch):
