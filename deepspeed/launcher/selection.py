@@ -17,6 +17,7 @@ from deepspeed.launcher.resources import (
     parse_resource_filter,
 )
 from deepspeed.logging import logger
+from deepspeed.ports import is_here
 
 _THIS_MACHINE = "localhost"
 
@@ -119,8 +120,7 @@ def _named(chosen: dict[str, list[int]]) -> dict[str, list[int | str]]:
 
 
 def _is_this_machine(host: str) -> bool:
-    name = socket.gethostname()
-    return host in (_THIS_MACHINE, "127.0.0.1", name, name.partition(".")[0])
+    return host == socket.gethostname().partition(".")[0] or is_here(host)
 
 
 def _local_devices(source: str, slots: Sequence[int], devices: LocalDevices) -> list[int | str]:

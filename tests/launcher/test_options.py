@@ -1,6 +1,7 @@
 """What the command line refuses, each in one sentence that names the option."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -107,6 +108,12 @@ def test_one_host_that_is_this_machine_needs_no_launcher(gpus, tmp_path):
     assert world("-H", str(hosts), "--num_nodes=1") == {"localhost": [4, 5]}
     assert world("-H", str(hosts), "-i", "localhost:1") == {"localhost": [5]}
     assert world("-H", str(hosts), "--no_ssh", "--node_rank=1") == {"localhost": [0, 1], "worker-1": [0, 1]}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", socket.gethostname(), socket.gethostname().split(".")[0]])
+def test_names_and_addresses_of_this_machine(gpus, tmp_path, host):
+    (tmp_path / "hosts").write_text(f"{host} slots=2\n")
+    assert world("-H", str(tmp_path / "hosts")) == {"localhost": [4, 5]}
 
 
 @pytest.mark.parametrize("option", ["--no_ssh", "--elastic_training", "--dry_run"])
