@@ -26,13 +26,14 @@ from deepspeed.errors import CommunicationError
 from deepspeed.ports import DEFAULT_PORT, free_port
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_LOCAL_RANK_NAMES = (
-    "LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "PALS_LOCAL_RANKID",
-    "SLURM_LOCALID",
+# The local rank of a process, and the number of processes that its starter has counted.
+_LOCAL_RANK_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("LOCAL_RANK", ()),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+    ("MPI_LOCALRANKID", ("PMI_SIZE",)),
+    ("MV2_COMM_WORLD_LOCAL_RANK", ("MV2_COMM_WORLD_SIZE",)),
+    ("PALS_LOCAL_RANKID", ("PMI_SIZE",)),
+    ("SLURM_LOCALID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
 )
 _MPI_LOCAL_SIZE_NAMES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
 
@@ -291,9 +292,13 @@ def run_of_adopted(environ: Mapping[str, str]) -> str:
 
 
 def _local_rank(environ: Mapping[str, str], rank: int, world_size: int, address: str | None, device_count: int) -> int:
-    for name in _LOCAL_RANK_NAMES:
+    of_parent: int | None = None
+    for name, sizes in _LOCAL_RANK_NAMES:
         if environ.get(name):
-            return _integer(environ, name)
+            counted = next((_integer(environ, size) for size in sizes if environ.get(size)), world_size)
+            if counted >= world_size or environ.get("SLURM_HET_SIZE"):
+                return _integer(environ, name)
+            of_parent = _integer(environ, name)  # one task of the starter has started several ranks by itself
     if environ.get("LOCAL_WORLD_SIZE"):
         return rank % _integer(environ, "LOCAL_WORLD_SIZE")
     if world_size == 1:
@@ -302,6 +307,8 @@ def _local_rank(environ: Mapping[str, str], rank: int, world_size: int, address:
         return rank % device_count
     if address is None or address in _LOOPBACK:
         return rank
+    if of_parent is not None:
+        return of_parent
     raise CommunicationError(
         f"LOCAL_RANK is not set on rank {rank} of {world_size}, with rendezvous at {address}, and nothing else shows "
         "how many processes run per host. Set LOCAL_RANK to the number of the process on its own host, counted from 0, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.comm.start.environment import Place, find_place, first_host, run_of_adopted
+from deepspeed.comm.start.environment import Place, find_place, first_host, local_rank_of, run_of_adopted
 from deepspeed.errors import CommunicationError
 
 MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
@@ -146,6 +146,29 @@ def test_arguments_win():
     assert find_place(environ, rank=1).world_size == 8
     place = find_place({}, rank=1, world_size=2, init_method="tcp://host:1")
     assert (place.address, place.port, place.local_rank) == (None, None, 1)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"PMI_RANK": "0", "MPI_LOCALRANKID": "0", "PMI_SIZE": "1"},
+    ],
+)
+def test_ranks_that_one_task_has_started_by_itself(task):
+    """``torch.multiprocessing.spawn``: all ranks inherit the variables of the task."""
+    environ = {**task, "MASTER_ADDR": "node0", "MASTER_PORT": "1"}
+    places = [find_place(environ, rank=rank, world_size=4, device_count=4) for rank in range(4)]
+    assert [place.local_rank for place in places] == [0, 1, 2, 3]
+    assert [local_rank_of(environ, rank, 4, 4) for rank in range(4)] == [0, 1, 2, 3]
+    assert find_place(environ, rank=3, world_size=4).local_rank == 0  # without devices it makes no difference
+
+
+def test_tasks_that_are_the_ranks_keep_their_local_ranks():
+    environ = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "MASTER_ADDR": "node0"}
+    assert find_place(environ, rank=2, world_size=8, device_count=4).local_rank == 1
+    assert find_place({**environ, "SLURM_NTASKS": "4", "SLURM_HET_SIZE": "2"}, rank=2, world_size=8).local_rank == 1
 
 
 def test_local_rank_without_its_variable():
