@@ -46,12 +46,12 @@ def cut(dense: Sequence[Sequence[int]], ep_size: int, *, data_first: bool = Fals
         data_first: Whether ranks that share experts are as far apart as possible, instead of neighbours.
 
     Raises:
-        DeepSpeedConfigError: ``ep_size`` does not divide the number of these ranks.
+        DeepSpeedConfigError: ``ep_size`` is below 1, or does not divide the number of these ranks.
     """
     sharing: list[tuple[int, ...]] = []
     same: list[tuple[int, ...]] = []
     for ranks in dense:
-        if len(ranks) % ep_size:
+        if ep_size < 1 or len(ranks) % ep_size:
             raise DeepSpeedConfigError(
                 f"ep_size {ep_size}: the {len(ranks)} ranks that see different samples cannot be cut into groups of "
                 f"{ep_size} that share experts; choose a divisor of {len(ranks)}"

@@ -102,9 +102,12 @@ class Job:
             DivergenceError: Some rank does something else.
             CommunicationError: Some rank has ended or did not arrive.
         """
-        _replace(Job(device)).close()
-        _current.set_mesh(mesh)
-        return _current
+        made = Job(device)
+        if mesh is not None:
+            mesh.check(made.ranks.size_of())  # before the present job ends
+        _replace(made).close()
+        made.set_mesh(mesh)
+        return made
 
     def close(self) -> None:
         """Stops the watchdog and drops all that belongs to the job. Its transports cannot be used any more.
@@ -228,11 +231,12 @@ class Job:
         """
         if found is not None and found == self.mesh:
             return  # another engine of the same job
-        self.mesh = None
+        if found is not None:
+            found.check(self.ranks.size_of())
+        self.mesh = found
         self._of_axes.clear()
         if found is None:
             return
-        self.mesh = found.check(self.ranks.size_of())
         for axes in _WITH_A_GROUP:
             if self._effective(axes):  # a group of one can be made on request: each has threads of its own
                 self.group_along(*axes, timeout=timeout)

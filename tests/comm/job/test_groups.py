@@ -218,8 +218,9 @@ def test_expert_ranks_are_those_of_the_documentation():
     sharing, same = groups._get_expert_parallel_ranks(16, 2, 4)
     assert sorted(sharing) == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
     assert [0, 8] in same and [2, 10] in same and [7, 15] in same
-    with pytest.raises(DeepSpeedConfigError, match="ep_size 3: the 8 ranks .* choose a divisor of 8"):
-        groups._get_expert_parallel_ranks(8, 1, 3)
+    for size in (3, 0, -2):
+        with pytest.raises(DeepSpeedConfigError, match=f"ep_size {size}: the 8 ranks .* choose a divisor of 8"):
+            groups._get_expert_parallel_ranks(8, 1, size)
 
 
 def check_groups_by_hand() -> None:

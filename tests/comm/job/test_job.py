@@ -18,7 +18,7 @@ from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.counters import JOB, traffic
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import LocalTransport, Transport, transfer_key
-from deepspeed.errors import CallOrderError, CommunicationError
+from deepspeed.errors import CallOrderError, CommunicationError, DeepSpeedConfigError
 from deepspeed.utils import groups
 from tests.harness import run_ranks
 
@@ -90,6 +90,15 @@ def test_a_fake_job_stands_for_ranks_that_do_not_exist():
         job.declared.define("pairs", [[first, first + 1] for first in range(0, 12, 2)])
         assert job.declared.defined()["pairs"].of(7) == (6, 7)
     assert Job.current() is before and groups.mesh is None and not before.declared.defined()
+
+
+def test_a_mesh_that_does_not_fit_leaves_the_one_before():
+    mesh = Mesh(((DATA, 2), (TENSOR, 2)))
+    with _Fake(1, mesh).as_current() as job:
+        job.set_mesh(mesh)
+        with pytest.raises(DeepSpeedConfigError, match="has 2 ranks, but the job has 4"):
+            job.set_mesh(Mesh(((DATA, 2),)))
+        assert job.mesh == mesh and groups.get_tensor_model_parallel_group() == FakeGroup((0, 1))
 
 
 def test_what_a_fake_job_has_of_its_own_is_made_in_the_place_of_a_class():
