@@ -138,7 +138,10 @@ def run_commands(
     handed_on = handed_on_signals(stop_signal)
     link = None if launchers is None else LauncherLink(*launchers)
     front = _CommandRunner(GRACE_AFTER_SIGNAL if grace is None else grace, handed_on, link)
-    handlers: dict[int, Any] = {number: signal.signal(number, front.on_signal) for number in {*_SIGNALS, *handed_on}}
+    # Started by nohup, the run outlives the terminal.
+    is_detached = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and signal.SIGHUP not in handed_on
+    numbers = {*_SIGNALS, *handed_on} - ({signal.SIGHUP} if is_detached else set())
+    handlers: dict[int, Any] = {number: signal.signal(number, front.on_signal) for number in numbers}
     others = processes.find_processes(())
     processes.adopt_orphans()
     try:

@@ -3,6 +3,10 @@
 import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -306,3 +310,15 @@ def test_the_script_of_ssh_may_hold_any_bytes():
     command = Command(("ssh",), script=os.fsdecode(b"cd /caf\xe9 && exec python"))
     with front._standard_input(command, is_only=True) as source:
         assert source.read() == b"cd /caf\xe9 && exec python\n"
+
+
+@pytest.mark.parametrize(("ignores", "code"), [(True, 0), (False, 128 + signal.SIGHUP)])
+def test_a_run_on_several_machines_that_nohup_has_started_survives_the_terminal(ignores, code):
+    program = (
+        "import signal, sys; from deepspeed.launcher.front import run_commands; "
+        "from deepspeed.launcher.remote import Command; "
+        f"signal.signal(signal.SIGHUP, signal.SIG_{'IGN' if ignores else 'DFL'}); "
+        "sys.exit(run_commands([Command(('sh', '-c', 'kill -HUP $PPID; sleep 0.3'))], grace=0.1))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, timeout=60).returncode == code
