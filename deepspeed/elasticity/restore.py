@@ -289,7 +289,8 @@ def _training_state(own: SmallStates, listed: list[CopyOnRank], layout: CopyLayo
 @torch.no_grad()
 def _restore_small(run_state: RunState, own: SmallStates, state: TrainingState, matches: Any) -> None:
     for name, buffer in run_state.buffers().items():
-        buffer.copy_(own.forward.buffers[name])
+        if name in own.forward.buffers:  # those of experts that another rank had are not
+            buffer.copy_(own.forward.buffers[name])
     for key, module in run_state.extra_state_owners().items():
         if key in own.forward.extra_state:
             module.set_extra_state(own.forward.extra_state[key])
