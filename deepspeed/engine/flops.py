@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.devices import device_of_product
 from deepspeed.config.sections.monitor import FlopsProfilerSection as Settings
-from deepspeed.logging import logger
+from deepspeed.logging import log_dist
 from deepspeed.profiling.flops_profiler.profile import OperationCounter
 from deepspeed.profiling.flops_profiler.profiler import BACKWARD_FACTOR, FlopsProfiler
 
@@ -57,11 +58,9 @@ class ProfiledStep:
             if settings.output_file is None:
                 raise
             # Only this rank writes, so an exception would leave the others waiting for it.
-            logger.error(
-                "flops_profiler.output_file: the profile is printed, since %s could not be written: %s",
-                settings.output_file,
-                error,
-            )
+            path = settings.output_file
+            message = f"flops_profiler.output_file: the profile is printed, since {path} could not be written: {error}"
+            log_dist(message, level=logging.ERROR)
             self.profiler.print_model_profile(*shown)
 
 
