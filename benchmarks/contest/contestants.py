@@ -58,8 +58,7 @@ class _MasterUpdate:
         torch._foreach_copy_([param.detach() for param in self.params], self.masters)
 
 
-def _hand(workload: Workload) -> Step:
-    module = workload.build().bfloat16()
+def _with_masters(module: nn.Module) -> Step:
     update = _MasterUpdate(module)
 
     def step(batch: Batch) -> float:
@@ -72,8 +71,7 @@ def _hand(workload: Workload) -> Step:
     return step
 
 
-def _autocast(workload: Workload) -> Step:
-    module = workload.build()
+def _under_autocast(module: nn.Module) -> Step:
     optimizer = torch.optim.AdamW(module.parameters(), fused=True, **ADAMW)
 
     def step(batch: Batch) -> float:
@@ -85,6 +83,22 @@ def _autocast(workload: Workload) -> Step:
         return loss.item()
 
     return step
+
+
+def _hand(workload: Workload) -> Step:
+    return _with_masters(workload.build().bfloat16())
+
+
+def _autocast(workload: Workload) -> Step:
+    return _under_autocast(workload.build())
+
+
+def _ddp(workload: Workload) -> Step:
+    return _under_autocast(nn.parallel.DistributedDataParallel(workload.build(), gradient_as_bucket_view=True))
+
+
+def _ddp_bf16(workload: Workload) -> Step:
+    return _with_masters(nn.parallel.DistributedDataParallel(workload.build().bfloat16(), gradient_as_bucket_view=True))
 
 
 def _floor(workload: Workload, *, replicated: bool = False) -> Step:
@@ -127,35 +141,6 @@ def _floor(workload: Workload, *, replicated: bool = False) -> Step:
         own_gradient.copy_(gradients[own])
         optimizer.step()
         flat[own].copy_(master)
-        return loss.item()
-
-    return step
-
-
-def _ddp(workload: Workload) -> Step:
-    module = nn.parallel.DistributedDataParallel(workload.build(), gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(module.parameters(), fused=True, **ADAMW)
-
-    def step(batch: Batch) -> float:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = module(*batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
-
-
-def _ddp_bf16(workload: Workload) -> Step:
-    module = nn.parallel.DistributedDataParallel(workload.build().bfloat16(), gradient_as_bucket_view=True)
-    update = _MasterUpdate(module)
-
-    def step(batch: Batch) -> float:
-        loss = module(*batch)
-        loss.backward()
-        update()
-        module.zero_grad()
         return loss.item()
 
     return step

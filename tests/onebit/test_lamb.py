@@ -14,7 +14,7 @@ from tests.engine.support import rank, same_on_all_ranks
 from tests.harness import run_ranks
 from tests.harness.toy_models import tower
 from tests.onebit import simulated
-from tests.onebit.test_adam import engine_with, losses, train
+from tests.onebit.test_adam import check_resume, engine_with, losses, train
 
 FREEZE, STEPS, LR, EPS = 3, 7, 0.01, 1e-3
 
@@ -72,19 +72,7 @@ def test_the_warm_up_is_our_lamb_bit_for_bit() -> None:
 def resume(folder: str, stages: tuple[int, ...]) -> None:
     for stage in stages:
         for at in (2, 5):
-            engine = make(stage)
-            for step in range(at):
-                train(engine, step)
-            engine.save_checkpoint(f"{folder}/{stage}-{at}")
-            again = make(stage, seed=8)
-            again.load_checkpoint(f"{folder}/{stage}-{at}")
-            for step in range(at, at + 3):
-                train(engine, step)
-                train(again, step)
-            expected, found = dict(engine.iter_full("fp32")), dict(again.iter_full("fp32"))
-            assert all(torch.equal(expected[name], found[name]) for name in expected), (stage, at)
-            engine.destroy()
-            again.destroy()
+            check_resume(lambda seed, stage=stage: make(stage, seed=seed), at, f"{folder}/{stage}-{at}")
 
 
 def elsewhere(folder: str) -> None:
