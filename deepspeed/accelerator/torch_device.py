@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from deepspeed.accelerator.base import DeepSpeedAccelerator, Index, SingleDeviceAccelerator
 from deepspeed.errors import NotYetSupportedError
@@ -57,8 +58,8 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
             )
         return found(*args)
 
+    @override
     def device(self, index: Index = None) -> AbstractContextManager[Any]:
-        """Returns a context in which ``index`` is the current device."""
         return self._call("device", index)
 
     def set_device(self, index: int) -> None:
@@ -66,8 +67,8 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         self._call("set_device", index)
         self._has_set_device = True
 
+    @override
     def current_device(self) -> int:
-        """Returns the number of the current device."""
         return int(self._call("current_device"))
 
     def device_count(self) -> int:
@@ -121,16 +122,16 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         """The module's event class."""
         return self._module.Event
 
+    @override
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Returns a context in which work is queued on ``stream``."""
         return self._call("stream", stream)
 
     def current_stream(self, index: Index = None) -> Any:
         """Returns the stream that work is queued on now."""
         return self._call("current_stream", index)
 
+    @override
     def default_stream(self, index: Index = None) -> Any:
-        """Returns the device's default stream."""
         return self._call("default_stream", index)
 
     def empty_cache(self) -> None:
@@ -157,8 +158,8 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         """Returns the allocator's figures."""
         return dict(self._call("memory_stats", index))
 
+    @override
     def reset_peak_memory_stats(self, index: Index = None) -> None:
-        """Resets the peaks to the current values."""
         self._call("reset_peak_memory_stats", index)
 
     def total_memory(self, index: Index = None) -> int:
@@ -191,8 +192,8 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         else:
             queue(fn)
 
+    @override
     def export_envs(self) -> list[str]:
-        """Returns the prefixes of environment variables that a launcher must set on other hosts too."""
         return list(self._exports)
 
     def visible_devices_envs(self) -> list[str]:
@@ -218,8 +219,8 @@ class CUDAAccelerator(TorchDeviceAccelerator):
         """Returns the caching allocator's figures."""
         return dict(torch.cuda.memory_stats(index))
 
+    @override
     def total_memory(self, index: Index = None) -> int:
-        """Returns the bytes that the device has."""
         where = torch.cuda.current_device() if index is None else index
         if isinstance(where, str) and where.isdecimal():
             where = int(where)
@@ -261,8 +262,8 @@ class CUDAAccelerator(TorchDeviceAccelerator):
         """Returns a context that records device work into ``graph``."""
         return torch.cuda.graph(graph, pool=pool, stream=stream)
 
+    @override
     def replay_graph(self, graph: Any) -> None:
-        """Runs what ``graph`` recorded."""
         graph.replay()
 
     def export_envs(self) -> list[str]:
@@ -367,8 +368,8 @@ class MPSAccelerator(SingleDeviceAccelerator):
         self._peaks[kind] = max(self._peaks.get(kind, 0), value)
         return value
 
+    @override
     def reset_peak_memory_stats(self, index: Index = None) -> None:
-        """Resets the peaks to the current values."""
         self._peaks.clear()
 
     def total_memory(self, index: Index = None) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from deepspeed.ops.flat import FlatByRule, UpdateRule, current_step, init_state, run_in_chunks
 from deepspeed.uncompiled import torchs
@@ -57,8 +58,8 @@ class ElementwiseOptimizer(FlatByRule, KeepsStateDtypes):
         super().__init__(params, defaults)
 
     @property
+    @override
     def rule(self) -> UpdateRule:
-        """Returns the arithmetic of one step."""
         return self._rule
 
     def __getstate__(self) -> dict[str, Any]:

@@ -120,8 +120,8 @@ class RuleUpdate(FlatByRule):
         self._rule = rule
 
     @property
+    @override
     def rule(self) -> UpdateRule:
-        """Returns the arithmetic of one step."""
         return self._rule
 
 

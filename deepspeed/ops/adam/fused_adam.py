@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from deepspeed.ops.base import ClearsGradients, ElementwiseOptimizer
 from deepspeed.ops.flat import AdamRule, UpdateRule
@@ -26,17 +27,13 @@ class AdamOptimizer(ElementwiseOptimizer):
         """Returns Adam's arithmetic with this optimizer's kind of weight decay."""
         return AdamRule(decoupled=bool(self.adam_w_mode))
 
+    @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; keys of other optimizers (``foreach``, ``fused``, ...) are kept and without effect.
-
-        Raises:
-            ValueError: The group requests AMSGrad.
-        """
         super().add_param_group(param_group)
         self._mark_groups()
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads like torch, but keeps the dtype of saved fp32 state, which torch casts to the parameter's."""
         super().load_state_dict(state_dict)
         self._mark_groups()
 
