@@ -147,7 +147,8 @@ def state_text(
     memory: Sequence[tuple[str, int, int, str]],
 ) -> str:
     """Returns the text of ``dump_state``: versions, keys that differ from their defaults, dtypes and memory."""
-    settings = json.dumps(root.model_dump(exclude_defaults=True), indent=2, default=str)  # functions as their text
+    changed = root.model_dump(exclude_defaults=True, exclude={"comet": {"api_key"}})  # logs are no place for secrets
+    settings = json.dumps(changed, indent=2, default=str)  # functions as their text
     lines = [
         f"state of the engine: torch {torch.__version__}, Python {platform.python_version()}, device {device}",
         f"configuration (keys that differ from their defaults): {settings}",
