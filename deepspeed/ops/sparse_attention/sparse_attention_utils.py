@@ -50,7 +50,7 @@ class SparseAttentionUtils:
         config = getattr(model, "config", None)
         for owner in tables:
             table: nn.Embedding = owner.position_embeddings  # type: ignore[assignment]
-            front = 0 if table.padding_idx is None else table.padding_idx + 1
+            front = _front_of(table)
             known = table.num_embeddings - front
             if max_position < known:
                 raise ValueError(
@@ -91,8 +91,9 @@ class SparseAttentionUtils:
             DeepSpeedConfigError: The model cannot be switched.
         """
         use_sparse_attention(model, sparsity_config)
-        has_table = any(isinstance(getattr(m, "position_embeddings", None), nn.Embedding) for m in model.modules())
-        if has_table and max_position > model.config.max_position_embeddings:  # type: ignore[union-attr,operator]
+        tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
+        known = [table.num_embeddings - _front_of(table) for table in tables if isinstance(table, nn.Embedding)]
+        if known and max_position > max(known):
             SparseAttentionUtils.extend_position_embedding(model, max_position)
         return model
 
@@ -179,6 +180,11 @@ class SparseAttentionUtils:
     def unpad_sequence_output(pad_len: int, sequence_output: torch.Tensor) -> torch.Tensor:
         """Cuts the padding off ``[batch, length, ...]``."""
         return sequence_output[:, :-pad_len] if pad_len > 0 else sequence_output
+
+
+def _front_of(table: nn.Embedding) -> int:
+    """Returns the number of first rows of a table that mean no position, as RoBERTa has them."""
+    return 0 if table.padding_idx is None else table.padding_idx + 1
 
 
 def _extend_buffers(owner: nn.Module, known: int, length: int) -> None:

@@ -172,6 +172,9 @@ def test_longer_position_tables():
     table = roberta.roberta.embeddings.position_embeddings.weight
     assert torch.equal(table, torch.cat([former, former[2:], former[2:8]]))
     assert roberta(tokens[:, :70]).logits.isfinite().all()
+    roberta = _make("Roberta", "ForMaskedLM", **SMALL, **PLAIN, max_position_embeddings=34)  # 32 positions
+    SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(roberta, 33, config)
+    assert roberta(tokens[:, :33]).logits.isfinite().all()
 
 
 @torch.no_grad()
