@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,12 +57,9 @@ class InferenceEngine(nn.Module):
         with torch.no_grad():
             if self._times is None:
                 return runner(*args, **kwargs)
-            device = get_accelerator()
-            device.synchronize()
-            start = time.perf_counter()
+            start = _synchronized_time()
             outputs = runner(*args, **kwargs)
-            device.synchronize()
-            self._times.append((time.perf_counter() - start) * 1e3)
+            self._times.append((_synchronized_time() - start) * 1e3)
             return outputs
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,18 +81,41 @@ class InferenceEngine(nn.Module):
         prompt = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         if "inputs_embeds" not in kwargs:
             self._check_prompt(prompt)
-        if self._longest is not None and isinstance(prompt, torch.Tensor) and prompt.shape[-1] > self._longest:
-            raise RuntimeError(
-                f"generate: the prompt has {prompt.shape[-1]} tokens, max_out_tokens is {self._longest}; give "
-                "init_inference a larger max_out_tokens, or shorten the prompt"
-            )
+        is_text = main_input_of(self.module, "input_ids") == "input_ids"
+        if self._longest is not None and is_text and isinstance(prompt, torch.Tensor):
+            self._check_length(prompt.shape[-1], self._longest)
         if self._runner[0] is not self.module:
             # Ranks gather weights together, so a rank that is done continues until all are done.
             kwargs.setdefault("synced_gpus", True)
         if self._config.enable_cuda_graph and get_accelerator().device_name() != "cpu":
             kwargs.setdefault("cache_implementation", "static")
-        with torch.no_grad():
+        with torch.no_grad(), self._timed_forwards():
             return self.module.generate(*args, **with_cache(kwargs))  # type: ignore[operator]
+
+    @contextmanager
+    def _timed_forwards(self) -> Iterator[None]:
+        """Times the forwards of the model that run inside the context, if times are taken."""
+        times = self._times
+        if times is None:
+            yield
+            return
+        started: list[float] = []
+        hooks = (
+            self.module.register_forward_pre_hook(lambda *_: started.append(_synchronized_time())),
+            self.module.register_forward_hook(lambda *_: times.append((_synchronized_time() - started.pop()) * 1e3)),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _check_length(self, tokens: int, most: int) -> None:
+        if tokens > most:
+            raise RuntimeError(
+                f"generate: the prompt has {tokens} tokens, max_out_tokens is {most}; give init_inference a larger "
+                "max_out_tokens, or shorten the prompt"
+            )
 
     def _check_prompt(self, prompt: Any) -> None:
         """Raises for ids outside the vocabulary, which would make a CUDA context unusable."""
@@ -126,7 +148,7 @@ class InferenceEngine(nn.Module):
         self.is_compiled = True
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """Times every call of the engine's forward from now on, for :meth:`model_times`, by the host's clock."""
+        """Times every forward from now on, in :meth:`generate` too, for :meth:`model_times`, by the host's clock."""
         self._times = []
 
     def model_times(self) -> list[float]:
@@ -149,3 +171,9 @@ class InferenceEngine(nn.Module):
             runner.destroy()  # type: ignore[operator]
         self._runner = ()
         del self.module
+
+
+def _synchronized_time() -> float:
+    """Waits for the device and returns the host's clock, in seconds."""
+    get_accelerator().synchronize()
+    return time.perf_counter()

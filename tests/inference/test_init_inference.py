@@ -185,6 +185,9 @@ def test_times_and_compile():
     engine(**prompts())
     times = engine.model_times()
     assert len(times) == 2 and min(times) > 0 and engine.model_times() == []
+    new = engine.generate(**prompts(), max_new_tokens=3, eos_token_id=None).shape[1] - prompts()["input_ids"].shape[1]
+    times = engine.model_times()
+    assert len(times) == new == 3 and min(times) > 0
     engine.compile(backend="eager")
     assert engine.is_compiled and torch.equal(tokens(engine), tokens(make()))
 
