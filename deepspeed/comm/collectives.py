@@ -117,11 +117,33 @@ def _dense(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     There some operations of torch pass over memory as if it were contiguous: they would read and write what lies
     between the elements.
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+    if not _is_on_host(tensor) or (tensor.is_contiguous() and not tensor.is_neg()):
         return tensor
-    if (tensor.is_contiguous() and not tensor.is_neg()) or torch.compiler.is_compiling() or is_collecting(group):
+    if torch.compiler.is_compiling() or is_collecting(group):
         return tensor
     return tensor.detach().resolve_neg().contiguous()
+
+
+def _flat(output: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns both as 1-D, if they are on the host and ``output`` is contiguous; any shapes.
+
+    Gloo compares shapes where other backends compare numbers of elements, and a tensor of shape () ends the process.
+    """
+    if torch.compiler.is_compiling() or not (_is_on_host(output) and _is_on_host(tensor) and output.is_contiguous()):
+        return output, tensor
+    return output.detach().view(-1), tensor.detach().reshape(-1)
+
+
+def _on_flat(
+    call: Callable[..., Any], output: torch.Tensor, tensor: torch.Tensor, group: Group, **options: Any
+) -> Callable[..., Any]:
+    """Returns the start of ``call``, a collective between ``output`` and ``tensor`` that may differ in shape."""
+    place = _dense(output, group)
+    return _copying_back(output, place, partial(call, *_flat(place, tensor), group=group, **options))
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
 def _all_dense(tensors: list[torch.Tensor] | None, group: Group) -> list[torch.Tensor] | None:
@@ -224,7 +246,7 @@ def reduce_scatter_tensor(
         group: The ranks that take part.
         async_op: Return at once, with a handle.
     """
-    start = partial(_ours("reduce_scatter_tensor", reduce_scatter_flat), output_tensor, tensor, op=op, group=group)
+    start = _on_flat(_ours("reduce_scatter_tensor", reduce_scatter_flat), output_tensor, tensor, group, op=op)
     return collective("reduce_scatter_tensor", start, group, tensor, async_op)
 
 
@@ -245,7 +267,7 @@ def reduce_scatter_fn(
         group: The ranks that take part; None: all.
         async_op: Return at once, with a handle.
     """
-    start = partial(_ours("reduce_scatter_tensor", reduce_scatter_flat), output_tensor, tensor, op=op, group=group)
+    start = _on_flat(_ours("reduce_scatter_tensor", reduce_scatter_flat), output_tensor, tensor, group, op=op)
     return collective("reduce_scatter_tensor", start, group, tensor, async_op)
 
 
@@ -271,7 +293,7 @@ def all_gather_into_tensor(
         group: The ranks that take part.
         async_op: Return at once, with a handle.
     """
-    start = partial(_ours("all_gather_into_tensor", all_gather_flat), output_tensor, tensor, group=group)
+    start = _on_flat(_ours("all_gather_into_tensor", all_gather_flat), output_tensor, tensor, group)
     return collective("all_gather_into_tensor", start, group, tensor, async_op)
 
 
@@ -287,7 +309,7 @@ def allgather_fn(
         group: The ranks that take part; None: all.
         async_op: Return at once, with a handle.
     """
-    start = partial(_ours("all_gather_into_tensor", all_gather_flat), output_tensor, input_tensor, group=group)
+    start = _on_flat(_ours("all_gather_into_tensor", all_gather_flat), output_tensor, input_tensor, group)
     return collective("all_gather_into_tensor", start, group, input_tensor, async_op)
 
 
@@ -303,7 +325,7 @@ def all_gather_coalesced(
     def start(async_op: bool) -> Handle:
         with _ours("all_gather_coalesced", _coalescing)(group, async_op) as manager:
             for output, tensor in zip(output_tensors, input_tensors, strict=True):
-                all_gather_flat(output, tensor, group=group)
+                all_gather_flat(*_flat(output, tensor), group=group)
         return manager if async_op else None
 
     return collective("all_gather_coalesced", start, group, input_tensors[0] if input_tensors else None, async_op)

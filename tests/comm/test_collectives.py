@@ -183,6 +183,33 @@ def test_expanded_tensors():
     run_ranks(check_expanded_tensors, 2)
 
 
+def check_shapes_of_flat_collectives() -> None:
+    """Only the numbers of elements matter."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for part, whole in [
+        ((), (size,)),
+        ((2, 3), (6 * size,)),
+        ((2, 3), (size, 2, 3)),
+        ((6,), (1, 6 * size)),
+        ((0,), (0,)),
+    ]:
+        numel = torch.Size(part).numel()
+        everything = torch.cat([_of(r, numel) for r in range(size)])
+        output = torch.empty(whole)
+        dist.all_gather_into_tensor(output, _mine(numel).view(part))
+        assert torch.equal(output, everything.view(whole))
+        output = torch.empty(whole)
+        dist.all_gather_coalesced([output], [_mine(numel).view(part)])
+        assert torch.equal(output, everything.view(whole))
+        output = torch.empty(*part, 2)[..., 0]
+        dist.reduce_scatter_tensor(output, _mine(numel * size).view(whole))
+        assert torch.equal(output, _sum(numel * size).chunk(size)[rank].view(part))
+
+
+def test_shapes_of_flat_collectives():
+    run_ranks(check_shapes_of_flat_collectives, 2)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("async_op", [False, True])
 def test_strided_tensors(async_op, transposed):
