@@ -13,7 +13,7 @@ from rich.text import Text
 
 from deepspeed.accelerator.devices import in_words
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.plan.configs import check_config, without_batch
+from deepspeed.plan.configs import keys_of, without_batch
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.degrees import DEGREES
 from deepspeed.plan.machine import Machine
@@ -168,7 +168,7 @@ def run_prediction(
     settings |= {"cuts_vocabulary": False} if options.whole_vocabulary else {}
     settings |= {"overlaps_data": False} if options.no_overlap else {}
     settings["recompute"] = options.recompute or ("full" if options.activation_checkpointing else None)
-    check_config(config)
+    keys_of(config)  # refuses what the engine would refuse
     if options.fp8 and not machine.device.fp8_flops:
         raise DeepSpeedConfigError(
             f"--fp8: device {machine.device.name!r} has no fp8 operations per second (fp8_flops); choose another "

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
-from deepspeed.plan.configs import changed, stage_of
+from deepspeed.plan.configs import changed, offloads_of, stage_of
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Plan, Request
 
@@ -93,7 +93,7 @@ def _changes(plan: Plan) -> Iterator[AdviceEntry]:
         yield _micro_batch(plan, 1)
         if plan.micro_batch > 3:
             yield _micro_batch(plan, plan.micro_batch // 2)
-    optimizer = (zero.get("offload_optimizer") or {}).get("device", "none")
+    optimizer, _ = offloads_of(config)
     if optimizer == "none":
         yield AdviceEntry("optimizer on the host", "offload", _optimizer_on_host)
         yield _zero(

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepspeed.config import parse
-from deepspeed.config.batch import MICRO
+from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.config.reader import BATCH_KEYS
+from deepspeed.config.sections.root import Root
 from deepspeed.config.source import read_source
-from deepspeed.config.types import to_bool
+from deepspeed.config.types import to_bool, to_int
 
 
 def read_config(source: Any) -> dict[str, Any]:
@@ -26,28 +27,90 @@ def read_config(source: Any) -> dict[str, Any]:
     return found
 
 
-def check_config(config: Mapping[str, Any]) -> None:
-    """Raises for keys or values that the engine would refuse. Does not check batch sizes: the ranks are not known yet.
+def keys_of(config: Mapping[str, Any]) -> Root:
+    """Returns the keys of a configuration as the engine reads them, old spellings and ``"auto"`` included.
+
+    Its batch sizes are not read: the ranks are not known yet.
 
     Args:
         config: The configuration as a dict.
 
     Raises:
-        DeepSpeedConfigError: Lists every problem.
+        DeepSpeedConfigError: Lists every key or value that the engine would refuse.
     """
-    parse({**without_batch(config), MICRO: 1})
+    return parse({**without_batch(config), MICRO: 1}).root
 
 
 def without_batch(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of a configuration that leaves the batch sizes open."""
-    return {name: value for name, value in config.items() if name not in BATCH_KEYS}
+    return {name: value for name, value in config.items() if name not in (*BATCH_KEYS, "elasticity")}
+
+
+def with_batch(
+    config: Mapping[str, Any], ranks: int, micro_batch: int | None, accumulation: int | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns a copy of a configuration with the requested batch; the global batch is kept if it is a multiple.
+
+    Args:
+        config: The configuration as a dict.
+        ranks: Data-parallel ranks.
+        micro_batch: Samples per forward and rank; None: the configuration's.
+        accumulation: Micro-batches of a step and rank; None: the configuration's.
+
+    Returns:
+        (the configuration, notices about what was chosen or left out).
+    """
+    made, notices = copy.deepcopy(dict(config)), []
+    if accumulation is not None:
+        made[ACCUMULATION] = accumulation
+        if made.pop(TOTAL, None) is not None:
+            notices.append(f"{TOTAL} was left out, as the number of micro-batches is given (accumulation)")
+    total = number_in(made, TOTAL)
+    if micro_batch is None and total is None and number_in(made, MICRO) is None and not _chooses_batch(made):
+        micro_batch = 1
+        notices.append("the configuration leaves the micro-batch open; planned with 1 sample")
+    if micro_batch is None:
+        return made, notices
+    made[MICRO] = micro_batch
+    if total is None:
+        made.pop(TOTAL, None)
+    elif total % (micro_batch * ranks) == 0:
+        made.pop(ACCUMULATION, None)
+    else:
+        made.pop(TOTAL)
+        notices.append(
+            f"{TOTAL} {total} is not a multiple of micro-batch {micro_batch} x {ranks} ranks, so it was left out"
+        )
+    return made, notices
+
+
+def number_in(config: Mapping[str, Any], name: str) -> int | None:
+    """Returns the whole number under ``name``, also from numeric text; None: it is missing, open or refused."""
+    try:
+        return to_int(config.get(name))
+    except ValueError:
+        return None
+
+
+def _chooses_batch(config: Mapping[str, Any]) -> bool:
+    """Returns whether section ``elasticity`` chooses the batch."""
+    section = config.get("elasticity")
+    try:
+        return isinstance(section, Mapping) and to_bool(section.get("enabled", False))
+    except ValueError:
+        return False
 
 
 def changed(config: Mapping[str, Any], **zero: Any) -> dict[str, Any]:
-    """Returns a copy of a configuration with changed keys in ``zero_optimization``; None removes a key."""
+    """Returns a copy of a configuration with changed keys in ``zero_optimization``; None removes a key.
+
+    The old spellings of a changed key are removed too.
+    """
     made = copy.deepcopy(dict(config))
     section = dict(made.get("zero_optimization") or {})
     for name, value in zero.items():
+        for old in _OLD_SPELLINGS.get(name, ()):
+            section.pop(old, None)
         if value is None:
             section.pop(name, None)
         else:
@@ -56,6 +119,17 @@ def changed(config: Mapping[str, Any], **zero: Any) -> dict[str, Any]:
     return made
 
 
+_OLD_SPELLINGS = {"offload_optimizer": ("cpu_offload",), "offload_param": ("cpu_offload_param", "cpu_offload_params")}
+
+
 def stage_of(config: Mapping[str, Any]) -> int:
     """Returns the ZeRO stage of a configuration."""
-    return int((config.get("zero_optimization") or {}).get("stage", 0))
+    return keys_of(config).zero_optimization.stage
+
+
+def offloads_of(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns where optimizer states and parameters live: ``none`` (on the device), ``cpu`` or ``nvme``."""
+    zero = keys_of(config).zero_optimization
+    sections = (zero.offload_optimizer, zero.offload_param)
+    states, parameters = ("none" if section is None else section.device for section in sections)
+    return states, parameters

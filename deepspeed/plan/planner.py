@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,12 +16,11 @@ from deepspeed.comm.job.grid import grid_mesh
 from deepspeed.comm.job.mesh import Mesh, data_mesh
 from deepspeed.comm.job.mesh_sources import mesh_of_config
 from deepspeed.config import parse
-from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.config.degrees import data_parallel_size
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import quiet
-from deepspeed.plan.configs import changed, stage_of
+from deepspeed.plan.configs import changed, keys_of, stage_of, with_batch
 from deepspeed.plan.environment import SimulatedPart
 from deepspeed.plan.kinds import RankKind, kind_of, kinds_of, needed
 from deepspeed.plan.memory import META
@@ -48,7 +45,7 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
     start = time.perf_counter()
     with quiet():  # the devices of this machine are irrelevant
         get_accelerator()
-    config, notices = _with_batch(request)
+    config, notices = with_batch(request.config, _data_ranks(request), request.micro_batch, request.accumulation)
     ranks, pipeline = request.machine.ranks, request.pipeline
     parsed = parse(config, dp_world_size=lambda root: data_parallel_size(root, ranks, stages=pipeline.stages))
     notices += parsed.notices
@@ -171,36 +168,10 @@ def _workload(request: Request, part: SimulatedPart) -> Workload | None:
     return made
 
 
-def _with_batch(request: Request) -> tuple[dict[str, Any], list[str]]:
-    """Returns the configuration with the requested batch; the global batch is kept if it is a multiple."""
-    config, notices = copy.deepcopy(request.config), []
-    if request.accumulation is not None:
-        config[ACCUMULATION] = request.accumulation
-        if config.pop(TOTAL, None) is not None:
-            notices.append(f"{TOTAL} was left out, as the number of micro-batches is given (accumulation)")
-    given = {name: config.get(name) for name in (TOTAL, MICRO, ACCUMULATION)}
-    numbers = {name: value for name, value in given.items() if isinstance(value, int) and not isinstance(value, bool)}
-    micro = request.micro_batch
-    if micro is None and TOTAL not in numbers and MICRO not in numbers:
-        micro = 1
-        notices.append("the configuration leaves the micro-batch open; planned with 1 sample")
-    if micro is None:
-        return config, notices
-    config[MICRO] = micro
-    total = numbers.get(TOTAL)
-    if total is None:
-        config.pop(TOTAL, None)
-    elif total % (micro * (ranks := _data_ranks(request))) == 0:
-        config.pop(ACCUMULATION, None)
-    else:
-        config.pop(TOTAL)
-        notices.append(f"{TOTAL} {total} is not a multiple of micro-batch {micro} x {ranks} ranks, so it was left out")
-    return config, notices
-
-
 def _data_ranks(request: Request) -> int:
-    """Returns the data-parallel ranks; all ranks if the degrees do not fit, which is refused elsewhere."""
+    """Returns the data-parallel ranks; all ranks if the configuration does not fit, which is refused elsewhere."""
     ranks = request.machine.ranks
-    sizes = [request.pipeline.stages, int(request.config.get("sequence_parallel_size") or 1)]
-    sizes.append(max(int((request.config.get("tensor_parallel") or {}).get("autotp_size") or 1), 1))
-    return max(ranks // math.prod(sizes), 1)
+    try:
+        return data_parallel_size(keys_of(request.config), ranks, stages=request.pipeline.stages)
+    except DeepSpeedConfigError:
+        return ranks

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from deepspeed.accelerator.devices import in_words
 from deepspeed.axes import AXES, DATA
-from deepspeed.plan.configs import stage_of
+from deepspeed.plan.configs import offloads_of, stage_of
 from deepspeed.plan.pipeline import idle_shares
 from deepspeed.plan.prediction.step_times import StepTimes
 from deepspeed.zero.placement import Tier
@@ -66,10 +66,8 @@ def as_text(parts: Iterable[Table | Text], width: int) -> str:
 
 def describe(plan: Plan) -> str:
     """Returns the configuration in a few words: stage, offload, micro-batch, checkpointing."""
-    zero = plan.config.get("zero_optimization") or {}
     words = [f"ZeRO stage {stage_of(plan.config)}"]
-    for key, name in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
-        device = (zero.get(key) or {}).get("device", "none")
+    for name, device in zip(("optimizer", "parameters"), offloads_of(plan.config), strict=True):
         if device != "none":
             words.append(f"{name} on {device}")
     words.append(f"micro-batch {plan.micro_batch} x {plan.accumulation_steps}")

@@ -345,6 +345,7 @@ def _experts_elsewhere(model: nn.Module) -> dict[nn.Parameter, int]:
 _SIDE_EFFECTS = frozenset(
     {
         "hybrid_engine",  # its steps are those of any engine
+        "elasticity",  # the batch has been chosen
         "tensorboard",
         "wandb",
         "csv_monitor",

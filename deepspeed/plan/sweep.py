@@ -13,7 +13,7 @@ from rich.text import Text
 from deepspeed.accelerator.devices import in_words
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
-from deepspeed.plan.configs import changed
+from deepspeed.plan.configs import changed, number_in, stage_of
 from deepspeed.plan.degrees import DEGREES, at_degrees
 from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.machine import Machine
@@ -102,7 +102,7 @@ def sweep(request: Request, axes: dict[str, list[Any]], *, longest: bool = False
 
 def _at(request: Request, place: dict[str, Any]) -> Request:
     config = dict(request.config)
-    if all(isinstance(config.get(name), int) for name in (TOTAL, MICRO, ACCUMULATION)):
+    if all(number_in(config, name) is not None for name in (TOTAL, MICRO, ACCUMULATION)):
         config.pop(TOTAL)  # valid for one world size only
     if "stage" in place:
         config = changed(config, stage=place["stage"])
@@ -131,7 +131,7 @@ def _offload(config: dict[str, Any], device: str) -> dict[str, Any]:
     if device == "nvme":
         entry["nvme_path"] = (zero.get("offload_optimizer") or {}).get("nvme_path") or "/local_nvme"
     keys: dict[str, Any] = {"offload_optimizer": {**(zero.get("offload_optimizer") or {}), **entry}}
-    if zero.get("stage") == 3:
+    if stage_of(config) == 3:
         keys["offload_param"] = {**(zero.get("offload_param") or {}), **entry}
     return keys
 

@@ -23,6 +23,7 @@ from benchmarks.scale_fit import constants, fit, limits_of, misfit, reached_of
 from deepspeed.accelerator.devices import DEVICES
 from deepspeed.cli.plan import main
 from deepspeed.cli.predict import prediction_picture
+from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan import DecoderShape, ParallelLayout, StepSetup, predict_step, search_layouts
 from deepspeed.plan.machine import Machine, read_machine_file, read_network, write_machine_file
@@ -288,6 +289,44 @@ def test_a_layout_is_what_the_configuration_means():
         layout_of(config, 12, pipeline=Pipeline(2))
     with pytest.raises(DeepSpeedConfigError, match="train_batch_size 64"):
         layout_of({**config, "train_micro_batch_size_per_gpu": 3}, 32, pipeline=Pipeline(2))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"train_batch_size": 32},
+        {"train_batch_size": 32, "gradient_accumulation_steps": 4},
+        {"train_batch_size": "32", "train_micro_batch_size_per_gpu": "auto"},
+        {"train_micro_batch_size_per_gpu": 8.0, "gradient_accumulation_steps": "2"},
+        {"elasticity": {"enabled": True, "version": 0.1, "max_train_batch_size": 64, "micro_batch_sizes": [2, 4]}},
+    ],
+)
+def test_a_layout_has_the_batch_of_the_engine(batch):
+    expected, found = parse(batch, dp_world_size=4).batch, layout_of(batch, 4, pipeline=Pipeline())
+    assert (found.micro_batch, found.accumulation) == (expected.micro_batch_size, expected.accumulation_steps)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"bf16": {"enabled": "false"}}, {"gradient_bytes": 4, "summed_bytes": None}),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, {"gradient_bytes": 4}),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "FP32"}}, {"gradient_bytes": 4}),
+        (
+            {"bf16": {"enabled": 1}, "data_types": {"grad_accum_dtype": "auto"}},
+            {"gradient_bytes": 2, "summed_bytes": 4},
+        ),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, {"stage": 2, "offload": True}),
+        (
+            {"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "CPU"}}},
+            {"stage": 0, "offload": True},
+        ),
+        ({"expert_parallel": {"enabled": False, "autoep_size": 2}}, {"experts": 1}),
+    ],
+)
+def test_a_layout_reads_keys_as_the_engine_does(config, expected):
+    found = layout_of(config, 4, pipeline=Pipeline())
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from deepspeed.cli.plan import main
 from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan import DecoderShape
-from deepspeed.plan.sweep import Point, frontier, read_axes, sweep_text
+from deepspeed.plan.sweep import Point, frontier, read_axes, sweep, sweep_text
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 
@@ -130,6 +130,34 @@ def test_wrong_configurations_get_the_engines_message():
     assert str(planned.value) == str(real.value)
     with pytest.raises(DeepSpeedConfigError, match="stage"):
         plan(config={**CONFIG, "zero_optimization": {"stage": 7}})
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"train_micro_batch_size_per_gpu": "4"}, (4, 1)),
+        ({"train_micro_batch_size_per_gpu": 4.0, "gradient_accumulation_steps": "2"}, (4, 2)),
+        ({"train_batch_size": "8"}, (4, 1)),
+        (
+            {"elasticity": {"enabled": True, "version": 0.1, "max_train_batch_size": 8, "micro_batch_sizes": [2]}},
+            (2, 2),
+        ),
+        ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "elasticity": {"continue": True}}, (2, 3)),
+    ],
+)
+def test_batch_sizes_are_read_as_the_engine_reads_them(batch, expected):
+    open_batch = {name: value for name, value in CONFIG.items() if name != "train_micro_batch_size_per_gpu"}
+    made = plan(config={**open_batch, **batch}, devices_per_node=2, suggest=False)
+    assert (made.micro_batch, made.accumulation_steps) == expected
+    assert made.tokens == 2 * expected[0] * expected[1] * 32
+
+
+def test_a_changed_offload_replaces_its_old_spelling():
+    config = {**CONFIG, "zero_optimization": {"stage": 2, "cpu_offload": True}}
+    made = plan(config=config, devices_per_node=2)
+    assert "optimizer on cpu" in made.table() and made.host_bytes > 0
+    offloaded, plain = sweep(made.request, {"offload": ["cpu", "none"]})
+    assert offloaded.plan.host_bytes == made.host_bytes and plain.plan.host_bytes == 0
 
 
 def test_a_transformers_configuration(tmp_path):

@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
+from deepspeed.axes import EXPERT, SEQUENCE, TENSOR
+from deepspeed.config import parse
+from deepspeed.config.batch import MICRO, TOTAL, BatchSizes
+from deepspeed.config.degrees import degrees
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.plan.configs import stage_of
+from deepspeed.plan.configs import keys_of, number_in, offloads_of, with_batch
 from deepspeed.plan.pipeline import Pipeline
 from deepspeed.plan.prediction.network_model import RankGroup
 
 RECOMPUTATIONS = ("none", "selective", "attention", "full")
 """What backward recomputes: nothing; all except every other matrix product and fused attention (per operation);
 attention between its projections; whole blocks."""
-
-_MOST_IN_HOST = 10**9  # elements: the default of offload_param.max_in_cpu
 
 
 @dataclass(frozen=True)
@@ -234,10 +235,9 @@ def layout_of(
     Raises:
         DeepSpeedConfigError: The ranks or the batch cannot be divided so.
     """
-    cut, share = config.get("tensor_parallel") or {}, config.get("sequence_parallel") or {}
-    zero = config.get("zero_optimization") or {}
-    tensor = tensor or max(int(cut.get("autotp_size") or 1), 1)
-    sequence = sequence or int(config.get("sequence_parallel_size") or 1)
+    root = keys_of(config)
+    wanted = degrees(root)
+    tensor, sequence = tensor or wanted[TENSOR], sequence or wanted[SEQUENCE]
     model = tensor * sequence * pipeline.stages
     data, left = divmod(ranks, model)
     if left or not data:
@@ -245,27 +245,25 @@ def layout_of(
             f"{ranks} ranks are not a multiple of tensor {tensor} x sequence {sequence} x pipe {pipeline.stages}; "
             "change a degree or the number of nodes"
         )
-    samples, steps = _batch(config, data, micro_batch, accumulation)
-    states, parameters = ((zero.get(f"offload_{what}") or {}).get("device", "none") for what in ("optimizer", "param"))
-    half = any((config.get(name) or {}).get("enabled") for name in ("bf16", "fp16"))
-    accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
+    batch = _batch(config, data, micro_batch, accumulation)
+    states, parameters = offloads_of(config)
+    half = root.bf16.enabled or root.fp16.enabled
+    accumulated = root.data_types.grad_accum_dtype
     found: dict[str, Any] = {
-        "is_ring": share.get("mode", "ulysses") != "ulysses",
-        "stage": stage_of(config),
-        "shard_ranks": max(int(zero.get("mics_shard_size") or 0), 0) or None,
-        "is_compiled": bool(
-            (config.get("compile") or {}).get("enabled") or (config.get("compile") or {}).get("deepcompile")
-        ),
-        "cuts_norms": tensor > 1 and bool(cut.get("sequence_parallel_norms")),
-        "gradient_bytes": 4 if accumulated in ("fp32", "float32") or not half else 2,
+        "is_ring": root.sequence_parallel.mode != "ulysses",
+        "stage": root.zero_optimization.stage,
+        "shard_ranks": max(root.zero_optimization.mics_shard_size, 0) or None,
+        "is_compiled": root.compile.enabled or root.compile.deepcompile,
+        "cuts_norms": tensor > 1 and root.tensor_parallel.sequence_parallel_norms,
+        "gradient_bytes": 4 if accumulated == "fp32" or not half else 2,
         "offload": states != "none",
         "offload_parameters": parameters != "none",
         "states_on_disk": states == "nvme",
-        "most_in_host": int(zero["offload_param"].get("max_in_cpu", _MOST_IN_HOST)) if parameters == "nvme" else None,
+        "most_in_host": root.zero_optimization.offload_param.max_in_cpu if parameters == "nvme" else None,
     }
     if half and accumulated is None and options.get("gradient_bytes") is None:
         found["summed_bytes"] = 4
-    experts = ep or int((config.get("expert_parallel") or {}).get("autoep_size") or 1)
+    experts = ep or wanted[EXPERT]
     return ParallelLayout(
         tensor=tensor,
         pipe=pipeline.stages,
@@ -274,25 +272,20 @@ def layout_of(
         context=sequence,
         experts=experts,
         data=data,
-        micro_batch=samples,
-        accumulation=steps,
+        micro_batch=batch.micro_batch_size,
+        accumulation=batch.accumulation_steps,
         **{**found, **{name: value for name, value in options.items() if value is not None}},
     )
 
 
-def _batch(config: Mapping[str, Any], data: int, micro: int | None, steps: int | None) -> tuple[int, int]:
-    total = config.get(TOTAL)
-    given = config.get(MICRO)
-    micro = micro or (given if isinstance(given, int) else None)
-    if not isinstance(total, int):
-        found = config.get(ACCUMULATION)
-        return micro or 1, steps or (found if isinstance(found, int) else 1)
-    if steps is not None:
-        return micro or 1, steps
-    micro = micro or 1
-    if total % (micro * data):
+def _batch(config: Mapping[str, Any], data: int, micro: int | None, steps: int | None) -> BatchSizes:
+    """Returns the batch sizes that the engine would use on ``data`` data-parallel ranks."""
+    total, given = number_in(config, TOTAL), micro or number_in(config, MICRO)
+    if steps is None and total is not None and given is not None and total % (given * data):
         raise DeepSpeedConfigError(
-            f"{TOTAL} {total} is not a multiple of micro-batch {micro} x {data} ranks that share a batch; change "
+            f"{TOTAL} {total} is not a multiple of micro-batch {given} x {data} ranks that share a batch; change "
             "one of them"
         )
-    return micro, total // (micro * data)
+    batch = parse(with_batch(config, data, micro, steps)[0], dp_world_size=data).batch
+    assert batch is not None, "the ranks are known"
+    return batch
