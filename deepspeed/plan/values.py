@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from deepspeed.errors import NotYetSupportedError
@@ -28,6 +29,7 @@ from deepspeed.nested import tensors_of
 from deepspeed.plan.memory import META, MemoryCount
 from deepspeed.plan.timeline.operation_cost import OperationCost, OperationKind, cost_of, cost_of_lists
 from deepspeed.plan.timeline.step_trace import CopyEvent, HostWaitEvent, OperationEvent, StepRecording
+from deepspeed.profiling.flops_profiler.profile import product_formula
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import storage_key
 
@@ -406,14 +408,10 @@ _ANSWERS: dict[Any, Any] = {
 
 @functools.cache
 def _formula(func: Any) -> Any:
-    """Returns torch's formula of arithmetic, or ours for the CPU attention kernel, which torch lacks."""
-    from torch.utils.flop_counter import flop_registry
-
-    packet = func._overloadpacket
-    return flop_registry.get(packet) or flop_registry.get(_LIKE.get(packet))
+    """Returns the formula of an operator's products; of the CPU attention kernel in backward that of another kernel."""
+    return product_formula(func) or flop_registry.get(_LIKE.get(func._overloadpacket))
 
 
 _LIKE = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }

@@ -167,3 +167,19 @@ def test_which_size_fits(capsys):
     assert printed.count("yes") == 3 and "choose ep_size" in printed
     with pytest.raises(DeepSpeedConfigError, match="experts-per-token: expected 1 to 4"):
         DecoderShape(1, 64, 4, 256, experts=4, experts_per_token=5)
+
+
+@needs_transformers
+def test_products_by_groups_count():
+    """Experts of Transformers multiply all tokens in one product by groups, which torch's own table does not have."""
+    from transformers import MixtralConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 100}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    made = deepspeed.plan(
+        MixtralConfig(**sizes), Cell(0).config(""), sequence_length=32, compare_checkpointing=False, suggest=False
+    )
+    tokens, projections, experts = 2 * 32, 64 * (2 * 64 + 2 * 32), 64 * 4 + 2 * 3 * 64 * 96
+    scores = 2 * tokens * 32 * 64  # of the two products of attention, of which backward has five
+    products = 3 * tokens * (2 * (projections + experts) + 64 * 100) + 2 * scores * 7 // 2
+    assert made.simulated.flow.flops == 2 * products

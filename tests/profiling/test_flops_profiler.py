@@ -107,6 +107,68 @@ def test_kinds_of_operations(context):
         profiler.get_total_flops()
 
 
+class Calls(nn.Module):
+    """Calls a function of its inputs and of one weight."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, *inputs):
+        return self.function(self.weight, *inputs)
+
+
+class SelfAttention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+SAMPLES, TOKENS, HIDDEN, WIDE = 2, 5, 16, 24
+ATTENTION = SAMPLES * TOKENS * 4 * HIDDEN * HIDDEN + 2 * SAMPLES * TOKENS * TOKENS * HIDDEN
+ENCODER = ATTENTION + 2 * SAMPLES * TOKENS * HIDDEN * WIDE
+PER_GATE = SAMPLES * TOKENS * WIDE * (HIDDEN + WIDE)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize(
+    ("make", "macs"),
+    [
+        (lambda: SelfAttention(HIDDEN, 4, batch_first=True), ATTENTION),
+        (lambda: nn.TransformerEncoderLayer(HIDDEN, 4, WIDE, dropout=0.0, batch_first=True), ENCODER),
+        (lambda: nn.LSTM(HIDDEN, WIDE, batch_first=True), 4 * PER_GATE),
+        (lambda: nn.LSTM(HIDDEN, WIDE, 2, bidirectional=True), 8 * (PER_GATE + SAMPLES * TOKENS * WIDE * 3 * WIDE)),
+        (lambda: nn.GRU(HIDDEN, WIDE), 3 * PER_GATE),
+        (lambda: Calls(lambda weight, x: weight @ x[0, 0]), HIDDEN * HIDDEN),
+        (lambda: Calls(lambda _, x: x[0, 0] @ x[0, 0]), HIDDEN),
+        (lambda: Calls(lambda _, x: torch.addbmm(x.new_zeros(5, 5), x, x.mT)), SAMPLES * TOKENS * TOKENS * HIDDEN),
+    ],
+)
+def test_products_of_one_kernel_and_by_vectors(make, macs, is_training):
+    """In evaluation torch runs attention and whole encoder layers as one kernel, and on the host an LSTM always."""
+    model = make().train(is_training)
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    with torch.set_grad_enabled(is_training):
+        model(torch.randn(SAMPLES, TOKENS, HIDDEN))
+    profiler.stop_profile()
+    assert profiler.get_total_macs() == macs
+
+
+def test_products_of_samples_of_different_lengths():
+    layer = nn.TransformerEncoderLayer(HIDDEN, 4, WIDE, dropout=0.0, batch_first=True)
+    padding = torch.zeros(2, 5, dtype=torch.bool)
+    padding[0, 3:] = True
+    inputs = {"src": torch.randn(2, 5, HIDDEN), "src_key_padding_mask": padding}
+    macs = get_model_profile(nn.TransformerEncoder(layer, 1), kwargs=inputs, print_profile=False, as_string=False)[1]
+    assert macs == sum(n * (4 * HIDDEN**2 + 2 * n * HIDDEN + 2 * HIDDEN * WIDE) for n in (3, 5))
+
+
+def test_products_by_groups():
+    rows, weights = torch.randn(8, 16).bfloat16(), torch.randn(2, 16, 32).bfloat16()
+    model = Calls(lambda _, rows, weights: F.grouped_mm(rows, weights, offs=torch.tensor([3, 8], dtype=torch.int32)))
+    assert get_model_profile(model, args=[rows, weights], print_profile=False, as_string=False)[1] == 8 * 16 * 32
+
+
 def test_misuse_is_named():
     profiler = FlopsProfiler(Small())
     profiler.start_profile(ignore_list=[nn.Linear])

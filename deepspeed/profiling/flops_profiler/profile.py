@@ -3,8 +3,10 @@
 :func:`cost` returns the floating-point operations and multiply-accumulates of one call, computed from shapes.
 
 Matrix products, convolutions and attention are counted by torch's own table (``torch.utils.flop_counter``), with one
-multiply-accumulate as two operations. Element-wise functions cost one operation per element of the result;
-normalisations and softmax cost :data:`PER_ELEMENT`. Copies, casts, fills and views cost nothing.
+multiply-accumulate as two operations. Operators that it lacks are added here: products by groups and by vectors, and
+whole recurrent and encoder layers in one kernel, of which only the products are counted. Element-wise functions cost
+one operation per element of the result; normalisations and softmax cost :data:`PER_ELEMENT`. Copies, casts, fills and
+views cost nothing.
 """
 
 from __future__ import annotations
@@ -215,11 +217,86 @@ def _attention_on_the_host(query: Any, key: Any, value: Any, *_args: Any, **_kwa
     return sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
-# The host's fused attention is not in torch's table.
+def _matrix_by_vector(matrix: Any, *_args: Any, **_kwargs: Any) -> int:
+    return 2 * int(matrix.numel())
+
+
+def _sum_of_products(_added: Any, one: Any, other: Any, *_args: Any, **_kwargs: Any) -> int:
+    return 2 * int(one.numel()) * int(other.shape[-1])
+
+
+def _grouped_product(one: Any, other: Any, *_args: Any, **_kwargs: Any) -> int:
+    """Returns the operations of a product by groups of rows; every row, or column, belongs to one group."""
+    groups = one.shape[0] if one.dim() == other.dim() == 3 else 1
+    return 2 * int(groups * one.shape[-2] * one.shape[-1] * other.shape[-1])
+
+
+def _backward_of_grouped_product(one: Any, other: Any, *_args: Any, **_kwargs: Any) -> int:
+    return 2 * _grouped_product(one, other)
+
+
+def _recurrent_layer(tokens: Any, *args: Any, **_kwargs: Any) -> int:
+    """Returns the operations of a fused recurrent network: each token passes every weight matrix once."""
+    listed = args[0] if isinstance(args[0], (tuple, list)) else args[:2]  # of all layers, or of one direction of one
+    weights = sum(int(weight.numel()) for weight in listed if weight.dim() == 2)
+    return 2 * int(tokens.numel()) // max(int(tokens.shape[-1]), 1) * weights
+
+
+def _lengths(tokens: Any) -> list[int]:
+    """Returns the tokens of each sample of ``[B, S, H]``, or of a nested tensor."""
+    return [int(sample.shape[0]) for sample in tokens.unbind()]
+
+
+def _fused_attention_layer(query: Any, key: Any, value: Any, hidden: int, *_args: Any, **_kwargs: Any) -> int:
+    """Returns the operations of attention with its four projections."""
+    rows = zip(_lengths(query), _lengths(key), _lengths(value), strict=True)
+    return sum(
+        2 * hidden * (hidden * (2 * asked + known + kept) + asked * (known + kept)) for asked, known, kept in rows
+    )
+
+
+def _fused_encoder_layer(tokens: Any, hidden: int, *args: Any, **kwargs: Any) -> int:
+    width = int(args[_RISE].shape[0])
+    return _fused_attention_layer(tokens, tokens, tokens, hidden) + 4 * hidden * width * sum(_lengths(tokens))
+
+
+_RISE = 12  # place of the first feed-forward weight, behind the tokens and the hidden size
+
+# Torch's table, and what it lacks.
 _PRODUCTS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_the_host,
+    _aten.linear: lambda rows, weight, *_args, **_kwargs: 2 * int(rows.numel()) * int(weight.shape[0]),
+    _aten.mv: _matrix_by_vector,
+    _aten.dot: _matrix_by_vector,
+    _aten.vdot: _matrix_by_vector,
+    _aten.addmv: lambda _added, matrix, *_args, **_kwargs: _matrix_by_vector(matrix),
+    _aten.addbmm: _sum_of_products,
+    _aten._addmm_activation: _sum_of_products,
+    _aten._grouped_mm: _grouped_product,
+    _aten._native_multi_head_attention: _fused_attention_layer,
+    _aten._transformer_encoder_layer_fwd: _fused_encoder_layer,
+    _aten.mkldnn_rnn_layer: _recurrent_layer,
+    _aten._cudnn_rnn: _recurrent_layer,
+    _aten.miopen_rnn: _recurrent_layer,
 }
+_OF_TRANSFORMERS: dict[str, Callable[..., int]] = {
+    "transformers::grouped_mm_fallback": _grouped_product,
+    "transformers::grouped_mm_fallback_backward": _backward_of_grouped_product,
+}
+
+
+def product_formula(function: Any) -> Callable[..., int] | None:
+    """Returns the formula of an operator's matrix products; None if it has none.
+
+    Args:
+        function: The overload of an operator.
+
+    Returns:
+        A function of its arguments and ``out_val=``, its result, that returns floating-point operations.
+    """
+    found = _PRODUCTS.get(getattr(function, "_overloadpacket", None))
+    return found or _OF_TRANSFORMERS.get(getattr(getattr(function, "_schema", None), "name", ""))
 
 
 def cost(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[int, int]:
@@ -232,7 +309,7 @@ def cost(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         result: What it returned.
     """
     packet = getattr(function, "_overloadpacket", None)
-    product = _PRODUCTS.get(packet)
+    product = product_formula(function)
     if product is not None:
         # torch's formulas convert tensors to shapes themselves; ours ignores `out_val`.
         operations = int(product(*args, **kwargs, out_val=result))
@@ -270,7 +347,8 @@ class OperationCounter(TorchDispatchMode):
         if func in _METADATA_QUERIES:
             return NotImplemented  # then torch answers them itself
         packet = getattr(func, "_overloadpacket", None)
-        if packet not in _PRODUCTS and packet not in PER_ELEMENT and packet not in _FREE:
+        is_known = product_formula(func) is not None or packet in PER_ELEMENT or packet in _FREE
+        if not is_known and not any(isinstance(value, torch.Tensor) and value.is_nested for value in args):
             # Under inference_mode composite operators arrive undecomposed: count their parts.
             with self:
                 parts = func.decompose(*args, **kwargs)
