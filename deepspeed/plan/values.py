@@ -342,9 +342,10 @@ class _FusedNorm(torch.autograd.Function):
 
 @contextmanager
 def _kernels_of(kind: str) -> Iterator[None]:
-    """Makes attention and RMSNorm on ``meta`` use the fused kernels that torch uses on a device of that kind.
+    """Makes attention, RMSNorm and dropout on ``meta`` use the fused kernels that torch uses on a device of that kind.
 
-    Otherwise torch would store the whole attention matrix, and run a norm as ten operations.
+    Otherwise torch would store the whole attention matrix, run a norm as ten operations, and keep a dropout's mask in
+    the dtype of its input, not in one byte per element.
     """
 
     def attend(
@@ -385,9 +386,16 @@ def _kernels_of(kind: str) -> Iterator[None]:
             return made
         return _FusedNorm.apply(x, normalized_shape, weight)  # type: ignore[no-any-return]
 
+    def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        if not train or p == 0.0 or not x.numel():
+            return x
+        return aten.native_dropout.default(x, p, True)[0] if p < 1.0 else x * 0.0
+
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("scaled_dot_product_attention", attend, "AutogradMeta")
+        if kind != "cpu":
+            library.impl("dropout", dropout, "AutogradMeta")
         if kind != "cpu" and hasattr(aten, "_fused_rms_norm_backward"):
             library.impl("rms_norm", rms_norm, "AutogradMeta")
         yield
