@@ -227,10 +227,11 @@ class _ExpertBlock(nn.Module):
             k=shape.experts_per_token,
             drop_tokens=False,
         )
+        self._dropout = shape.dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.experts(self.norm(x))[0]
+        x = x + functional.dropout(self.attention(self.attention_norm(x)), self._dropout)
+        return x + functional.dropout(self.experts(self.norm(x))[0], self._dropout)
 
 
 def _block(shape: DecoderShape) -> nn.Module:

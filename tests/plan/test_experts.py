@@ -169,6 +169,18 @@ def test_which_size_fits(capsys):
         DecoderShape(1, 64, 4, 256, experts=4, experts_per_token=5)
 
 
+@pytest.mark.parametrize("experts", [0, 8])
+def test_dropout_keeps_its_masks(experts):
+    """Forward keeps a mask of one byte per element for each of the two sums with the residual stream of a block."""
+    shape = replace(SHAPE, experts=experts)
+    plain, dropped = (
+        deepspeed.plan(replace(shape, dropout=rate), Cell(0).config(""), sequence_length=TOKENS, suggest=False)
+        for rate in (0.0, 0.1)
+    )
+    masks = 2 * SHAPE.layers * SAMPLES * TOKENS * SHAPE.hidden
+    assert dropped.simulated.activations - plain.simulated.activations == pytest.approx(masks, rel=0.1)
+
+
 @needs_transformers
 def test_products_by_groups_count():
     """Experts of Transformers multiply all tokens in one product by groups, which torch's own table does not have."""
