@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
 import deepspeed
 from deepspeed.accelerator.devices import DEVICES, Device
@@ -30,6 +31,7 @@ from deepspeed.plan.timeline.step_trace import (
     StreamWaitEvent,
     WaitEvent,
 )
+from deepspeed.plan.values import arithmetic_of
 from tests.plan.replaying import (
     CONFIG,
     DEVICE,
@@ -41,6 +43,16 @@ from tests.plan.replaying import (
     planned,
     replayed,
 )
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_only_causal_attention_counts_half(is_causal):
+    """The kernel for fp32 has an argument before ``is_causal`` that is true in every training."""
+    query = torch.zeros(1, 2, 8, 4, device="meta")
+    kernel, args = torch.ops.aten._scaled_dot_product_efficient_attention.default, (None, True, 0.0, is_causal)
+    cost = arithmetic_of(kernel, (query, query, query, *args), {}, kernel(query, query, query, *args))
+    assert cost.is_causal is is_causal and cost.flops == 2 * 2 * 2 * 8 * 8 * 4
+
 
 # -- the replay, with events made by hand ------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ def cost_of(
             OperationKind.ATTENTION,
             flops,
             head_size=given[0].shape[-1],
-            is_causal=any(value is True for value in (*args, *kwargs.values())),
+            is_causal=_is_causal(func, args, kwargs),
             is_backward="backward" in name,
         )
     if flops:
@@ -124,6 +124,12 @@ def cost_of(
     if name in _LOOKS_UP:
         return OperationCost(name, OperationKind.TRAFFIC, nbytes=2 * _nbytes(made))
     return OperationCost(name, OperationKind.TRAFFIC, nbytes=_nbytes(given) + _nbytes(made))
+
+
+def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns the value of the argument ``is_causal`` of an attention kernel."""
+    names = [argument.name for argument in func._schema.arguments]
+    return bool((dict(zip(names, args, strict=False)) | kwargs).get("is_causal", False))
 
 
 def cost_of_lists(args: tuple[Any, ...]) -> OperationCost:
