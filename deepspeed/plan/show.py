@@ -273,9 +273,11 @@ def _verdict(plan: Plan) -> Text:
         )
     if plan.host_bytes or machine.host_memory is not None:
         offered = f" of {in_words(machine.host_memory)}" if machine.host_memory is not None else ""
-        over = machine.host_memory is not None and plan.host_bytes > machine.host_memory
+        own = plan.device_bytes if plan.request.kind == "cpu" else 0  # a processor's memory is the host's
+        needed = plan.host_bytes + own * machine.devices_per_node
+        over = machine.host_memory is not None and needed > machine.host_memory
         lines.append(
-            f"Host: {'DOES NOT FIT, ' if over else ''}{in_words(plan.host_bytes)}{offered} per node, for "
+            f"Host: {'DOES NOT FIT, ' if over else ''}{in_words(needed)}{offered} per node, for "
             f"{machine.devices_per_node} rank(s)."
         )
     if plan.nvme_bytes:

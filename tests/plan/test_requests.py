@@ -591,3 +591,11 @@ def test_sections_that_write_files_and_wait_for_signals_do_nothing_in_a_plan(tmp
     }
     plain, found = (deepspeed.plan(SHAPE, {**CONFIG, **more}, sequence_length=32) for more in ({}, writes))
     assert found.device_bytes == plain.device_bytes and list(tmp_path.iterdir()) == []
+
+
+def test_on_processors_the_verdict_counts_the_memory_of_all_ranks():
+    sizes = {"device": "cpu", "devices_per_node": 4, "suggest": False}
+    device_bytes = plan(device_memory="64GB", **sizes).device_bytes
+    made = plan(device_memory=2 * device_bytes, host_memory=3 * device_bytes, **sizes)
+    assert not made.fits and "Host: DOES NOT FIT" in made.table()
+    assert plan(device_memory=2 * device_bytes, host_memory=5 * device_bytes, **sizes).fits
