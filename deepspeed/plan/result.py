@@ -155,7 +155,9 @@ class Plan:
     @property
     def trained(self) -> int:
         """Elements of those parameters that are trained."""
-        return sum((part.simulated.trained - part.simulated.repeated) * max(len(part.layers), 1) for part in self.parts)
+        return sum(
+            (part.simulated.trained - part.simulated.repeated_trained) * max(len(part.layers), 1) for part in self.parts
+        )
 
     @property
     def device_bytes(self) -> int:

@@ -22,6 +22,7 @@ class SimulatedStep:
         parameters: Elements of the model's parameters, experts of all ranks included.
         trained: Elements of those that are trained.
         repeated: Elements of parameters that an earlier stage has too.
+        repeated_trained: Elements of those that are trained.
         peaks: By tier, the highest sum, with the bytes of each kind in it.
         tops: By tier, device and host, the highest sum at each moment.
         kind_peaks: Most bytes of each kind, by tier.
@@ -55,6 +56,7 @@ class SimulatedStep:
     flow: StepTotals
     init_peak: int
     repeated: int = 0
+    repeated_trained: int = 0
     chunk_flops: dict[int, dict[Computation, int]] = field(default_factory=dict)
     chunk_activations: dict[int, int] = field(default_factory=dict)
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -116,7 +116,7 @@ class _SimulatedRun:
         elsewhere = _experts_elsewhere(model)
         parameters = sum(p.numel() * elsewhere.get(p, 1) for p in model.parameters())
         trained = sum(p.numel() * elsewhere.get(p, 1) for p in model.parameters() if p.requires_grad)
-        repeated = sum(p.numel() for p in model.parameters() if getattr(p, "ds_pipe_replicated", False))
+        repeated = [p for p in model.parameters() if getattr(p, "ds_pipe_replicated", False)]
         engine, inputs = self._ready()
         count.update_peaks()
         init_peak = count.peaks[Tier.DEVICE].nbytes
@@ -135,7 +135,8 @@ class _SimulatedRun:
                     flows = run_step()
             count.update_peaks()
             found = self._found(inspected, parameters, trained, init_peak, flows)
-            found.repeated = repeated
+            found.repeated = sum(p.numel() for p in repeated)
+            found.repeated_trained = sum(p.numel() for p in repeated if p.requires_grad)
             found.notices += self._while_generating(inspected)
             if other_setting is not None:
                 with self._own_errors_named():

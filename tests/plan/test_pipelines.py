@@ -218,6 +218,17 @@ def test_weights_tied_over_the_first_and_the_last_of_three_stages_count_once():
     assert [part.simulated.repeated for part in plan.parts] == [0, 0, model.lm_head.weight.numel()]
 
 
+def test_tied_weights_that_are_frozen_do_not_lessen_what_is_trained():
+    model = causal_model("Llama", **LLAMA, tie_word_embeddings=True)
+    model.lm_head.weight.requires_grad_(False)
+    plan = deepspeed.plan(
+        model, Cell(0).config(""), devices_per_node=2, sequence_length=TOKENS, compare_checkpointing=False,
+        suggest=False, pipe=2,
+    )  # fmt: skip
+    assert plan.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert plan.trained == plan.parameters - model.lm_head.weight.numel()
+
+
 def test_a_long_step_is_like_a_short_one_with_more_in_the_middle():
     long, short = (_planned(Cell(3, accumulation=number), rank=0) for number in (12, 4))
     middle = _planned(Cell(3, accumulation=5), rank=0).simulated.flow.plus(short.simulated.flow, -1)
