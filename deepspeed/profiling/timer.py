@@ -283,12 +283,12 @@ class ThroughputTimer:
         if not global_step:
             return
         self.global_step_count += 1
+        self._output_time += self.step_elapsed_time
+        self.step_elapsed_time = 0.0
         if self.global_step_count > self.start_step:
-            self._output_time += self.step_elapsed_time
             self._output_steps += 1
             if report_speed and self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
                 self._report()
-        self.step_elapsed_time = 0.0
 
     def _report(self) -> None:
         recent = self.batch_size * self._output_steps / self._output_time if self._output_time else 0.0
@@ -300,11 +300,11 @@ class ThroughputTimer:
         self._output_time, self._output_steps = 0.0, 0
 
     def avg_samples_per_sec(self) -> float:
-        """Returns the samples per second since ``start_step``; minus infinity before there is a measurement."""
-        steps = self.global_step_count - self.start_step
-        if steps <= 0 or self.total_elapsed_time <= 0:
+        """Returns the samples per second of all whole steps since ``start_step``; minus infinity before the first."""
+        steps, seconds = self.global_step_count - self.start_step, self.total_elapsed_time - self.step_elapsed_time
+        if steps <= 0 or seconds <= 0:
             return float("-inf")
-        return self.batch_size * steps / self.total_elapsed_time
+        return self.batch_size * steps / seconds
 
 
 _GIB = 2**30

@@ -114,6 +114,10 @@ def test_throughput_counts_global_steps_after_the_first(clock):
     assert meter.global_step_count == 6 and meter.micro_step_count == 12
     assert meter.avg_samples_per_sec() == pytest.approx(10.0)  # 10 samples per step of 1 s
     assert len(lines) == 2 and "step 4: 10.00 samples/s, 10.00 on average" in lines[0]
+    meter.start()
+    clock.now += 5.0
+    meter.stop()
+    assert meter.avg_samples_per_sec() == pytest.approx(10.0), "the first half of a step has no samples yet"
     meter.update_epoch_count()
     assert (meter.epoch_count, meter.micro_step_count) == (1, 0)
 
