@@ -247,6 +247,7 @@ def layout_of(
         )
     batch = _batch(config, data, micro_batch, accumulation)
     states, parameters = offloads_of(config)
+    shards = root.zero_optimization.offload_param
     half = root.bf16.enabled or root.fp16.enabled
     accumulated = root.data_types.grad_accum_dtype
     found: dict[str, Any] = {
@@ -259,7 +260,7 @@ def layout_of(
         "offload": states != "none",
         "offload_parameters": parameters != "none",
         "states_on_disk": states == "nvme",
-        "most_in_host": root.zero_optimization.offload_param.max_in_cpu if parameters == "nvme" else None,
+        "most_in_host": shards.max_in_cpu if shards is not None and parameters == "nvme" else None,
     }
     if half and accumulated is None and options.get("gradient_bytes") is None:
         found["summed_bytes"] = 4
