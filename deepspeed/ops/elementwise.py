@@ -44,21 +44,18 @@ class ElementwiseResult:
         return self.kind is OptimizerKind.ELEMENTWISE
 
 
-_ELEMENTWISE_NAMES = (
-    "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop", "SGD",
-)  # fmt: skip
+_ELEMENTWISE = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
+    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
+    *(torch.optim.SGD, ElementwiseOptimizer),
+)
 
-_WHOLE_NAMES = {
-    "Adafactor": "factors the second moment into rows and columns of each matrix",
-    "Muon": "orthogonalises each matrix as a whole (this package's own Muon works on fragments)",
-    "LBFGS": "needs the whole parameter vector for its dot products and line search",
-    "SparseAdam": "works on sparse gradients, which a flat buffer cannot hold",
+_WHOLE: dict[type, str] = {
+    torch.optim.Adafactor: "factors the second moment into rows and columns of each matrix",
+    torch.optim.Muon: "orthogonalises each matrix as a whole (this package's own Muon works on fragments)",
+    torch.optim.LBFGS: "needs the whole parameter vector for its dot products and line search",
+    torch.optim.SparseAdam: "works on sparse gradients, which a flat buffer cannot hold",
 }
-
-
-def _torch_classes(names: tuple[str, ...]) -> tuple[type[torch.optim.Optimizer], ...]:
-    """Returns those of the names that this torch has."""
-    return tuple(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name))
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> ElementwiseResult:
@@ -78,13 +75,11 @@ def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer
         return ElementwiseResult(
             OptimizerKind.SEGMENTS, "needs the table of tensors; call attach_segments before the first step"
         )
-    elementwise = (*_torch_classes(_ELEMENTWISE_NAMES), ElementwiseOptimizer)
-    of_tensors = _torch_classes(tuple(_WHOLE_NAMES))
-    parent = next((base for base in cls.__mro__ if base in of_tensors or _is_known(base, elementwise)), None)
+    parent = next((base for base in cls.__mro__ if base in _WHOLE or _is_known(base)), None)
     if parent is None:
         return ElementwiseResult(OptimizerKind.UNKNOWN, "is not a class known to treat every element by itself")
-    if parent in of_tensors:
-        return ElementwiseResult(OptimizerKind.WHOLE, _WHOLE_NAMES[parent.__name__])
+    if parent in _WHOLE:
+        return ElementwiseResult(OptimizerKind.WHOLE, _WHOLE[parent])
     if not same_update(cls, parent):
         return ElementwiseResult(
             OptimizerKind.UNKNOWN, f"overrides the step of {parent.__name__}, so what it does is unknown"
@@ -92,9 +87,9 @@ def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer
     return ElementwiseResult(OptimizerKind.ELEMENTWISE)
 
 
-def _is_known(base: type, known: tuple[type, ...]) -> bool:
+def _is_known(base: type) -> bool:
     """Returns whether a class is known: torch's by identity; of ours, every class that this package defines."""
-    if base in known:
+    if base in _ELEMENTWISE:
         return True
     return base.__module__.startswith("deepspeed.ops.") and issubclass(base, ElementwiseOptimizer)
 
