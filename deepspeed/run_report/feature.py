@@ -21,6 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.axes import PIPE
 from deepspeed.comm.job.torch_groups import rendezvous_store
 from deepspeed.comm.start.batched_store import read_many, those_there
+from deepspeed.config.sections.monitor import NOT_SHOWN, SECRETS
 from deepspeed.config.sections.root import Root
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, TrackingHooks
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
@@ -117,13 +118,10 @@ def _facts(setup: EngineSetup, runtime: ZeroRuntime) -> dict[str, Any]:
     }
 
 
-_SECRETS = ("api_key",)
-
-
 def settings_of(root: Root) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns two dicts of values by dotted key: those that differ from their defaults, and the others."""
     changed = _flat(root.model_dump(exclude_defaults=True))
-    changed.update({path: "(not shown)" for path in changed if path.rpartition(".")[2] in _SECRETS})
+    changed.update({path: NOT_SHOWN for path in changed if path.rpartition(".")[2] in SECRETS})
     settings = _flat(root.model_dump())
     return changed, {path: value for path, value in settings.items() if path not in changed}
 

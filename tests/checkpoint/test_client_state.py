@@ -223,15 +223,17 @@ def save_with_a_function(folder: str):
     scheduler = {"type": "LambdaLR", "params": {"lr_lambda": [constant]}}
     zero = types.MappingProxyType({"stage": 1})
     made = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "zero_optimization": zero}
+    made["comet"] = {"api_key": "secret", "project": "open"}
     run = deepspeed.initialize(model=nn.Linear(4, 4), config={**made, "scheduler": scheduler})[0]
     run.save_checkpoint(folder)
     config_in_file = run.load_checkpoint(folder)[1]["ds_config"]
     return config_in_file, run.config["scheduler"]["params"]["lr_lambda"][0] is constant
 
 
-def test_functions_of_the_configuration_are_saved_as_text(tmp_path):
+def test_functions_of_the_configuration_are_saved_as_text_and_secrets_not_at_all(tmp_path):
     ((saved, is_kept),) = run_ranks(save_with_a_function, 1, str(tmp_path))
     assert "constant" in saved["scheduler"]["params"]["lr_lambda"] and is_kept
+    assert saved["comet"] == {"api_key": "(not shown)", "project": "open"}
     assert saved["zero_optimization"] == {"stage": 1} and saved["optimizer"]["params"] == {"lr": 1.0}
     assert not list(tmp_path.rglob("*objects*")), "restoring a configuration needs no code"
 

@@ -7,6 +7,12 @@ from typing import ClassVar
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import Bool, FilePath, Float, Int, TextList
 
+SECRETS = ("api_key",)
+"""Keys whose values are neither shown nor stored."""
+
+NOT_SHOWN = "(not shown)"
+"""What stands in the place of such a value."""
+
 
 class TensorBoard(Section):
     """Scalars as TensorBoard events."""
