@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
@@ -145,16 +146,13 @@ def _number_or_list(value: Any) -> Any:
     return to_float(value)
 
 
-def _integer_or_auto(value: Any) -> Any:
-    return "auto" if isinstance(value, str) and value.strip().lower() == "auto" else to_int(value)
+def _or_auto(convert: Callable[[Any], Any]) -> BeforeValidator:
+    """Returns a validator that accepts the text ``auto`` in any case, and converts everything else."""
 
+    def coerce(value: Any) -> Any:
+        return "auto" if isinstance(value, str) and value.strip().lower() == "auto" else convert(value)
 
-def _number_or_auto(value: Any) -> Any:
-    return "auto" if isinstance(value, str) and value.strip().lower() == "auto" else to_float(value)
-
-
-def _texts_or_auto(value: Any) -> Any:
-    return "auto" if isinstance(value, str) and value.strip().lower() == "auto" else _to_list(value)
+    return BeforeValidator(coerce)
 
 
 def _to_steps(value: Any) -> Any:
@@ -175,9 +173,9 @@ Degree = Annotated[Int, BeforeValidator(lambda value: 1 if value is None else va
 IntList = Annotated[list[Int], BeforeValidator(_tuple_to_list)]
 FloatList = Annotated[list[Float], BeforeValidator(_tuple_to_list)]
 TextList = Annotated[list[str], BeforeValidator(_to_list)]
-TextsOrAuto = Annotated[list[str] | Literal["auto"], BeforeValidator(_texts_or_auto)]
+TextsOrAuto = Annotated[list[str] | Literal["auto"], _or_auto(_to_list)]
 PerGroup = Annotated[float | list[float], BeforeValidator(_number_or_list)]
-IntOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_integer_or_auto)]
-FloatOrAuto = Annotated[float | Literal["auto"], BeforeValidator(_number_or_auto)]
+IntOrAuto = Annotated[int | Literal["auto"], _or_auto(to_int)]
+FloatOrAuto = Annotated[float | Literal["auto"], _or_auto(to_float)]
 AnyCase = BeforeValidator(_lower)
 Capitalized = BeforeValidator(_capitalize)
