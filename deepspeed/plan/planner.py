@@ -11,7 +11,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing.feature import BlockCheckpointing
-from deepspeed.axes import DATA
+from deepspeed.axes import DATA, SEQUENCE
 from deepspeed.comm.job.grid import grid_mesh
 from deepspeed.comm.job.mesh import Mesh, data_mesh
 from deepspeed.comm.job.mesh_sources import mesh_of_config
@@ -150,9 +150,9 @@ def _other_checkpointing(request: Request, workload: Workload | None) -> Callabl
 def mesh_of(root: Root, ranks: int, stages: int = 1) -> Mesh:
     """Returns the ranks of a job along the axes of its configuration that have more than one."""
     placement = Placement.of_section(root.zero_optimization, ranks)
-    if placement.shard_ranks not in (None, ranks):
-        return grid_mesh(ranks, placement.shard_ranks)
     whole = mesh_of_config(root, ranks, stages=stages)
+    if placement.shard_ranks not in (None, ranks) and whole.size(SEQUENCE) == 1:
+        return grid_mesh(ranks, placement.shard_ranks)
     axes = tuple(entry for entry in whole.axes if entry[1] > 1)
     return Mesh(axes) if len(axes) > 1 else data_mesh(ranks) if not axes or axes[0][0] == DATA else Mesh(axes)
 

@@ -61,7 +61,8 @@ def _compare(cells: list[tuple[Cell, int, int]]) -> None:
 
 
 def test_against_real_ranks():
-    _compare([(Cell(1, accumulation=2), 2, 1), (Cell(3), 2, 2)])
+    shared = [Cell(3, zero=((key, 2),)) for key in ("mics_shard_size", "zero_hpz_partition_size")]
+    _compare([(Cell(1, accumulation=2), 2, 1), (Cell(3), 2, 2), *((cell, 1, 2) for cell in shared)])
 
 
 @pytest.mark.slow
