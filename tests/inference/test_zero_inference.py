@@ -29,7 +29,8 @@ WIDTHS = {"bf16": {"dtype": "bf16"}, 8: {"dtype": "int8"}, 4: {"dtype": "int8", 
 
 
 def make():
-    return causal_model(**SIZES).eval()
+    """Returns a model whose rotary frequencies are rounded, as those of an engine are."""
+    return causal_model(**SIZES).eval().bfloat16()
 
 
 def prompt():
@@ -49,7 +50,7 @@ def engine_of(width, offload=None):
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
     config |= {"weight_quantization": {"quantized_initialization": BITS[width]}} if width in BITS else {}
     config |= {"hybrid_engine": {"enabled": True, "pin_parameters": False}}
-    engine = deepspeed.initialize(model=make().bfloat16(), config=config)[0]
+    engine = deepspeed.initialize(model=make(), config=config)[0]
     engine.eval()
     return engine
 
