@@ -215,10 +215,14 @@ class OperationCount(MemoryCount):
                 return found, None
         result, cost, is_new = self.shapes.run(func, args, kwargs)
         if cost is not None:
-            self.flops += cost.flops
-            if self.trace.is_on and cost.kind is not _FREE:
-                self.trace.add(OperationEvent(cost, self._is_on_host(args), self.trace.stream))
+            self.add_cost(cost, args)
         return result, is_new
+
+    def add_cost(self, cost: OperationCost, args: tuple[Any, ...]) -> None:
+        """Counts and records an operation with these arguments."""
+        self.flops += cost.flops
+        if self.trace.is_on and cost.kind is not _FREE:
+            self.trace.add(OperationEvent(cost, self._is_on_host(args), self.trace.stream))
 
     def _is_on_host(self, args: tuple[Any, ...]) -> bool:
         """Returns whether an operation works on host memory although the device has its own memory."""
@@ -319,6 +323,17 @@ def _counts(_count: OperationCount, args: tuple[Any, ...], kwargs: dict[str, Any
     return torch.empty(least, dtype=torch.int64, device="meta")
 
 
+def _grouped_product(count: OperationCount, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the result of a product by groups, which torch has on ``meta`` for bf16 only."""
+    one, other, *rest = args
+    if one.device.type != "meta" or one.dtype is torch.bfloat16 or kwargs.get("out_dtype") is not None:
+        return NotImplemented
+    as_bf16 = aten._grouped_mm.default(one.to(torch.bfloat16), other.to(torch.bfloat16), *rest, **kwargs)
+    made = torch.empty_strided(as_bf16.shape, as_bf16.stride(), dtype=one.dtype, device=META)
+    count.add_cost(arithmetic_of(aten._grouped_mm.default, args, kwargs, made), args)
+    return made
+
+
 def _equal(_count: OperationCount, args: tuple[Any, ...], _kwargs: Any) -> Any:
     return True if any(t.device.type == "meta" for t in tensors_of(args)) else NotImplemented
 
@@ -410,6 +425,7 @@ _ANSWERS: dict[Any, Any] = {
     aten.copy_.default: _copy_into_host,
     aten.bincount.default: _counts,
     aten.equal.default: _equal,
+    aten._grouped_mm.default: _grouped_product,
     aten.record_stream.default: lambda _count, _args, _kwargs: None,
 }
 

@@ -182,16 +182,21 @@ def test_dropout_keeps_its_masks(experts):
 
 
 @needs_transformers
-def test_products_by_groups_count():
+@pytest.mark.parametrize(("precision", "halves"), [("bf16", 7), ("fp32", 6)])
+def test_products_by_groups_count(precision, halves):
     """Experts of Transformers multiply all tokens in one product by groups, which torch's own table does not have."""
     from transformers import MixtralConfig
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 100}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     made = deepspeed.plan(
-        MixtralConfig(**sizes), Cell(0).config(""), sequence_length=32, compare_checkpointing=False, suggest=False
+        MixtralConfig(**sizes),
+        Cell(0, precision=precision).config(""),
+        sequence_length=32,
+        compare_checkpointing=False,
+        suggest=False,
     )
     tokens, projections, experts = 2 * 32, 64 * (2 * 64 + 2 * 32), 64 * 4 + 2 * 3 * 64 * 96
-    scores = 2 * tokens * 32 * 64  # of the two products of attention, of which backward has five
-    products = 3 * tokens * (2 * (projections + experts) + 64 * 100) + 2 * scores * 7 // 2
+    scores = 2 * tokens * 32 * 64  # of the two products of attention; its backward has five, or four if it is not fused
+    products = 3 * tokens * (2 * (projections + experts) + 64 * 100) + 2 * scores * halves // 2
     assert made.simulated.flow.flops == 2 * products
