@@ -178,6 +178,8 @@ def _check_ranks(section: Islands, root: Root, ranks: RankCoordinates, model: nn
         )
     if ranks.zero_group is not None or ranks.model_size > 1:
         raise DeepSpeedConfigError(f"{at} with an mpu: {_WHY}; leave one of the two out")
+    if _spreads_experts(root, model):
+        raise DeepSpeedConfigError(f"{at} with experts that are spread over ranks: {_WHY}; leave one of the two out")
     zero = root.zero_optimization
     for name in ("zero_hpz_partition_size", "mics_shard_size"):
         neighbours = getattr(zero, name)
@@ -201,6 +203,17 @@ def _check_ranks(section: Islands, root: Root, ranks: RankCoordinates, model: nn
             f"{at}: the model's parameters are sharded over all ranks already (deepspeed.zero.Init, or an engine that "
             "had it before); build the model without"
         )
+
+
+def _spreads_experts(root: Root, model: nn.Module) -> bool:
+    """Returns whether ranks hold different experts, or other parameters in groups of their own."""
+    section = root.expert_parallel
+    if section is not None and section.enabled and section.autoep_size > 1:
+        return True
+    declared = Job.current().declared.defined()
+    marked = [parameter for parameter in model.parameters() if getattr(parameter, "allreduce", True) is False]
+    names = {str(getattr(parameter, "group_name", None)) for parameter in marked}
+    return any(len(declared[name].ranks) > 1 for name in names & declared.keys())
 
 
 FEATURE = TrainingOnIslands()
