@@ -137,12 +137,12 @@ def refusals() -> None:
         zero = {"zero_hpz_partition_size": 4} if "multiple" in match else {}
         with pytest.raises(DeepSpeedConfigError, match=match):
             engine_of(tower(), 3, zero=zero, communication_compression={"islands": key})
+    replicated = nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=1))
+    engine_of(replicated, 0, communication_compression={"islands": {"size": 2}}).destroy()
     for size in (1, 2):  # experts of one rank would have got the values of those of another
         model = nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2))
         with pytest.raises(DeepSpeedConfigError, match="islands with experts that are spread over ranks"):
             engine_of(model, 0, communication_compression={"islands": {"size": size}})
-    replicated = nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=1))
-    engine_of(replicated, 0, communication_compression={"islands": {"size": 2}}).destroy()
 
 
 def grids() -> None:
