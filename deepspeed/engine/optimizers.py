@@ -47,13 +47,13 @@ def model_parameter_groups(model: nn.Module, model_parameters: Any) -> list[Any]
 
 
 def _are_all_replaced(model: nn.Module, given: list[Any]) -> bool:
-    """Returns whether these are the trained parameters of a pipeline's layers that were built again."""
+    """Returns whether these are the trained parameters that a pipeline had before its layers were built again."""
     replaced = _replaced_parameters(model)
     return replaced is not None and {id(parameter) for parameter in given} == {id(parameter) for parameter in replaced}
 
 
 def _replaced_parameters(model: nn.Module) -> list[Any] | None:
-    """Returns those parameters of layers built again that still exist; None where no layers were."""
+    """Returns those parameters from before layers were built again that still exist; None where no layers were."""
     references = getattr(model, "replaced_parameters", None)
     return None if references is None else [found for find in references if (found := find()) is not None]
 
@@ -137,7 +137,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     seen: set[int] = set()
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            if id(parameter) in replaced:
+            if id(parameter) in replaced and id(parameter) not in known:
                 raise DeepSpeedConfigError(
                     "pipeline.schedule divides the layers differently from the PipelineModule, so they were built "
                     f"again, after the optimizer or its param groups: parameter {position} of param group {number} "
