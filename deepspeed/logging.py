@@ -30,28 +30,28 @@ class _CurrentStderr(logging.StreamHandler):
         pass
 
 
-_COLOURS = {"WARNING": 33, "ERROR": 31, "CRITICAL": 31}
+_COLORS = {"WARNING": 33, "ERROR": 31, "CRITICAL": 31}
 
 
-def takes_colour(is_terminal: bool) -> bool:
-    """Returns whether lines may be coloured: on a terminal, unless ``NO_COLOR`` is set or ``TERM`` is "dumb"."""
+def takes_color(is_terminal: bool) -> bool:
+    """Returns whether lines may be colored: on a terminal, unless ``NO_COLOR`` is set or ``TERM`` is "dumb"."""
     return is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def with_colour(line: str) -> str:
-    """Returns a log line with its level in colour, if it is a warning or worse."""
-    for level, colour in _COLOURS.items():
+def with_color(line: str) -> str:
+    """Returns a log line with its level in color, if it is a warning or worse."""
+    for level, color in _COLORS.items():
         if f"] [{level}] " in line[:32]:
-            return line.replace(f"[{level}]", f"\x1b[{colour}m[{level}]\x1b[0m", 1)
+            return line.replace(f"[{level}]", f"\x1b[{color}m[{level}]\x1b[0m", 1)
     return line
 
 
 class _LineFormatter(logging.Formatter):
-    """Colours the level on a terminal, but not in files."""
+    """Colors the level on a terminal, but not in files."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        return with_colour(text) if takes_colour(sys.stderr is not None and sys.stderr.isatty()) else text
+        return with_color(text) if takes_color(sys.stderr is not None and sys.stderr.isatty()) else text
 
 
 def _create_logger() -> logging.Logger:

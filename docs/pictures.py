@@ -13,12 +13,12 @@ from deepspeed.zero.placement import Placement, Tier
 
 RANKS = 4
 WIDTHS = {"parameters": 2, "gradients": 4, "masters": 4, "optimizer state": 8}  # bytes per parameter: bf16 and Adam
-COLOURS = {"parameters": "#5b8cc9", "gradients": "#f58518", "masters": "#54a24b", "optimizer state": "#b279a2"}
+COLORS = {"parameters": "#5b8cc9", "gradients": "#f58518", "masters": "#54a24b", "optimizer state": "#b279a2"}
 OPACITY = {Tier.DEVICE: 1.0, Tier.HOST: 0.5, Tier.FILE: 0.2}
 SCALE, GAP, BAR, ROW = 23, 5, 20, 52  # pixels: per byte, between bars, height of a bar, of a row with its label
 TOP = 88  # of the first row
 
-# As a part of a page of the site it takes the page's colours, as a picture by itself those of the reader's system.
+# As a part of a page of the site it takes the page's colors, as a picture by itself those of the reader's system.
 STYLE = """\
 .picture { --ink: var(--md-typeset-color, #222); --line: var(--md-default-fg-color--lighter, #aaa); }
 @media (prefers-color-scheme: dark) {
@@ -68,9 +68,9 @@ def draw() -> str:
     ]
     for number, (state, size) in enumerate(WIDTHS.items()):
         left, top = 1 + number % 2 * width // 2, 26 + number // 2 * 20
-        parts.append(f'<rect x="{left}" y="{top}" width="12" height="12" fill="{COLOURS[state]}"/>')
+        parts.append(f'<rect x="{left}" y="{top}" width="12" height="12" fill="{COLORS[state]}"/>')
         parts.append(f'<text x="{left + 18}" y="{top + 11}">{state}: {size}</text>')
-    parts.append('<text x="1" y="79">full colour: device, half: host, faint: files</text>')
+    parts.append('<text x="1" y="79">full color: device, half: host, faint: files</text>')
     for number, (name, placement) in enumerate(PLACEMENTS):
         top, left = TOP + number * ROW, 1
         parts.append(f'<text x="1" y="{top + 18}" font-weight="bold">{name}</text>')
@@ -82,7 +82,7 @@ def draw() -> str:
             place = f'x="{left}" y="{top + 24}" height="{BAR}"'
             parts.append(
                 f'<rect class="whole" {place} width="{full}"/>'
-                f'<rect {place} width="{filled:g}" fill="{COLOURS[state]}" fill-opacity="{OPACITY[tier]}">'
+                f'<rect {place} width="{filled:g}" fill="{COLORS[state]}" fill-opacity="{OPACITY[tier]}">'
                 f"<title>{name}: {state}, {share}, {tier.value}</title></rect>"
             )
             left += full + GAP
@@ -102,7 +102,7 @@ def draw_mesh() -> str:
     mesh = Mesh(((PIPE, 2), (DATA, 2), (SEQUENCE, 2), (TENSOR, 2)))
     columns, cell, wide, high = 8, 26, 78, 150
     above = {"model": ("layers", PIPE, "width", TENSOR), "batch": ("samples", DATA, "tokens", SEQUENCE)}
-    colours = {"model": COLOURS["parameters"], "batch": COLOURS["gradients"]}
+    colors = {"model": COLORS["parameters"], "batch": COLORS["gradients"]}
     width, height = columns * wide + 2, 66 + mesh.world_size // columns * high
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" viewBox="0 0 {width} {height}" width="{width}" '
@@ -111,7 +111,7 @@ def draw_mesh() -> str:
         f'<text x="1" y="15">What each of {mesh.world_size} ranks holds: {str(mesh).removeprefix("mesh of ")}</text>',
     ]
     for top, (what, (down, _, across, _)) in zip((24, 42), above.items(), strict=True):
-        parts.append(f'<rect x="1" y="{top}" width="12" height="12" fill="{colours[what]}"/>')
+        parts.append(f'<rect x="1" y="{top}" width="12" height="12" fill="{colors[what]}"/>')
         parts.append(f'<text x="19" y="{top + 11}">its part of the {what}: {down} down, {across} across</text>')
     for rank in range(mesh.world_size):
         place = mesh.coordinate(rank)
@@ -126,7 +126,7 @@ def draw_mesh() -> str:
                     is_here = (place[vertical], place[horizontal]) == (row, column)
                     parts.append(
                         f'<rect class="whole" x="{left + column * cell}" y="{y + row * cell}" width="{cell}" '
-                        f'height="{cell}" style="fill: {colours[what] if is_here else "none"}"/>'
+                        f'height="{cell}" style="fill: {colors[what] if is_here else "none"}"/>'
                     )
         parts.append("</g>")
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -1,7 +1,7 @@
 """Hooks of the documentation site (mkdocs).
 
 Pages from ``examples/``, a navigation of the pages that exist, tables and contents that show names whole, and pictures
-that take the colours of the page.
+that take the colors of the page.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Names in tables may break after ``_`` and ``.``; pictures become part of the page and take its colours."""
+    """Names in tables may break after ``_`` and ``.``; pictures become part of the page and take its colors."""
     entries = list(_flat(page.toc.items))
     for entry, title in zip(entries, _shortest([entry.title for entry in entries]), strict=True):
         entry.title = title

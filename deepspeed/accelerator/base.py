@@ -302,7 +302,7 @@ class DeepSpeedAccelerator(ABC):
         return False
 
     def pin_empty(self, *size: Any, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:
-        """Returns an uninitialised page-locked host tensor.
+        """Returns an uninitialized page-locked host tensor.
 
         Args:
             *size: The shape, as integers or one sequence.
@@ -319,10 +319,10 @@ class DeepSpeedAccelerator(ABC):
         return torch.empty(*size, dtype=dtype, device="cpu", pin_memory=True)
 
     def pin_empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns an uninitialised page-locked host tensor with the shape and dtype of ``tensor``."""
+        """Returns an uninitialized page-locked host tensor with the shape and dtype of ``tensor``."""
         return self.pin_empty(tensor.shape, dtype=tensor.dtype)
 
-    # --- behaviour --------------------------------------------------------------------------------------------------
+    # --- behavior --------------------------------------------------------------------------------------------------
 
     def is_synchronized_device(self) -> bool:
         """Returns whether an operation is finished when its call returns, as on the CPU."""

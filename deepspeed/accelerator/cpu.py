@@ -153,7 +153,7 @@ class CPUAccelerator(SingleDeviceAccelerator):
         return tensor if match_shape else tensor.reshape(-1)
 
     def pin_empty(self, *size: Any, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:
-        """Returns an uninitialised host tensor (not page-locked: see :meth:`pin_memory`).
+        """Returns an uninitialized host tensor (not page-locked: see :meth:`pin_memory`).
 
         Raises:
             ValueError: ``device`` is not the host.

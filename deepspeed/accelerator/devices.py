@@ -46,7 +46,7 @@ class DeviceEfficiency:
         contention: Seconds added to computation per second of a concurrent collective, as both use the device's cores
             and memory.
         launch: Seconds that the host takes to start one operation.
-        start: Seconds to start a collective: its kernel and the first synchronisation of the ranks.
+        start: Seconds to start a collective: its kernel and the first synchronization of the ranks.
         shared_link: Bytes per second that a rank reads from shared memory, in sums and exchanges of activations
             between CPU ranks of one host; 0: these take as long as other collectives.
         shared_start: Seconds to start such a sum or exchange.

@@ -89,7 +89,7 @@ def _create(name: str) -> DeepSpeedAccelerator:
 
 
 def _detect() -> DeepSpeedAccelerator:
-    # device_count() starts no CUDA context; torch.accelerator's check would initialise the driver.
+    # device_count() starts no CUDA context; torch.accelerator's check would initialize the driver.
     if torch.cuda.device_count() > 0:
         return CUDAAccelerator()
     found = torch.accelerator.current_accelerator(check_available=True)

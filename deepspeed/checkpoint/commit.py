@@ -1,7 +1,7 @@
 """Makes a save visible atomically: by a rename, after all its files are on the disk.
 
 A save is written into ``.saving-<random>/`` beside the tags. Its lock is held by the writing process, so that a later
-save recognises what a killed one left and removes it. A tag that exists already is first renamed to
+save recognizes what a killed one left and removes it. A tag that exists already is first renamed to
 ``.replaced-<tag>``, where readers still find it (:func:`deepspeed.checkpoint.directory.find`), and removed only after
 the new one is in place. ``latest`` moves last.
 """

@@ -173,7 +173,7 @@ def to_torch_tensor(
 
     Args:
         state_dict: The result of :func:`get_fp32_state_dict_from_zero_checkpoint` with ``lazy_mode``.
-        return_empty_tensor: Return uninitialised tensors of the right shapes, to plan sizes.
+        return_empty_tensor: Return uninitialized tensors of the right shapes, to plan sizes.
         dtype: Convert floating tensors to it.
     """
     made: dict[str, torch.Tensor] = {}

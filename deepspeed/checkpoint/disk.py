@@ -18,7 +18,7 @@ from deepspeed.checkpoint.directory import SAVING
 
 try:
     import fcntl
-except ImportError:  # not on Windows: then a left-over folder is recognised by its age alone
+except ImportError:  # not on Windows: then a left-over folder is recognized by its age alone
     fcntl = None  # type: ignore[assignment]
 
 

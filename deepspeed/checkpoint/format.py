@@ -447,7 +447,7 @@ def _decode_bucket(index: int, entry: Any, check: _Checker, version: int) -> Buc
         except ValueError as error:
             raise check.fail(str(error)) from None
         if check.number(start, f"the place of {name!r}", 0, numel) < end or start + tile.numel > numel:
-            raise check.fail(f"parameter {name!r} lies outside its bucket or over its neighbour")
+            raise check.fail(f"parameter {name!r} lies outside its bucket or over its neighbor")
         end = start + tile.numel
         tiles.append(tile)
         starts.append(start)

@@ -60,7 +60,7 @@ class Summary:
 
 
 def summarize(path: Path, tag: str | None, *, verify: bool) -> Summary:
-    """Summarises a checkpoint.
+    """Summarizes a checkpoint.
 
     Args:
         path: The folder of checkpoints, or of one tag.

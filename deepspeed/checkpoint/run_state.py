@@ -74,12 +74,12 @@ class RunState:
     def settle(self) -> None:
         """Copies users' writes to resident parameters into buckets and masters, so that they are saved.
 
-        Ranks whose weights differ synchronise. Every rank must call it.
+        Ranks whose weights differ synchronize. Every rank must call it.
         """
         self.runtime.originals.restore()
         if self.optimizer is not None:
             self.optimizer.carry_user_writes()
-            self.optimizer.driver.synchronise()
+            self.optimizer.driver.synchronize()
         self.runtime.take_back_frozen()
 
     def sampler_state(self) -> dict[str, Any] | None:

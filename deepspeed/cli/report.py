@@ -32,7 +32,7 @@ from deepspeed.missing_features import FEATURES
 
 # Wide enough for a path; a terminal's own width wins.
 _WIDTH_WITHOUT_TERMINAL = 120
-_COLOURS = {"yes": "green", "slow": "yellow", "no": "red"}
+_COLORS = {"yes": "green", "slow": "yellow", "no": "red"}
 GIB = 1 << 30
 # Data-loader workers pass batches through this folder; if it is smaller, large batches end them with a bus error.
 _SMALL_SHARED_MEMORY = GIB
@@ -97,7 +97,7 @@ def _usable(rows: Iterable[FeatureStatus]) -> Table:
     for heading in ("feature", "usable", "why"):
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(Text(row.feature), Text(row.verdict, style=_COLOURS[row.verdict]), Text(row.reason))
+        table.add_row(Text(row.feature), Text(row.verdict, style=_COLORS[row.verdict]), Text(row.reason))
     return table
 
 

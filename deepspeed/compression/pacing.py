@@ -1,4 +1,4 @@
-"""Mixture-of-quantisation paced by eigenvalues: bits fall later in blocks that rounding harms more."""
+"""Mixture-of-quantization paced by eigenvalues: bits fall later in blocks that rounding harms more."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ ORDER: tuple[Kind, ...] = ("sparse", "row", "head", "channel")
 
 @dataclass(frozen=True)
 class WeightRounding:
-    """Fake quantisation of a weight.
+    """Fake quantization of a weight.
 
     Attributes:
         schedule: The bit width as a function of the step.

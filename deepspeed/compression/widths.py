@@ -1,4 +1,4 @@
-"""The bit width of a weight as a function of the step: the schedule of mixture-of-quantisation."""
+"""The bit width of a weight as a function of the step: the schedule of mixture-of-quantization."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def check_rules(root: Root, findings: ConfigMessages) -> None:
     _activation_checkpointing(root, findings)
     _structure(root, findings)
     _tensor_parallel(root, findings)
-    _neighbours(root.zero_optimization, findings)
+    _neighbors(root.zero_optimization, findings)
     _codes(root, findings)
     _zero_plus_plus(root.zero_optimization, findings)
     if root.checkpoint.writer is not None and root.checkpoint.writer.type == "mock":
@@ -71,7 +71,7 @@ def check_ranks(root: Root, dp_world_size: int, findings: ConfigMessages) -> Non
         )
 
 
-def _neighbours(zero: ZeroOptimization, findings: ConfigMessages) -> None:
+def _neighbors(zero: ZeroOptimization, findings: ConfigMessages) -> None:
     if zero.stage < 3:
         return
     hpz, mics = (ZERO, "zero_hpz_partition_size"), (ZERO, "mics_shard_size")

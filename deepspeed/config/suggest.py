@@ -129,7 +129,7 @@ _OFFLOAD_PARAM, _OFFLOAD_OPTIMIZER = f"{_ZERO}.offload_param", f"{_ZERO}.offload
 _STAGES = "pipeline.stages|; the program gives it, as PipelineModule(num_stages=...)"
 _RECOMPUTE = "activation_checkpointing|; the model's own switch (gradient_checkpointing_enable()) turns it on"
 
-# Sections, besides the top level, in which these names are recognised; elsewhere they mean other things.
+# Sections, besides the top level, in which these names are recognized; elsewhere they mean other things.
 _SECTIONS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "activation_checkpointing", "checkpoint")
 
 SYNONYMS: dict[str, tuple[str, ...]] = {

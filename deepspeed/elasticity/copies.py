@@ -487,7 +487,7 @@ class BuddyLink:
         """Bytes sent."""
 
     @property
-    def _neighbours(self) -> tuple[int, int]:
+    def _neighbors(self) -> tuple[int, int]:
         ring = self._layout.ring
         place = ring.index(self._transport.rank)
         return ring[place - 1], ring[(place + 1) % len(ring)]
@@ -501,11 +501,11 @@ class BuddyLink:
         """Whether the buddy reads copies from this rank's memory, but has not opened the newest memory yet."""
         if self._opened is None or self._opened == self._own.memories:
             return False
-        return self._seen[self._neighbours[1]]
+        return self._seen[self._neighbors[1]]
 
     def open(self) -> None:
         """Opens the memory of the previous rank. Every rank must call it; it returns when all have."""
-        transport, (before, _) = self._transport, self._neighbours
+        transport, (before, _) = self._transport, self._neighbors
         self._opened = self._own.memories
         doing = "opening the memory of copies"
         addresses = gather_objects(transport, [memory.address for memory in self._opened], label=doing)
@@ -524,7 +524,7 @@ class BuddyLink:
             self.open()
         if all(self._seen):
             return
-        transport, (before, following) = self._transport, self._neighbours
+        transport, (before, following) = self._transport, self._neighbors
         sends, receives = not self._seen[following], not self._seen[transport.rank]
         doing = "copies of model states for the buddy"
         copy, leaving, arriving = self._own.newest, [], []

@@ -71,7 +71,7 @@ class CopyCost:
         count: Number of copies made.
         nbytes: Bytes copied.
         sent: Bytes sent to the buddy; 0 if the buddy is on the same host, where it opens the memory itself.
-        seconds: Seconds spent on making and sending copies, waits for neighbours included.
+        seconds: Seconds spent on making and sending copies, waits for neighbors included.
         processor: Processor time of this process meanwhile, in seconds.
         held: Bytes of host memory of its copies and of those of the previous rank, at the latest copy.
     """

@@ -105,8 +105,8 @@ class RunShape:
         here = {member.rank for members in by_part for member in members if member.rank >= 0}
 
         def key(member: RunMember) -> tuple[bool, bool, int]:
-            neighbours = range(member.rank // self.parts * self.parts, (member.rank // self.parts + 1) * self.parts)
-            return member.rank < 0, not here.issuperset(neighbours), member.rank
+            neighbors = range(member.rank // self.parts * self.parts, (member.rank // self.parts + 1) * self.parts)
+            return member.rank < 0, not here.issuperset(neighbors), member.rank
 
         ordered = [sorted(members, key=key) for members in by_part]
         sizes = [min(holders, len(members)) for members in ordered]

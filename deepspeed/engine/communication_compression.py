@@ -214,7 +214,7 @@ def use_zero_plus_plus(groups: Groups, zero: ZeroOptimization) -> Groups:
 
     ZeRO++ (arXiv 2306.10209; LoCo: arXiv 2407.04480): qwZ is a codec on the gathers of parameters, qgZ one on both
     halves of a reduction (between the ranks that share slices, then between those that hold the same ones). hpZ is the
-    placement with neighbours. Each is independent of the others.
+    placement with neighbors. Each is independent of the others.
 
     Args:
         groups: The engine's groups.

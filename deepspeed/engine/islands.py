@@ -182,11 +182,11 @@ def _check_ranks(section: Islands, root: Root, ranks: RankCoordinates, model: nn
         raise DeepSpeedConfigError(f"{at} with experts that are spread over ranks: {_WHY}; leave one of the two out")
     zero = root.zero_optimization
     for name in ("zero_hpz_partition_size", "mics_shard_size"):
-        neighbours = getattr(zero, name)
-        if zero.stage == 3 and neighbours > 1 and section.size % neighbours:
+        neighbors = getattr(zero, name)
+        if zero.stage == 3 and neighbors > 1 and section.size % neighbors:
             raise DeepSpeedConfigError(
-                f"{at}.size: {section.size} ranks are not a multiple of zero_optimization.{name}, {neighbours}; the "
-                "neighbours that share parameters must be on one island"
+                f"{at}.size: {section.size} ranks are not a multiple of zero_optimization.{name}, {neighbors}; the "
+                "neighbors that share parameters must be on one island"
             )
     if zero.stage == 3 and zero.mics_hierarchical_params_gather and zero.mics_shard_size > 1:
         raise DeepSpeedConfigError(

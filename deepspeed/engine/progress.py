@@ -1,7 +1,7 @@
 """The engine's log of its steps: the line of ``steps_per_print``, phase times, events for the monitors.
 
 The engine's own lines and events are made on rank 0, from numbers that the update has fetched from the device: no
-collective and, without ``wall_clock_breakdown``, no synchronisation.
+collective and, without ``wall_clock_breakdown``, no synchronization.
 """
 
 from __future__ import annotations

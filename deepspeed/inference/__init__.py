@@ -1,4 +1,4 @@
-"""Generates text with a model: :func:`init_inference`, its configuration, quantised weights."""
+"""Generates text with a model: :func:`init_inference`, its configuration, quantized weights."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from torch import nn
 from deepspeed.errors import CheckpointError
 from deepspeed.inference.weight_files import Stored, WeightFiles, find_files
 from deepspeed.models.anatomy import base_prefix_of
-from deepspeed.models.layers import initialiser_of
+from deepspeed.models.layers import initializer_of
 from deepspeed.models.stored import stored_tensors_of
 from deepspeed.parallel.pipe.transformers_models import pipeline_names
 from deepspeed.zero.address import address_of, full_shape
@@ -207,10 +207,10 @@ def _make_buffers(model: nn.Module) -> None:
             buffer = module._buffers[leaf]
             assert buffer is not None
             module._buffers[leaf] = torch.full_like(buffer, float("nan"), device="cpu")
-        initialise = initialiser_of(model)
-        if initialise is not None:
+        initialize = initializer_of(model)
+        if initialize is not None:
             with torch.no_grad():
-                initialise(module)
+                initialize(module)
         for leaf in unsaved:
             buffer = module._buffers[leaf]
             assert buffer is not None

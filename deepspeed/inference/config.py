@@ -27,7 +27,7 @@ class InferenceSettings:
         config: All keys.
         dtype: Dtype in which the model computes.
         weight_bits: Width of the weights of linear layers: 4 or 8; None: they have ``dtype``.
-        parts: Settings of quantised weights, by a part of the names of layers; other layers have ``dtype``.
+        parts: Settings of quantized weights, by a part of the names of layers; other layers have ``dtype``.
         zero: The section ``zero`` as written, for :func:`deepspeed.initialize`; None without one.
         checkpoint: Where weights are read from; None: the model has them.
         save_path: Folder in which each rank writes its weights; None: they are not written.
@@ -129,7 +129,7 @@ def _check(read: DeepSpeedInferenceConfig, findings: ConfigMessages) -> None:
         findings.problem(("quant", "weight", "num_bits"), f"expected 4 or 8, found {weight.num_bits}")
     if activation.model_fields_set & {"num_bits", "q_type", "q_groups"}:
         findings.problem(
-            ("quant", "activation"), "activations stay in 16 bits; leave the section out (weights are quantised alone)"
+            ("quant", "activation"), "activations stay in 16 bits; leave the section out (weights are quantized alone)"
         )
     if read.injection_policy_tuple is not None and read.injection_policy is not None:
         findings.problem(("injection_policy_tuple",), "injection_policy gives the same by class; give one of them")

@@ -26,7 +26,7 @@ from deepspeed.zero.construction.reading import SlicesFromFiles
 
 
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
-    """Prepares a model for generation: dtype, quantised weights, device, ZeRO-Inference.
+    """Prepares a model for generation: dtype, quantized weights, device, ZeRO-Inference.
 
     The model keeps its own modules and so its results. Only linear layers of few bits (``dtype=int8``) and layers that
     tensor-parallel ranks share are replaced. Every rank must call it.
@@ -92,7 +92,7 @@ def _fill(model: nn.Module, settings: InferenceSettings, slices: SlicesFromFiles
 
 
 def _quantize(model: nn.Module, settings: InferenceSettings) -> None:
-    """Replaces linear layers by quantised ones as configured, in place."""
+    """Replaces linear layers by quantized ones as configured, in place."""
     if settings.weight_bits is not None:
         log_dist(f"init_inference: {quantize_model(model, bits=settings.weight_bits).line()}", ranks=[0])
     elif settings.parts:

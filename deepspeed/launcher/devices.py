@@ -125,7 +125,7 @@ def parse_core_list(text: str) -> list[int]:
 
 
 def share_cores(core_list: str | None, local_size: int) -> list[tuple[int, ...]]:
-    """Divides the cores of this machine among its ranks, neighbours together.
+    """Divides the cores of this machine among its ranks, neighbors together.
 
     Args:
         core_list: ``--bind_core_list``; None for one hardware thread of each core that this process may use.

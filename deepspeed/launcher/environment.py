@@ -78,7 +78,7 @@ def new_run_id() -> str:
 
 
 def new_secret() -> str:
-    """Returns the secret by which the launchers of a run recognise each other."""
+    """Returns the secret by which the launchers of a run recognize each other."""
     return secrets.token_hex(16)
 
 

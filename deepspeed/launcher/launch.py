@@ -211,7 +211,7 @@ def _run(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | st
         host,
         _log_files(args.enable_each_rank_log, [worker.rank for worker in workers]),
         link=link,
-        labelled=world.world_size > 1 and not args.enable_elastic_training,
+        labeled=world.world_size > 1 and not args.enable_elastic_training,
         shares_screen=args.shares_screen,
         failure_file=find_failure_file(os.environ),
         grace=args.grace,

@@ -65,7 +65,7 @@ class LocalRun:
         host: The name of this machine in messages.
         logs: A file per rank for a copy of its output; None: none.
         link: Connection to the launchers of other machines; None if there are none.
-        labelled: Whether each line of a rank's output names the rank.
+        labeled: Whether each line of a rank's output names the rank.
         shares_screen: Whether the launchers of the other machines write to the same screen, so that one report is
             enough; also ends the run when that screen goes away.
         failure_file: File for the reason if the run fails; None: none.
@@ -79,7 +79,7 @@ class LocalRun:
         host: str,
         logs: Sequence[Path] | None = None,
         link: LauncherLink | None = None,
-        labelled: bool | None = None,
+        labeled: bool | None = None,
         shares_screen: bool = False,
         failure_file: Path | None = None,
         grace: float | None = None,
@@ -98,8 +98,8 @@ class LocalRun:
         self._link = link
         self._shares_screen = shares_screen
         # The output of a single rank is shown unchanged, without a label.
-        labelled = len(workers) > 1 if labelled is None else labelled
-        labels = [f"[rank {worker.rank}] ".encode() if labelled else b"" for worker in workers]
+        labeled = len(workers) > 1 if labeled is None else labeled
+        labels = [f"[rank {worker.rank}] ".encode() if labeled else b"" for worker in workers]
         streams = list(zip(workers, labels, strict=True))
         self._out = [RankStream(worker.rank, 1, label, self._screen) for worker, label in streams]
         self._errors = [ErrorStream(worker.rank, label, self._screen) for worker, label in streams]

@@ -1,4 +1,4 @@
-r"""Shows the output of many ranks as complete labelled lines on one screen.
+r"""Shows the output of many ranks as complete labeled lines on one screen.
 
 A line appears when it is complete. Rank 0 is also shown while a line is still being written: a progress bar that
 returns to the start of its line (``\r``) or, on a terminal, a prompt. Lines of other ranks that arrive meanwhile are
@@ -12,7 +12,7 @@ import select
 import time
 from collections import deque
 
-from deepspeed.logging import takes_colour, with_colour
+from deepspeed.logging import takes_color, with_color
 
 _CLEAR_TO_END = b"\x1b[K"
 # A write of this size to a pipe that poll calls writable never blocks (POSIX guarantees 512, Linux 4096).
@@ -114,22 +114,22 @@ class Screen:
     def line(self, source: RankStream | None, descriptor: int, text: bytes) -> None:
         """Shows a complete line (of the launcher itself if ``source`` is None); ends the open line of the source."""
         surface, clear = self._surface[descriptor], self._clear[descriptor]
-        coloured = text
-        if clear and takes_colour(True) and text.startswith(b"["):  # a rank writes into a pipe and sees no terminal
-            coloured = with_colour(text.decode(errors="surrogateescape")).encode(errors="surrogateescape")
-        labelled = (source.label if source else b"") + coloured
+        colored = text
+        if clear and takes_color(True) and text.startswith(b"["):  # a rank writes into a pipe and sees no terminal
+            colored = with_color(text.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+        labeled = (source.label if source else b"") + colored
         owner, shown = self._open.pop(surface, (None, b""))
         if owner is None:
-            data = labelled + b"\n"
+            data = labeled + b"\n"
         elif owner is source and text.startswith(shown):
             data = text[len(shown) :] + b"\n"
         elif owner is source:
-            data = b"\r" + labelled + clear + b"\n"
+            data = b"\r" + labeled + clear + b"\n"
         elif clear:  # a terminal: remove the open line, show this one, and show the open one again below
             self._open[surface] = (owner, shown)
-            data = b"\r" + clear + labelled + b"\n" + owner.label + shown
+            data = b"\r" + clear + labeled + b"\n" + owner.label + shown
         else:
-            data = b"\n" + labelled + b"\n"
+            data = b"\n" + labeled + b"\n"
         self._output.put(descriptor, data)
 
     def open(self, source: RankStream, descriptor: int, text: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers for fine-tuning: a frozen base, quantised or not, and low-rank adapters that train.
+"""Linear layers for fine-tuning: a frozen base, quantized or not, and low-rank adapters that train.
 
 Source: E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (arXiv:2106.09685), equation 3.
 """
@@ -31,7 +31,7 @@ class OptimizedLinear(nn.Module):
         quantization_config: How the base weight is quantized; None: it has ``dtype``.
         device: The device of the parameters; None: torch's default.
         dtype: The dtype of the parameters.
-        linear_cls: Class of the plain layer, which initialises the base.
+        linear_cls: Class of the plain layer, which initializes the base.
 
     Raises:
         DeepSpeedConfigError: ``input_dim`` is not a whole number of groups.
@@ -78,8 +78,8 @@ class LoRAOptimizedLinear(nn.Module):
         quantization_config: How the base is quantized; None: it is not.
 
     Attributes:
-        weight: The base, ``[out, in]``, frozen. If quantised, every read unpacks it anew, in the dtype of the layer.
-        base: The quantised base; None where it is not quantised.
+        weight: The base, ``[out, in]``, frozen. If quantized, every read unpacks it anew, in the dtype of the layer.
+        base: The quantized base; None where it is not quantized.
         bias: Frozen, or None.
         lora_weight_1: A, ``[r, in]``, drawn from a uniform distribution; None before :meth:`init_lora`.
         lora_weight_2: B, ``[out, r]``, zeros at first, so that the layer starts equal to the plain one.

@@ -1,4 +1,4 @@
-"""Quantises the weights of parts of a model, by the section ``weight_quantization``."""
+"""Quantizes the weights of parts of a model, by the section ``weight_quantization``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _KEYS = {"num_bits", "group_size", "group_dim", "symmetric"}
 
 
 def quantize_as_configured(model: nn.Module, section: WeightQuantization | None) -> None:
-    """Quantises the layers that a training configuration selects, in place. Every rank must call it.
+    """Quantizes the layers that a training configuration selects, in place. Every rank must call it.
 
     Parameters that ``zero.Init`` has sharded are gathered one layer at a time, and the codes and scales are sharded, so
     that no rank ever holds more of the model than its share and one layer.
 
     Args:
-        model: Layers that are quantised already are not changed.
-        section: The section; None: nothing is quantised.
+        model: Layers that are quantized already are not changed.
+        section: The section; None: nothing is quantized.
 
     Raises:
         DeepSpeedConfigError: The section cannot be used with this model; nothing is changed.
@@ -43,7 +43,7 @@ def quantize_as_configured(model: nn.Module, section: WeightQuantization | None)
 
 
 def quantize_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> list[QuantizationReport]:
-    """Quantises the linear layers of ``model`` whose names contain one of the keys of ``parts``, in place.
+    """Quantizes the linear layers of ``model`` whose names contain one of the keys of ``parts``, in place.
 
     Args:
         model: Any model, see :func:`~deepspeed.linear.quantize_model`.

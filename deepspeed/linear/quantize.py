@@ -122,7 +122,7 @@ def quantize_model(
         address = address_of(cast("nn.Parameter", module.weight))
         if address is not None and address.bucket.is_trained:
             raise CallOrderError(
-                f"quantize_model: {name!r} belongs to an engine already; quantise before deepspeed.initialize"
+                f"quantize_model: {name!r} belongs to an engine already; quantize before deepspeed.initialize"
             )
         if users[id(module.weight)] > 1:
             report.kept[name] = "shares its weight with another layer"
@@ -132,7 +132,7 @@ def quantize_model(
             _replace(model, aliases[id(module)], module, weight, config, report)
     if others and not report.layers:
         raise DeepSpeedConfigError(
-            f"quantize_model(bits={bits}): expected plain layers, found quantised ones ({others[0]}); begin with the "
+            f"quantize_model(bits={bits}): expected plain layers, found quantized ones ({others[0]}); begin with the "
             "plain weights"
         )
     report.bytes_after = _bytes_of(model)

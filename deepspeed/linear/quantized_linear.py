@@ -72,7 +72,7 @@ class QuantizedLinear(nn.Module):
         with torch.device("meta"):  # packing makes the parameters
             layer = cls(in_features, out_features, False, config, weight.dtype)
         if not weight.is_meta:
-            with gather_for_packing("a quantised layer", plain, layer):
+            with gather_for_packing("a quantized layer", plain, layer):
                 layer.pack(weight)
         layer.bias = plain.bias  # type: ignore[assignment]
         return layer

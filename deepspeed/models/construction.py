@@ -1,6 +1,6 @@
 """Detects and wraps what the Transformers library does while it builds a model for ZeRO stage 3; does not import it.
 
-After ``from_config`` and ``from_pretrained`` have built a model, the library initialises and ties all of its weights.
+After ``from_config`` and ``from_pretrained`` have built a model, the library initializes and ties all of its weights.
 :func:`wrap_passes` wraps these passes.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_INITIALISERS = "transformers.initialization"
+_INITIALIZERS = "transformers.initialization"
 _MODELS = "transformers.modeling_utils"
 _ZERO = "transformers.integrations.deepspeed"
 _WRAPPED = "_ds_served"
@@ -31,17 +31,17 @@ def is_building_from_config() -> bool:
     """Returns whether it builds a model without loading values; while it loads, it replaces ``tie_weights``."""
     if not is_building():
         return False
-    return bool(sys.modules[_MODELS].PreTrainedModel.tie_weights.__module__ != _INITIALISERS)
+    return bool(sys.modules[_MODELS].PreTrainedModel.tie_weights.__module__ != _INITIALIZERS)
 
 
-def recorded_initialiser(name: str) -> Callable[..., Any] | None:
+def recorded_initializer(name: str) -> Callable[..., Any] | None:
     """Returns the function of ``torch.nn.init`` as it was before the library replaced it; None if it did not."""
-    recorded: dict[str, Callable[..., Any]] = getattr(sys.modules.get(_INITIALISERS), "TORCH_INIT_FUNCTIONS", {})
+    recorded: dict[str, Callable[..., Any]] = getattr(sys.modules.get(_INITIALIZERS), "TORCH_INIT_FUNCTIONS", {})
     return recorded.get(name)
 
 
 def wrap_passes(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wraps the library's initialisation of weights, if the library has been imported; once only.
+    """Wraps the library's initialization of weights, if the library has been imported; once only.
 
     Its variant for ZeRO stage 3, in which only rank 0 runs the model's code, is replaced by the ordinary one.
 

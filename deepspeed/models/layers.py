@@ -1,4 +1,4 @@
-"""Recognises layers of the Transformers library and reads their properties, without importing the library."""
+"""Recognizes layers of the Transformers library and reads their properties, without importing the library."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def is_of_library(kind: type) -> bool:
     return kind.__module__.startswith("transformers.")
 
 
-def initialiser_of(model: Any) -> Callable[..., Any] | None:
-    """Returns the model's method that initialises one of its modules, buffers too; None if it has none."""
+def initializer_of(model: Any) -> Callable[..., Any] | None:
+    """Returns the model's method that initializes one of its modules, buffers too; None if it has none."""
     method = getattr(model, "_init_weights", None)
     return method if callable(method) else None
 
@@ -53,7 +53,7 @@ def keep_rotary_frequencies(model: nn.Module) -> Iterator[None]:
 
 
 def mark_initialized(tensor: torch.Tensor) -> None:
-    """Marks a parameter or buffer, of any shape, as initialised, so that the library keeps its values."""
+    """Marks a parameter or buffer, of any shape, as initialized, so that the library keeps its values."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Recognises and makes the attention masks of Transformers models.
+"""Recognizes and makes the attention masks of Transformers models.
 
 The library composes masks from functions of a query position and a key position.
 """
@@ -30,7 +30,7 @@ class MaskKind:
 
 
 class UnknownMaskError(ValueError):
-    """A mask function is not recognised; the message is the name of the function that made it."""
+    """A mask function is not recognized; the message is the name of the function that made it."""
 
 
 def mask_kind(mask_function: Callable[..., Any]) -> MaskKind:

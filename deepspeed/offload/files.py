@@ -214,7 +214,7 @@ class FileMemory(Memory):
         return tensor
 
     @override
-    def initialise(self, target: torch.Tensor, value: float) -> None:
+    def initialize(self, target: torch.Tensor, value: float) -> None:
         if value != 0 or self._settings.zeros_are_written:
             self.write(target, torch.full_like(target, value))
             # The owner may write through the mapping next, which must not precede this transfer.
@@ -289,7 +289,7 @@ class FileMemory(Memory):
         end = (target.storage_offset() + target.numel()) * target.element_size()
         ends_tensor = end == target.untyped_storage().nbytes()
         self._drop_ahead(base)
-        # Direct writes would overwrite the neighbours in these pages.
+        # Direct writes would overwrite the neighbors in these pages.
         shares_pages = offset % PAGE or (nbytes % PAGE and not ends_tensor)
         if self._is_mapped or shares_pages:
             self._await_writes(base)

@@ -71,7 +71,7 @@ class HostMemorySource:
         return buffer
 
     def plain(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialised 1-D tensor that is not page-locked."""
+        """Returns an uninitialized 1-D tensor that is not page-locked."""
         with torch.inference_mode(False):
             return torch.empty(numel, dtype=dtype)
 

@@ -9,7 +9,7 @@ runs or chunks. Hyperparameters are read from the param group at every step, so 
 unscales it, steps and writes a 16-bit copy reads every element several times. On whole tensors each pass reads from
 memory; chunk by chunk, later passes read from cache. The result does not depend on the chunk size: every
 operation is elementwise, and torch's fused CPU kernels give the same bits as long as cuts fall on multiples of 16
-elements, where their vectorised body ends (ours fall on multiples of 64).
+elements, where their vectorized body ends (ours fall on multiples of 64).
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ def run_in_chunks(
         grad: 1-D, same length, any floating dtype. Not changed.
         states: 1-D tensors of the same length.
         grad_scale: One multiplier for the gradient, rounded to fp32; a 0-dim tensor on the same device avoids a
-            synchronisation. None: no multiplication.
+            synchronization. None: no multiplication.
         out: Receives the new ``master``, cast to its dtype.
         rounding: Rounds master and states that are not fp32; None: rounds to nearest.
 
@@ -493,7 +493,7 @@ _buffers = _Scratch()
 
 
 def scratch(role: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns an uninitialised 1-D tensor, reused between calls on the CPU.
+    """Returns an uninitialized 1-D tensor, reused between calls on the CPU.
 
     The allocator would return a MiB to the system after each use, and the next use would cause page faults again.
     Accelerators have caching allocators, so there a new tensor is made, which is also safe across streams.

@@ -1,7 +1,7 @@
 """Stochastic rounding of fp32 results to 16 bits, which does not depend on how a parameter is cut.
 
-A value is rounded to one of its two neighbours in the narrow dtype. The probability of the upper one is the distance
-from the lower one, divided by the distance of the neighbours, so the result is unbiased. Rounding to nearest would lose
+A value is rounded to one of its two neighbors in the narrow dtype. The probability of the upper one is the distance
+from the lower one, divided by the distance of the neighbors, so the result is unbiased. Rounding to nearest would lose
 every update smaller than half that distance.
 
 The random bits of an element depend on the number of the update, the name of its parameter, its index in the flattened
@@ -28,7 +28,7 @@ _BLOCK = 1 << 16
 
 _MASK = 0xFFFFFFFF
 
-#: Below this fp16 has a constant distance between neighbours, 2 to the power of -24.
+#: Below this fp16 has a constant distance between neighbors, 2 to the power of -24.
 _FP16_LEAST_NORMAL = 2.0**-14
 
 _tables: dict[torch.device, tuple[int, Tensor]] = {}

@@ -26,7 +26,7 @@ from deepspeed.plan.timeline.replay import (
 )
 
 _STEP_LEFT, _NAMED, _STEP_WIDTH, _ROW, _STEP_TOP = 150, 100, 1100, 34, 60
-_STEP_COLOURS = {
+_STEP_COLORS = {
     "product": "#1b6ca8",
     "attention": "#588157",
     "other": "#a8c5da",
@@ -38,7 +38,7 @@ _STEP_COLOURS = {
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmm_"})
 _IDLE = ("host", "other stages", "another stream", "copies", "files", "update on the host")  # waits for no exchange
 _UNIT = 1e-3  # microseconds: the precision of times in a trace
-_LEAST = 0.4  # pixels: neighbours of one colour are drawn as one rectangle up to this gap
+_LEAST = 0.4  # pixels: neighbors of one color are drawn as one rectangle up to this gap
 
 
 def step_picture(step: StepTimes, streams: PredictedTimeline, title: str, *, is_trace: bool) -> str:
@@ -86,7 +86,7 @@ def step_svg(step: StepTimes, ranks: Mapping[str, Sequence[StreamSpan]], title: 
             width = max((last - first) * scale, 0.2)
             parts.append(
                 f'<rect x="{left + first * scale:.1f}" y="{y + 4}" width="{width:.1f}" height="22" '
-                f'fill="{_STEP_COLOURS[kind]}"/>'
+                f'fill="{_STEP_COLORS[kind]}"/>'
             )
     y = _STEP_TOP + _ROW * len(rows) + 20
     for tick in range(6):
@@ -205,7 +205,7 @@ def _legend(step: StepTimes) -> str:
 
 _WIDTH, _HEIGHT = 760, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 250, 40, 50
-_COLOURS = ("#1b6ca8", "#c8553d", "#588157", "#8d5a97", "#b08900", "#3d5a80", "#9b2226", "#2a9d8f")
+_COLORS = ("#1b6ca8", "#c8553d", "#588157", "#8d5a97", "#b08900", "#3d5a80", "#9b2226", "#2a9d8f")
 
 
 def sweep_svg(points: Sequence[Point]) -> str:
@@ -248,13 +248,13 @@ def sweep_svg(points: Sequence[Point]) -> str:
         f'<text x="{_WIDTH - _RIGHT + 6}" y="{y + 4:.1f}">usable: {in_words(limit)}</text>'
     )
     for number, (label, members) in enumerate(_lines(planned).items()):
-        colour = _COLOURS[number % len(_COLOURS)]
+        color = _COLORS[number % len(_COLORS)]
         places = [(x_of(_world(p)), y_of(p.plan.device_bytes), p) for p in members if p.plan is not None]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts += [_mark(x, y, colour, point, point in best) for x, y, point in places]
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+        parts += [_mark(x, y, color, point, point in best) for x, y, point in places]
         row = _TOP + 40 + 18 * number
-        parts.append(f'<rect x="{_WIDTH - _RIGHT + 6}" y="{row - 9}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<rect x="{_WIDTH - _RIGHT + 6}" y="{row - 9}" width="10" height="10" fill="{color}"/>')
         parts.append(f'<text x="{_WIDTH - _RIGHT + 22}" y="{row}">{escape(label)}</text>')
     return _document(parts)
 
@@ -272,12 +272,12 @@ def _lines(points: Sequence[Point]) -> dict[str, list[Point]]:
     return lines
 
 
-def _mark(x: float, y: float, colour: str, point: Point, on_frontier: bool) -> str:
+def _mark(x: float, y: float, color: str, point: Point, on_frontier: bool) -> str:
     assert point.plan is not None
     if not point.plan.fits:
-        return f'<path d="M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8" stroke="{colour}" stroke-width="2"/>'
-    fill = colour if on_frontier else "#fff"
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{fill}" stroke="{colour}" stroke-width="2"/>'
+        return f'<path d="M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8" stroke="{color}" stroke-width="2"/>'
+    fill = color if on_frontier else "#fff"
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{fill}" stroke="{color}" stroke-width="2"/>'
 
 
 def _document(parts: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from deepspeed.parallel.pipe.schedule.lists import Kind, held
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
 from deepspeed.parallel.pipe.spec import Entry, LayerSpec, TiedLayerSpec, class_name, trainable_numel
 
-_NUMBERS = ("number", "layer_idx", "layer_id", "layer_number")  # by which equal layers are recognised
+_NUMBERS = ("number", "layer_idx", "layer_id", "layer_number")  # by which equal layers are recognized
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Each collective lies along an axis of the mesh, whose ranks are on some nodes and on some devices of each. Data that
 a node lacks must come in through its network, once, divided among its devices. Data that a device lacks must come
-over its link from its neighbours, if they have it. So a gather of B bytes over nodes of g devices each costs a
+over its link from its neighbors, if they have it. So a gather of B bytes over nodes of g devices each costs a
 device at least B (nodes - 1) / nodes / g from the network and B (g - 1) / g from its node. A reduce-scatter costs the
 same the other way; an all-reduce counts as both. All partners of an all_to_all may be on the
 same node: what a device sends passes its link, or its network if it is alone on its node. Where links
@@ -88,7 +88,7 @@ def planned_transfers(
     found = []
     for (name, axis), (calls, nbytes) in sorted(flow.requested_along.items()):
         if name == "send":
-            found.append(PlannedTransfer(name, axis, calls, nbytes, *_to_neighbours(nbytes, machine, mesh, rank)))
+            found.append(PlannedTransfer(name, axis, calls, nbytes, *_to_neighbors(nbytes, machine, mesh, rank)))
             continue
         ranks = (members or {}).get(axis) or range(mesh.world_size)
         nodes, devices = span(ranks, machine)
@@ -110,8 +110,8 @@ def _to_all(nbytes: int, machine: Machine, ranks: Sequence[int], rank: int) -> t
     return inside, nbytes - inside
 
 
-def _to_neighbours(nbytes: int, machine: Machine, mesh: Mesh, rank: int) -> tuple[int, int]:
-    """Returns the bytes inside the node and to other nodes, of a stage that sends equally much to its neighbours."""
+def _to_neighbors(nbytes: int, machine: Machine, mesh: Mesh, rank: int) -> tuple[int, int]:
+    """Returns the bytes inside the node and to other nodes, of a stage that sends equally much to its neighbors."""
     stage, stages = mesh.coordinate(rank).get(PIPE, 0), mesh.size(PIPE)
     along = mesh.group(rank, PIPE)
     peers = [along[other] for other in (stage - 1, stage + 1) if 0 <= other < stages]

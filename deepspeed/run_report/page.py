@@ -545,7 +545,7 @@ def heat_map(rows: Mapping[int, Sequence[float | None]], label: str, most: float
         rows: Seconds of each step by rank, None for steps that are not in the file; all equally long. If there are
             more ranks or steps than rows and columns in the picture, a cell shows its largest value.
         label: Name of the time.
-        most: Seconds at which a cell has the strongest colour: dark on a light page, bright on a dark one.
+        most: Seconds at which a cell has the strongest color: dark on a light page, bright on a dark one.
         longest: The largest time, shown if it is longer.
     """
     ranks, columns = list(rows), max((len(values) for values in rows.values()), default=0)
@@ -569,7 +569,7 @@ def heat_map(rows: Mapping[int, Sequence[float | None]], label: str, most: float
     ]
     drawn = [f'<path class="h{level}" d="{"".join(found)}"/>' for level, found in enumerate(paths) if found]
     strongest = f"{most * 1e3:,.1f} ms" + (f" and more (up to {longest * 1e3:,.1f} ms)" if longest > most else "")
-    title = f"<p class=map>{escape(label)}, ranks by steps; strongest colour: {strongest}</p>"
+    title = f"<p class=map>{escape(label)}, ranks by steps; strongest color: {strongest}</p>"
     return title + _svg(lines * cell_height, label, [*drawn, *texts])
 
 

@@ -78,7 +78,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Reads the options from the command line; returns them, and what was not recognised."""
+    """Reads the options from the command line; returns them, and what was not recognized."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 

@@ -17,17 +17,17 @@ Offload chooses another tier for what is sharded: masters, optimizer state and r
 stage 3 also the compute parameters (``param_tier``), and at every stage the frozen ones that are described so
 (``base_tier``). Code reads the placement, never the stage number or the config.
 
-"Sharded" means over all data-parallel ranks, unless only ``shard_ranks`` neighbours share. The others
+"Sharded" means over all data-parallel ranks, unless only ``shard_ranks`` neighbors share. The others
 then hold the same (``comm.job.grid``), and stage 3 has two more rows:
 
 +---------+---------------+--------------+----------------------------+
 |         | compute param | gradient     | master and optimizer state |
 +=========+===============+==============+============================+
-| MiCS    | neighbours    | neighbours   | neighbours                 |
-| hpZ     | neighbours    | all          | all                        |
+| MiCS    | neighbors    | neighbors   | neighbors                 |
+| hpZ     | neighbors    | all          | all                        |
 +---------+---------------+--------------+----------------------------+
 
-Stages 0 and 2 are these two rows with one neighbour.
+Stages 0 and 2 are these two rows with one neighbor.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Placement:
         master_tier: Memory of masters, optimizer state and (unless on the device) reduced gradients.
         offloaded_share: Share of the trained elements whose master is in ``master_tier``; the rest is on the device.
         max_host_params: Elements of compute shards that stay in host memory before files are used.
-        shard_ranks: Neighbours that share the compute parameters; None: all ranks.
+        shard_ranks: Neighbors that share the compute parameters; None: all ranks.
         spread_master: With ``shard_ranks``: gradients, masters and optimizer state are cut over all ranks.
         speculates: Masters in host memory are updated before the norm is known, in a second set of them and of their
             optimizer state.
@@ -122,15 +122,15 @@ class Placement:
             ranks: Data-parallel ranks; None: unknown, so that settings for several groups are left out.
         """
         optimizer, param = zero.offload_optimizer, zero.offload_param
-        neighbours = zero.mics_shard_size if zero.mics_shard_size > 0 else zero.zero_hpz_partition_size
-        is_grid = ranks is not None and 1 < neighbours < ranks
+        neighbors = zero.mics_shard_size if zero.mics_shard_size > 0 else zero.zero_hpz_partition_size
+        is_grid = ranks is not None and 1 < neighbors < ranks
         return cls.of_stage(
             zero.stage,
             param_tier=_TIERS[param.device] if param is not None else Tier.DEVICE,
             master_tier=_TIERS[optimizer.device] if optimizer is not None else Tier.DEVICE,
             offloaded_share=optimizer.ratio if optimizer is not None else 1.0,
             max_host_params=param.max_in_cpu if param is not None else 0,
-            shard_ranks=neighbours if is_grid else None,
+            shard_ranks=neighbors if is_grid else None,
             spread_master=is_grid and zero.mics_shard_size <= 0,
             speculates=optimizer is not None and optimizer.super_offload,
         )

@@ -123,7 +123,7 @@ class Memory:
         return False
 
     def empty(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        """Returns a 1-D tensor of this tier, not initialised; ``label`` names it in messages."""
+        """Returns a 1-D tensor of this tier, not initialized; ``label`` names it in messages."""
         with torch.inference_mode(False):
             return torch.empty(numel, dtype=dtype, device=self.tensor_device)
 
@@ -138,7 +138,7 @@ class Memory:
             memory_tracker: Where buffers besides those tensors are counted.
         """
 
-    def initialise(self, target: torch.Tensor, value: float) -> None:
+    def initialize(self, target: torch.Tensor, value: float) -> None:
         """Fills a view, of any shape, of what :meth:`empty` made with one value."""
         target.fill_(value)
 

@@ -57,7 +57,7 @@ def _files(train: bool) -> list[str]:
 
 
 def make(root: str | Path, pictures_per_file: int = 800, seed: int = 0) -> None:
-    """Writes a data set that a small network can learn: each class is a smooth pattern of colours, shifted and noisy.
+    """Writes a data set that a small network can learn: each class is a smooth pattern of colors, shifted and noisy.
 
     Does nothing where a data set lies already. Several ranks may call it at the same time.
     """

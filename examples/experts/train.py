@@ -133,10 +133,10 @@ def draw(curves: dict[str, list[float]], floor: float) -> str:
         return f"{across:.1f},{20 + (high - loss) / (high - low) * (height - bottom - 20):.1f}"
 
     parts = [f'<polyline points="{place(0, floor)} {place(most - 1, floor)}" stroke="#888" stroke-dasharray="5 4"/>']
-    for number, ((name, curve), colour) in enumerate(zip(curves.items(), ("#c8553d", "#1b6ca8"), strict=True)):
+    for number, ((name, curve), color) in enumerate(zip(curves.items(), ("#c8553d", "#1b6ca8"), strict=True)):
         points = " ".join(place(index, loss) for index, loss in enumerate(curve))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="{width - 260}" y="{40 + 20 * number}" fill="{colour}">{name}: {curve[-1]:.3f}</text>')
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts.append(f'<text x="{width - 260}" y="{40 + 20 * number}" fill="{color}">{name}: {curve[-1]:.3f}</text>')
     parts.append(f'<text x="{width - 260}" y="80" fill="#888">who knows all rules: {floor:.3f}</text>')
     parts.append(f'<text x="{left}" y="{height - 12}">1 to {most * 10} steps; loss in nats per word</text>')
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'

@@ -293,7 +293,7 @@ WIDTH = 9
 
 
 class Mpu:
-    """Neighbouring pairs of ranks hold the same layers; ranks of equal place in their pair share data."""
+    """Neighboring pairs of ranks hold the same layers; ranks of equal place in their pair share data."""
 
     def __init__(self) -> None:
         size, rank = dist.get_world_size(), dist.get_rank()

@@ -75,7 +75,7 @@ PLAIN = {
 
 
 def _optimizer_files(folder: str) -> list[list[str]]:
-    """Names by which tools recognise a sharded checkpoint, at stages 0 and 1."""
+    """Names by which tools recognize a sharded checkpoint, at stages 0 and 1."""
     for stage in (0, 1):
         engine(stage).save_checkpoint(folder, tag=f"stage{stage}")
     tags = [pathlib.Path(folder) / f"stage{stage}" for stage in (0, 1)]

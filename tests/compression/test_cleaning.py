@@ -179,7 +179,7 @@ def test_the_published_patterns_on_bert():
     assert (
         "of the remaining weights are zero" in clean.compression_report.lines["bert.encoder.layer.0.attention.self.key"]
     )
-    clean(ids).logits.sum().backward()  # what is not quantised trains on
+    clean(ids).logits.sum().backward()  # what is not quantized trains on
 
 
 def test_what_cannot_be_cleaned_is_named():

@@ -124,7 +124,7 @@ def test_what_is_wrong_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(("code", "kind"), [(6, "float64"), (8, "uint16"), (7, "float64")])
-def test_megatrons_codes_are_recognised_by_the_size(tmp_path, code, kind):
+def test_megatrons_codes_are_recognized_by_the_size(tmp_path, code, kind):
     """Codes 6 to 8 stand for other types there; 16-bit tokens are what its files mostly hold."""
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 1, 2) + struct.pack("<iqqq", 3, 0, 0, 1)
     (tmp_path / "m.idx").write_bytes(index)

@@ -67,7 +67,7 @@ def test_small_requests_share_a_segment_and_the_best_fit_is_taken() -> None:
     assert allocator.allocate(17 * KIB, "compute").address == blocks[4].address
 
 
-def test_free_neighbours_are_joined() -> None:
+def test_free_neighbors_are_joined() -> None:
     allocator = DeviceAllocator(_never)
     first, second, third = (allocator.allocate(6 * MIB, "compute") for _ in range(3))
     allocator.free(first)

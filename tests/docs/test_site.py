@@ -90,7 +90,7 @@ def test_a_list_continues_counting_after_a_code_box(site):
     assert re.search(r'<ol start="3">\s*<li>Start it as before', text)
 
 
-def test_pictures_take_the_colours_of_the_page(site):
+def test_pictures_take_the_colors_of_the_page(site):
     for page in ("index.html", "zero/index.html"):
         assert '<svg role="img" aria-label="What rank 0 of 4 keeps' in (site / page).read_text(encoding="utf-8")
 

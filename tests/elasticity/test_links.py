@@ -203,7 +203,7 @@ def test_strangers_are_not_let_in(linked, words):
 
 @pytest.mark.parametrize("dead", [0, 1, 2])
 def test_who_is_left_agrees_on_the_newest_copies_that_are_whole(linked, dead):
-    """Every rank has its own copies of two generations and its neighbour's; of the newest, one is missing."""
+    """Every rank has its own copies of two generations and its neighbor's; of the newest, one is missing."""
     of = {
         0: held(0, 4, 5) + held(2, 4, 5),
         1: held(1, 4, 5) + held(0, 4, 5),

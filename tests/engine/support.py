@@ -1,4 +1,4 @@
-"""The shortest way to an engine, for tests of one behaviour."""
+"""The shortest way to an engine, for tests of one behavior."""
 
 from __future__ import annotations
 

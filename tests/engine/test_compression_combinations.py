@@ -150,7 +150,7 @@ def test_an_unused_parameter_counts_as_zeros_and_overlap_changes_nothing() -> No
     run_ranks(alike, 2, (0, 2, 3))
 
 
-def neighbours(kinds: tuple[str, ...]) -> None:
+def neighbors(kinds: tuple[str, ...]) -> None:
     """Groups of ranks (hpZ, MiCS), and weights as codes: the same weights everywhere, and close to exact."""
     for kind, weights_as in itertools.product(kinds, (None, "int8")):
         zero = {kind: 2}
@@ -169,5 +169,5 @@ def neighbours(kinds: tuple[str, ...]) -> None:
         plain.destroy()
 
 
-def test_groups_of_neighbours() -> None:
-    run_ranks(neighbours, 4, ("zero_hpz_partition_size", "mics_shard_size"))
+def test_groups_of_neighbors() -> None:
+    run_ranks(neighbors, 4, ("zero_hpz_partition_size", "mics_shard_size"))

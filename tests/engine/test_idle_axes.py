@@ -96,7 +96,7 @@ def test_layers_that_an_engine_would_never_drop() -> None:
         engine.destroy()
 
 
-def test_neighbours_beside_experts_are_named() -> None:
+def test_neighbors_beside_experts_are_named() -> None:
     for key in ("zero_hpz_partition_size", "mics_shard_size"):
         with simulated_device(ranks=4):
             model = nn.Sequential(MoE(4, nn.Linear(4, 4), 4, 2))

@@ -162,7 +162,7 @@ def grids() -> None:
 
 
 @pytest.mark.slow
-def test_neighbours_on_islands() -> None:
+def test_neighbors_on_islands() -> None:
     run_ranks(grids, 8)
 
 

@@ -108,14 +108,14 @@ def int4(values: torch.Tensor) -> torch.Tensor:
 class Simulation:
     """All ranks in one process: gradients of flat buckets in one step over all of them, or in two."""
 
-    def __init__(self, engine: DeepSpeedEngine, ranks: int, neighbours: int, beta: float | None) -> None:
-        self.ranks, self.neighbours, self.beta = ranks, neighbours, beta
+    def __init__(self, engine: DeepSpeedEngine, ranks: int, neighbors: int, beta: float | None) -> None:
+        self.ranks, self.neighbors, self.beta = ranks, neighbors, beta
         self.model = tower()
         self.buckets = [master.bucket.layout for master in engine._runtime.masters]
         self.forget()
 
     def forget(self) -> None:
-        groups = self.ranks // self.neighbours
+        groups = self.ranks // self.neighbors
         self.sent = [[torch.zeros(b.numel) for b in self.buckets] for _ in range(self.ranks)]
         self.combined = [[torch.zeros(b.numel) for b in self.buckets] for _ in range(groups)]
 
@@ -142,7 +142,7 @@ class Simulation:
     def means(self, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The mean of every bucket as the ranks find it, and the exact one."""
         by_rank = [self.flat_gradients(one, step) for one in range(self.ranks)]
-        groups, near = self.ranks // self.neighbours, self.neighbours
+        groups, near = self.ranks // self.neighbors, self.neighbors
         found, exact = [], []
         for index, layout in enumerate(self.buckets):
             total = torch.zeros(layout.numel)
@@ -164,7 +164,7 @@ class Simulation:
             for layout, mean, true in zip(self.buckets, found, exact, strict=True):
                 for tile, start in zip(layout.tiles, layout.starts, strict=True):
                     mine, other = (flat[start : start + tile.numel] for flat in (mean, true))
-                    # The mean, tensor by tensor: neither the sum over neighbours nor over groups.
+                    # The mean, tensor by tensor: neither the sum over neighbors nor over groups.
                     if self.beta is None and other.norm() > 0.1 * true.norm():
                         assert 0.6 < float(mine @ other / (other @ other)) < 1.4, tile.name
                     parameters[tile.name].sub_(0.5 * mine.view(tile.shape))
@@ -172,10 +172,10 @@ class Simulation:
 
 def gradients(cells: list[tuple[int, dict[str, Any] | None]]) -> None:
     ranks = torch.distributed.get_world_size()
-    for neighbours, loco in cells:
-        zero = {"zero_quantized_gradients": True, "zero_hpz_partition_size": neighbours if neighbours < ranks else 1}
+    for neighbors, loco in cells:
+        zero = {"zero_quantized_gradients": True, "zero_hpz_partition_size": neighbors if neighbors < ranks else 1}
         engine = make(tower(), zero={**zero, **({"zeropp_loco_param": loco} if loco else {})})
-        simulation = Simulation(engine, ranks, neighbours, loco["err_beta"] if loco else None)
+        simulation = Simulation(engine, ranks, neighbors, loco["err_beta"] if loco else None)
         for step in range(4):
             engine.backward(engine(inputs(step, rank())))
             engine.step()
@@ -185,7 +185,7 @@ def gradients(cells: list[tuple[int, dict[str, Any] | None]]) -> None:
             expected = dict(simulation.model.named_parameters())
             for name, value in engine.iter_full("fp32"):
                 torch.testing.assert_close(
-                    value, expected[name].detach(), rtol=1e-5, atol=1e-6, msg=f"{neighbours}, {loco}, step {step}"
+                    value, expected[name].detach(), rtol=1e-5, atol=1e-6, msg=f"{neighbors}, {loco}, step {step}"
                 )
             check_errors(engine, simulation, loco)
         engine.destroy()
@@ -202,9 +202,9 @@ def check_errors(engine: DeepSpeedEngine, simulation: Simulation, loco: dict[str
         layout = simulation.buckets[index]
         expected = simulation.sent[rank()][index]
         torch.testing.assert_close(held.feedback.tensor[: layout.numel], expected, rtol=1e-3, atol=1e-6)
-        if simulation.neighbours < simulation.ranks:
-            group, place = divmod(rank(), simulation.neighbours)
-            part = layout.numel // simulation.neighbours
+        if simulation.neighbors < simulation.ranks:
+            group, place = divmod(rank(), simulation.neighbors)
+            part = layout.numel // simulation.neighbors
             expected = simulation.combined[group][index][place * part :][:part]
             torch.testing.assert_close(held.feedback.tensor[layout.numel :], expected, rtol=1e-3, atol=1e-6)
 
@@ -235,7 +235,7 @@ class Wide(nn.Module):
         return self.layers(x.repeat(1, 18)[:, :160].to(self.layers[0].bias.dtype)).float().square().mean()
 
 
-def sent_between_groups(neighbours: int, zero: dict[str, Any]) -> float:
+def sent_between_groups(neighbors: int, zero: dict[str, Any]) -> float:
     """Bytes that a rank sends to other groups in a step, by the traffic counters. Checks that later steps are equal."""
     ranks = torch.distributed.get_world_size()
     engine = make(Wide(), zero=zero, bf16={"enabled": True})
@@ -256,7 +256,7 @@ def sent_between_groups(neighbours: int, zero: dict[str, Any]) -> float:
         assert by_axis["data"] < 100 * ranks  # what ranks agree on in an update
     engine.destroy()
     # Of all ranks each sends as much to every other one; with groups it is on the axis.
-    return by_axis.get("replicate") or by_axis["data"] * (ranks - neighbours) / (ranks - 1)
+    return by_axis.get("replicate") or by_axis["data"] * (ranks - neighbors) / (ranks - 1)
 
 
 def traffic_between_groups() -> None:
@@ -265,7 +265,7 @@ def traffic_between_groups() -> None:
     less = sent_between_groups(2, {"zero_hpz_partition_size": 2, **dict.fromkeys(keys, True)})
     assert less <= 0.27 * plain, f"{less / plain:.3f}"
     near = sent_between_groups(2, {"zero_hpz_partition_size": 2})
-    assert near > 0.27 * plain  # so it is not the neighbours alone
+    assert near > 0.27 * plain  # so it is not the neighbors alone
 
 
 def test_between_groups_a_quarter_is_sent_of_stage_3() -> None:

@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 class Desk:
-    """A copy of an example's folder, with its neighbours, in which commands are run.
+    """A copy of an example's folder, with its neighbors, in which commands are run.
 
     Args:
         folder: An empty folder.

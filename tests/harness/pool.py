@@ -49,7 +49,7 @@ def run_ranks(
 ) -> list[T]:
     """Runs ``fn(*args, **kwargs)`` as ``world_size`` ranks and returns what each returned, in rank order.
 
-    Every rank finds an initialised process group, RANK, LOCAL_RANK, WORLD_SIZE and MASTER_* in its environment, one
+    Every rank finds an initialized process group, RANK, LOCAL_RANK, WORLD_SIZE and MASTER_* in its environment, one
     thread and equal seeds. Results travel by pickle, tensors as CPU copies. ``pytest.skip`` in a rank skips the test.
 
     Args:

@@ -2,7 +2,7 @@
 
 gloo's thread for a group's sockets tries the lock of a connection and, while another thread holds it, asks the kernel
 again at once (https://github.com/pytorch/gloo/issues/246). Where there are fewer cores than ranks, the holder often is
-a thread that has just been interrupted in favour of such a loop, because a message has arrived: a quarter of the
+a thread that has just been interrupted in favor of such a loop, because a message has arrived: a quarter of the
 processor time of a training went into such loops. A thread of the policy ``SCHED_BATCH`` interrupts nobody when it
 wakes up. It gets its turn when another thread waits for something or at the end of a time slice, as all others do.
 """

@@ -96,7 +96,7 @@ def _facts(fresh):
     return run_ranks(_facts_of_rank, 2, fresh=fresh)
 
 
-def test_neighbours_are_forked_from_different_interpreters_and_a_fresh_interpreter_from_none():
+def test_neighbors_are_forked_from_different_interpreters_and_a_fresh_interpreter_from_none():
     first, second, third = run_ranks(_origin, 3)
     assert (
         first == third and first[0] != second[0] and first[1] != second[1] and os.getpid() not in (first[1], second[1])
@@ -443,7 +443,7 @@ def _alive(pid):
         return False
 
 
-def test_tensors_are_sent_without_their_neighbours():
+def test_tensors_are_sent_without_their_neighbors():
     big = torch.zeros(1_000_000)
     assert len(pickling.dumps(big[:3])) < 1000
     linear = torch.nn.Linear(3, 2)

@@ -3,7 +3,7 @@
 | model | for |
 |---|---|
 | :class:`Layer` | one residual unit, to build others from |
-| :class:`Tower`, :func:`tower` | a stack of units whose forward returns the loss: most tests of one behaviour |
+| :class:`Tower`, :func:`tower` | a stack of units whose forward returns the loss: most tests of one behavior |
 | :class:`RoutedTower` | a tower of which a forward runs some units only, in any order |
 | :class:`Awkward`, :func:`awkward` | all at once that has broken sharded trainers, with its batches and losses |
 | :func:`causal_model`, :func:`masked_model` | a language model of Transformers by its family and sizes; a BERT |

@@ -65,7 +65,7 @@ def test_weights_of_few_bits(config, bits):
     assert tokens(engine).shape == (2, 15)
 
 
-def test_parts_of_a_model_are_quantised():
+def test_parts_of_a_model_are_quantized():
     config = {"quant": {"weight": {"post_init_quant": {"q_proj": {"num_bits": 8}, "gate_proj": {"num_bits": 4}}}}}
     engine = deepspeed.init_inference(make(), config, dtype="bf16")
     block = engine.module.model.layers[1]
@@ -123,7 +123,7 @@ def test_bad_models_policies_and_prompts_raise():
     engine = deepspeed.init_inference(make(), dtype="int8")
     with pytest.raises(DeepSpeedConfigError, match="expected a model, found a InferenceEngine"):
         deepspeed.init_inference(engine)
-    with pytest.raises(DeepSpeedConfigError, match="found quantised ones .*q_proj in 8 bits"):
+    with pytest.raises(DeepSpeedConfigError, match="found quantized ones .*q_proj in 8 bits"):
         deepspeed.init_inference(engine.module, {"dtype": "int8", "quant": {"weight": {"num_bits": 4}}})
     for prompt, text in (
         ("Once", "expected a tensor .* of integers, found 'Once'; a tokenizer gives it"),
@@ -203,12 +203,12 @@ def test_an_engine_that_was_destroyed_raises():
 
 
 def on_two_ranks(family):
-    """Cut and quantised models, and sharded ones, on two ranks."""
+    """Cut and quantized models, and sharded ones, on two ranks."""
     plain = tokens(make(family))
     found = {"cut": torch.equal(tokens(deepspeed.init_inference(make(family), dtype="fp32", mp_size=2)), plain)}
     whole = deepspeed.init_inference(make(family), dtype="int8")(**prompts()).logits.float()
     parts = deepspeed.init_inference(make(family), dtype="int8", mp_size=2)(**prompts()).logits.float()
-    found["quantised"] = float((whole - parts).norm() / whole.norm())
+    found["quantized"] = float((whole - parts).norm() / whole.norm())
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     engine = deepspeed.init_inference(make(family), dtype="fp32", zero=zero)
     found["sharded"] = torch.equal(tokens(engine), plain)
@@ -222,14 +222,14 @@ def on_two_ranks(family):
     )
     found["holds"] = sum(p.numel() for p in engine.module.parameters())
     engine = deepspeed.init_inference(make(family), dtype="int8", zero=zero)
-    found["sharded, quantised"] = float((engine(**prompts()).logits.float() - whole).norm() / whole.norm())
+    found["sharded, quantized"] = float((engine(**prompts()).logits.float() - whole).norm() / whole.norm())
     return found
 
 
 def test_two_ranks():
     for found in run_ranks(on_two_ranks, 2, "Llama", timeout=300):
         assert found["cut"] and found["policy"] and found["sharded"] and found["holds"] == 0
-        assert found["quantised"] < 0.05 and found["sharded, quantised"] == 0
+        assert found["quantized"] < 0.05 and found["sharded, quantized"] == 0
 
 
 def _rotary(zero):

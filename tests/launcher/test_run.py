@@ -127,7 +127,7 @@ def test_the_environment_file_fills_what_is_not_set(tmp_path):
     assert seen["FROM_OTHER"] == "2" and "FROM_FILE" not in seen
 
 
-def test_lines_are_whole_and_labelled(tmp_path):
+def test_lines_are_whole_and_labeled(tmp_path):
     script = """
         for number in range(200):
             stream = sys.stdout if number % 2 else sys.stderr

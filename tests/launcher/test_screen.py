@@ -150,13 +150,13 @@ def test_finishing_gives_up_on_a_stuck_reader_and_keeps_the_other():
         os.close(end)
 
 
-def test_warnings_have_colour_on_a_terminal_only(surface, monkeypatch):
+def test_warnings_have_color_on_a_terminal_only(surface, monkeypatch):
     kind, recorder, _, (_, one) = surface
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     one.feed(b"[12:00:00] [WARNING] careful\n[12:00:00] [INFO] fine\n")
-    coloured = b"\x1b[33m[WARNING]\x1b[0m" if kind == "terminal" else b"[WARNING]"
-    assert recorder.data == b"[rank 1] [12:00:00] " + coloured + b" careful\n[rank 1] [12:00:00] [INFO] fine\n"
+    colored = b"\x1b[33m[WARNING]\x1b[0m" if kind == "terminal" else b"[WARNING]"
+    assert recorder.data == b"[rank 1] [12:00:00] " + colored + b" careful\n[rank 1] [12:00:00] [INFO] fine\n"
     recorder.data = b""
     monkeypatch.setenv("NO_COLOR", "1")
     one.feed(b"[12:00:00] [ERROR] no\n")

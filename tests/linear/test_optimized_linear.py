@@ -24,8 +24,8 @@ EIGHT = QuantizationConfig(q_bits=8)
 
 def test_what_is_made_for_which_configurations():
     assert type(OptimizedLinear(6, 5)) is nn.Linear
-    quantised = OptimizedLinear(6, 5, bias=True, quantization_config=EIGHT)
-    assert type(quantised) is QuantizedLinear and quantised.bias.dtype == torch.bfloat16
+    quantized = OptimizedLinear(6, 5, bias=True, quantization_config=EIGHT)
+    assert type(quantized) is QuantizedLinear and quantized.bias.dtype == torch.bfloat16
     layer = OptimizedLinear(6, 5, bias=True, lora_config=LoRAConfig(lora_r=3, lora_alpha=6), dtype=torch.float32)
     named = dict(layer.named_parameters())
     assert set(named) == {"weight", "bias", "lora_weight_1.weight", "lora_weight_2.weight"}
@@ -39,7 +39,7 @@ def test_what_is_made_for_which_configurations():
     torch.testing.assert_close(layer(x), linear(x, merged, layer.bias))
 
 
-def test_a_quantised_base_takes_the_weights_of_a_plain_layer():
+def test_a_quantized_base_takes_the_weights_of_a_plain_layer():
     torch.manual_seed(0)
     plain = nn.Linear(32, 8, bias=False)
     layer = OptimizedLinear(32, 8, False, LoRAConfig(lora_r=2), EIGHT, dtype=torch.float32)
@@ -106,11 +106,11 @@ def test_models_that_are_built_inside_init():
 
 
 class Net(nn.Module):
-    def __init__(self, sharing, quantised, delayed=False):
+    def __init__(self, sharing, quantized, delayed=False):
         super().__init__()
         torch.manual_seed(0)
         lora = LoRAConfig(lora_r=3, base_weight_sharding=sharing, delay_lora_init=delayed)
-        quant = EIGHT if quantised else None
+        quant = EIGHT if quantized else None
         self.blocks = nn.ModuleList(OptimizedLinear(17, 17, True, lora, quant, dtype=torch.float32) for _ in range(3))
         self.head = nn.Linear(17, 5)
         with torch.no_grad():
@@ -127,9 +127,9 @@ def batch(step, rank):
     return torch.randn(4, 17, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def plainly(quantised, ranks):
+def plainly(quantized, ranks):
     """Plain torch on one rank: losses, and the parameters that train afterwards."""
-    model = Net(1, quantised)
+    model = Net(1, quantized)
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=0.01, eps=1e-4, weight_decay=0.1
     )
@@ -144,16 +144,16 @@ def plainly(quantised, ranks):
 
 
 def shared(cases, folder):
-    for stage, sharing, quantised in cases:
-        expected, state = plainly(quantised, 2)
+    for stage, sharing, quantized in cases:
+        expected, state = plainly(quantized, 2)
         config = {
             "train_micro_batch_size_per_gpu": 4,
             "gradient_clipping": 0.0,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.1}},
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         }
-        model = Net(sharing, quantised)
-        base = model.blocks[0].base.codes if quantised else model.blocks[0].weight
+        model = Net(sharing, quantized)
+        base = model.blocks[0].base.codes if quantized else model.blocks[0].weight
         whole = base.detach().clone()
         engine = deepspeed.initialize(model=model, config=config)[0]
         rank = engine.global_rank
@@ -162,14 +162,14 @@ def shared(cases, folder):
             engine.backward(loss)
             engine.step()
             total = engine_mean(loss)
-            assert total == pytest.approx(expected[step], rel=1e-4), (stage, sharing, quantised, step)
+            assert total == pytest.approx(expected[step], rel=1e-4), (stage, sharing, quantized, step)
         assert (base.numel() == 0) == (sharing > 1 or stage == 3)
         found = dict(engine.iter_full("fp32"))
         for name, value in state.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
-        engine.save_checkpoint(folder, tag=f"{stage}{sharing}{quantised}")
-        other = deepspeed.initialize(model=Net(sharing, quantised), config=config)[0]
-        other.load_checkpoint(folder, tag=f"{stage}{sharing}{quantised}")
+        engine.save_checkpoint(folder, tag=f"{stage}{sharing}{quantized}")
+        other = deepspeed.initialize(model=Net(sharing, quantized), config=config)[0]
+        other.load_checkpoint(folder, tag=f"{stage}{sharing}{quantized}")
         assert_states_equal(dict(other.iter_full("fp32")), found)
         with deepspeed.zero.GatheredParameters([base]):
             assert torch.equal(base.detach(), whole)

@@ -86,7 +86,7 @@ def test_bfloat16_generates():
     assert model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False).shape == (1, 12)
 
 
-def test_adapters_train_through_a_quantised_base():
+def test_adapters_train_through_a_quantized_base():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 4))
     quantize_model(model, bits=8, skip=["0"])
@@ -117,7 +117,7 @@ def test_two_parts_that_match_a_conv1d_layer_are_refused_before_a_change():
     assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
 
 
-def test_a_layer_with_two_names_is_quantised_under_both():
+def test_a_layer_with_two_names_is_quantized_under_both():
     model = nn.Sequential(shared := nn.Linear(32, 32), nn.Sequential(shared))
     report = quantize_model(model)
     assert len(report.layers) == 1 and isinstance(model[0], QuantizedLinear) and model[1][0] is model[0]

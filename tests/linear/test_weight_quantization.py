@@ -42,7 +42,7 @@ def make():
 
 
 def under_init():
-    """Built under ``zero.Init``, built plainly, quantised beforehand: one and the same model afterwards."""
+    """Built under ``zero.Init``, built plainly, quantized beforehand: one and the same model afterwards."""
     ids = torch.arange(12).view(2, 6)
     expected = make()
     quantize_model(expected, bits=8)
@@ -73,5 +73,5 @@ def under_init():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_section_quantises(ranks):
+def test_the_section_quantizes(ranks):
     run_ranks(under_init, ranks)

@@ -1,4 +1,4 @@
-"""Attention implementations are registered, given to models, called for layers; masks are recognised."""
+"""Attention implementations are registered, given to models, called for layers; masks are recognized."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_objects_of_other_libraries():
     assert not attention.has_attention("no_such")
 
 
-def test_masks_are_recognised():
+def test_masks_are_recognized():
     from transformers import masking_utils as library
 
     window = library.sliding_window_causal_mask_function(5)

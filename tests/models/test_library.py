@@ -104,7 +104,7 @@ def test_heads_that_are_not_plain():
 def test_layers_of_the_library_are_known():
     conv = transformers.pytorch_utils.Conv1D
     assert layers.is_conv1d(conv) and layers.is_of_library(conv) and not layers.is_conv1d(nn.Linear)
-    assert layers.initialiser_of(family("llama")) is not None and layers.initialiser_of(nn.Linear(1, 1)) is None
+    assert layers.initializer_of(family("llama")) is not None and layers.initializer_of(nn.Linear(1, 1)) is None
 
 
 def test_tensor_parallel_plans():
@@ -133,7 +133,7 @@ def test_the_library_still_has_what_zero_init_wraps():
     assert hasattr(modeling_utils, "_is_ds_init_called")
     assert hasattr(modeling_utils.PreTrainedModel, "initialize_weights")
     assert hasattr(integration, "initialize_weights_zero3") and hasattr(integration, construction._STAGE_3)
-    assert initialization.TORCH_INIT_FUNCTIONS["normal_"] is construction.recorded_initialiser("normal_")
+    assert initialization.TORCH_INIT_FUNCTIONS["normal_"] is construction.recorded_initializer("normal_")
     assert not construction.is_building() and not construction.is_building_from_config()
     before = getattr(integration, construction._STAGE_3)
     with construction.hide_stage_3():

@@ -261,7 +261,7 @@ def test_first_values_are_written_before_others(tmp_path: Path, monkeypatch: pyt
     memory = open_memory(tmp_path, [(3 * PAGE // 4, 4)])
     tensor = memory.empty(3 * PAGE // 4, torch.float32, "x")
     monkeypatch.setattr(file_io, "os", Slow())
-    memory.initialise(tensor, 0.0)
+    memory.initialize(tensor, 0.0)
     tensor.fill_(7.0)
     memory.settle()
     assert bool((tensor == 7.0).all())

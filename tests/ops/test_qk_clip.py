@@ -229,9 +229,9 @@ def _refused() -> None:
     from deepspeed.ops.muon import Muon
 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    normalised = causal_model("Qwen3", **SIZES, **heads)
-    with pytest.raises(DeepSpeedConfigError, match=r"self_attn \(Qwen3Attention\) normalises .*\(q_norm, k_norm\)"):
-        deepspeed.initialize(model=normalised, config=_config())
+    normalized = causal_model("Qwen3", **SIZES, **heads)
+    with pytest.raises(DeepSpeedConfigError, match=r"self_attn \(Qwen3Attention\) normalizes .*\(q_norm, k_norm\)"):
+        deepspeed.initialize(model=normalized, config=_config())
     with pytest.raises(DeepSpeedConfigError, match="expected a model of Transformers, found Linear"):
         deepspeed.initialize(model=nn.Linear(2, 2), config=_config())
     with pytest.raises(DeepSpeedConfigError, match=r"expected Muon\(.*\) itself, found a callable"):

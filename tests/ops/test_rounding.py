@@ -1,4 +1,4 @@
-"""Stochastic rounding: unbiased, between neighbours, and the same however a run is cut."""
+"""Stochastic rounding: unbiased, between neighbors, and the same however a run is cut."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def rounded(value, dtype, update=1, name="weight", role="master"):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [1.0019, -0.3333, 3.1e-5, 1e-7, -2.7e-8, 211.37])
-def test_results_are_neighbours_and_right_on_average(dtype, value):
+def test_results_are_neighbors_and_right_on_average(dtype, value):
     found = rounded(value, dtype).double()
     assert len(found.unique()) <= 2
     gap = (found.max() - found.min()).item()
@@ -52,7 +52,7 @@ def test_updates_parameters_and_roles_have_bits_of_their_own():
         assert abs(same - 0.5) < 0.02, other
 
 
-def test_neighbouring_elements_and_blocks_are_independent():
+def test_neighboring_elements_and_blocks_are_independent():
     bits = (rounded(1.00390625, torch.bfloat16) == 1.0).double() * 2 - 1  # half way
     for distance in (1, 2, 64, 1024, 65536):
         assert abs((bits[distance:] * bits[:-distance]).mean().item()) < 0.03, distance

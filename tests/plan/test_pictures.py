@@ -54,7 +54,7 @@ def check_trace(text):
     """
     read = json.loads(text)
     assert read.keys() == {"traceEvents", "displayTimeUnit"}
-    assert read["displayTimeUnit"] == "ns", "with ms, viewers nest spans of less than a microsecond in their neighbours"
+    assert read["displayTimeUnit"] == "ns", "with ms, viewers nest spans of less than a microsecond in their neighbors"
     tracks, flows = {}, {}
     for event in read["traceEvents"]:
         if event["ph"] in ("s", "f"):

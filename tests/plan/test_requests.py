@@ -213,7 +213,7 @@ def test_traffic_between_and_inside_nodes():
 
 
 def test_ranks_that_share_inside_a_node_send_nothing_between_nodes_to_gather():
-    """hpZ: parameters are shared by neighbours; what goes along the other axis crosses nodes."""
+    """hpZ: parameters are shared by neighbors; what goes along the other axis crosses nodes."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     wide = plan(config={**CONFIG, "zero_optimization": zero}, nodes=4, devices_per_node=4)
     near = plan(

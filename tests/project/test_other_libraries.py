@@ -251,7 +251,7 @@ STILL_NEEDED: dict[str, tuple[tuple[str, ...], Callable[[], bool]]] = {
             for word in ("init", "load", "set")
         ),
     ),
-    "Transformers initialises weights on every rank at stage 3": (
+    "Transformers initializes weights on every rank at stage 3": (
         ("transformers.integrations.deepspeed.initialize_weights_zero3",),
         lambda: "def initialize_weights_zero3" not in _text_of("transformers", "integrations/deepspeed.py"),
     ),

@@ -92,7 +92,7 @@ def test_a_long_step_is_a_moment_on_the_page(tmp_path):
     text = write_report(tmp_path).read_text()
     assert "step 5 took 9 s, 18 times the median: rank 0, outside the engine" in text
     assert "cut at 1.5: step 5" in text, "the other steps stay visible"
-    assert "outside the engine, ranks by steps; strongest colour: 300.0 ms and more (up to 8,600.0 ms)" in text
+    assert "outside the engine, ranks by steps; strongest color: 300.0 ms and more (up to 8,600.0 ms)" in text
 
 
 def test_a_run_without_a_step_has_a_page(tmp_path):
@@ -196,8 +196,8 @@ def test_a_browser_shows_it_light_and_dark(folder):
         assert elements.count("<svg") == text.count("ranks by steps") + 5, "four curves, the areas, and the maps"
         pixels = image.imread(picture)
         corners.append(float(pixels[5, 5, :3].mean()))
-        colours = {tuple(pixel) for pixel in (pixels[::4, ::4, :3] * 8).astype(int).reshape(-1, 3).tolist()}
-        assert len(colours) > 10, "text, curves, areas and maps"
+        colors = {tuple(pixel) for pixel in (pixels[::4, ::4, :3] * 8).astype(int).reshape(-1, 3).tolist()}
+        assert len(colors) > 10, "text, curves, areas and maps"
     assert corners[0] > 0.9 and corners[1] < 0.2
 
 

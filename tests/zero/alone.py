@@ -192,7 +192,7 @@ def rank_of(
         micro_batches: Of an update.
         policy: As of :func:`policy_of`.
         group: Fields of the :class:`BucketGroup`.
-        joined: Elements up to which neighbouring units share a bucket, which then stays gathered.
+        joined: Elements up to which neighboring units share a bucket, which then stays gathered.
         **settings: Of :class:`DeepSpeedZeroOptimizer`.
     """
     model = stack() if model is None else model

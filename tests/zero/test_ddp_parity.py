@@ -69,7 +69,7 @@ class Ddp:
         self.publish()
 
 
-def _compare(stage, limits, accumulation, dtype, resynchronise, steps, tolerances):
+def _compare(stage, limits, accumulation, dtype, resynchronize, steps, tolerances):
     weight_tolerance, step_tolerance = tolerances
     other = Ddp(dtype)
     model = awkward(OUTPUTS[(stage + accumulation) % 3])
@@ -97,7 +97,7 @@ def _compare(stage, limits, accumulation, dtype, resynchronise, steps, tolerance
         gap = distance(mine, theirs, way)
         assert gap <= step_tolerance, f"{where}: the step is off by {gap:.2g} of its length"
         assert engine.get_global_grad_norm() == pytest.approx(other.norm, rel=max(1e-6, step_tolerance / 4)), where
-        if resynchronise:
+        if resynchronize:
             other.load(mine)
 
 

@@ -3,7 +3,7 @@
 Experts have a file each for weights, and groups of their own in optimizer states.
 
 Weights are named by an expert's global number. Optimizer states of stages 1 and 2 use local numbers: each rank calls
-its first expert 0. Ranks that share experts are neighbours, so ranks with the same experts are *ep* apart.
+its first expert 0. Ranks that share experts are neighbors, so ranks with the same experts are *ep* apart.
 """
 
 from __future__ import annotations

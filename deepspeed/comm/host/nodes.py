@@ -1,7 +1,7 @@
 """Gathers in two steps over groups that span several nodes: first between nodes, then inside each.
 
 Ranks with the same position on their nodes exchange slices, so every slice is sent to each other node once instead of
-once per rank there; then neighbours exchange what they received. Each rank sends as many bytes as in one step, but only
+once per rank there; then neighbors exchange what they received. Each rank sends as many bytes as in one step, but only
 one in ``width`` of the bytes between nodes. Slices arrive in the same places as in one step, with the same bits.
 """
 
@@ -35,7 +35,7 @@ class Nodes:
     count: int
     width: int
 
-    def neighbours(self, rank: int) -> list[int]:
+    def neighbors(self, rank: int) -> list[int]:
         """Returns the other ranks on the node of ``rank``."""
         first = rank - rank % self.width
         return [other for other in range(first, first + self.width) if other != rank]
@@ -102,7 +102,7 @@ def exchange_nodes(everyone: Transport, environ: Mapping[str, str], groups: Sequ
 
 
 class _GlooGatherByNodes(GlooGather):
-    """A gather in two steps; ``hand_on`` sends slices from other nodes to the neighbours."""
+    """A gather in two steps; ``hand_on`` sends slices from other nodes to the neighbors."""
 
     def __init__(self, transport: GlooByNodes, flat: torch.Tensor, key: int, label: str) -> None:
         nodes, rank = transport.nodes, transport.rank
@@ -111,9 +111,9 @@ class _GlooGatherByNodes(GlooGather):
         self._nodes = nodes
         self._slices = flat.split(length)
         self._key = key
-        far, near = nodes.counterparts(rank), nodes.neighbours(rank)
+        far, near = nodes.counterparts(rank), nodes.neighbors(rank)
         self._from_far = [transport.receive(self._slices[peer], peer, key) for peer in far]
-        # A neighbour sends its own slice, then those of its counterparts in rank order; one key keeps that order.
+        # A neighbor sends its own slice, then those of its counterparts in rank order; one key keeps that order.
         works = [
             transport.receive(self._slices[source], peer, key)
             for peer in near
@@ -125,13 +125,13 @@ class _GlooGatherByNodes(GlooGather):
         transport.enqueue_forward(self)
 
     def hand_on(self) -> None:
-        """Waits for slices from other nodes and sends them to the neighbours."""
+        """Waits for slices from other nodes and sends them to the neighbors."""
         transport = self._transport
         from_far, self._from_far = self._from_far, []
         transport.guard_all(from_far, self._ticket, self._label)
         self._works += [
             transport.send(self._slices[source], peer, self._key)
-            for peer in self._nodes.neighbours(transport.rank)
+            for peer in self._nodes.neighbors(transport.rank)
             for source in self._nodes.counterparts(transport.rank)
         ]
 

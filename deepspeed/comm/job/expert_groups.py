@@ -43,7 +43,7 @@ def cut(dense: Sequence[Sequence[int]], ep_size: int, *, data_first: bool = Fals
     Args:
         dense: Lists of ranks, each of which holds the same part of the model and sees other samples.
         ep_size: How many share the experts.
-        data_first: Whether ranks that share experts are as far apart as possible, instead of neighbours.
+        data_first: Whether ranks that share experts are as far apart as possible, instead of neighbors.
 
     Raises:
         DeepSpeedConfigError: ``ep_size`` is below 1, or does not divide the number of these ranks.

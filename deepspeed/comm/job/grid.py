@@ -1,6 +1,6 @@
 """A grid of ranks: ranks along one axis share the slices of a buffer, those along the other hold the same slices.
 
-Neighbours share (they are near each other: a node): the mesh has the axes ``replicate`` and, faster, ``shard``.
+Neighbors share (they are near each other: a node): the mesh has the axes ``replicate`` and, faster, ``shard``.
 
 If something is cut over *all* ranks of the grid, a rank's part must lie inside its slice. So parts are numbered by
 *position*: first along the sharing axis, then along the other (:class:`GridTransport`).
@@ -28,7 +28,7 @@ SHARD, REPLICATE = "shard", "replicate"
 
 
 def grid_mesh(size: int, shard_size: int) -> Mesh:
-    """Returns ``size`` ranks of which ``shard_size`` neighbours share slices.
+    """Returns ``size`` ranks of which ``shard_size`` neighbors share slices.
 
     Those along the other axis hold the same ones.
     """

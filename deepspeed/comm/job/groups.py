@@ -295,9 +295,9 @@ def _get_expert_parallel_ranks(
 
     Args:
         world_size: Ranks of the job.
-        tensor_parallel_size_: Neighbours that cut the same layers.
+        tensor_parallel_size_: Neighbors that cut the same layers.
         expert_parallel_size_: Ranks that share experts.
-        pipeline_parallel_size_: Stages, of neighbouring ranks each.
+        pipeline_parallel_size_: Stages, of neighboring ranks each.
         use_data_before_expert_parallel_: See the configuration's ``use_data_before_expert_parallelism``.
     """
     samples = world_size // (tensor_parallel_size_ * pipeline_parallel_size_)

@@ -128,7 +128,7 @@ class JobMesh:
                     f"{found}, from {self._source}. Choose another size, or give {self._source} more "
                     "data-parallel ranks"
                 )
-            # Cut out of the data-parallel ranks: neighbours among them, so that no rank changes its other coordinates.
+            # Cut out of the data-parallel ranks: neighbors among them, so that no rank changes its other coordinates.
             others = tuple(entry for entry in found.axes if entry[0] != axis)
             found = Mesh(others, found.ranks).split(DATA, DATA, (axis, size))
         return found

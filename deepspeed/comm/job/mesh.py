@@ -1,6 +1,6 @@
 """The ranks of a job along named axes: pure arithmetic, without torch and without processes.
 
-``deepspeed/axes.py`` describes each axis. The last axis is the fastest: its ranks are neighbours, most often on
+``deepspeed/axes.py`` describes each axis. The last axis is the fastest: its ranks are neighbors, most often on
 one node, so the axis with most communication comes last.
 
 A program that numbers its ranks otherwise (an ``mpu``, a torch ``DeviceMesh``) gives the ranks in the order of the
@@ -45,7 +45,7 @@ class Mesh:
                 f"an axis of a mesh has at least 1 rank, found {', '.join(small)}; give it 1 or more"
             )
         if self.ranks and self.ranks == tuple(range(self.world_size)):
-            object.__setattr__(self, "ranks", ())  # normalised, so that equal meshes compare equal
+            object.__setattr__(self, "ranks", ())  # normalized, so that equal meshes compare equal
         if self.ranks and sorted(self.ranks) != list(range(self.world_size)):
             raise DeepSpeedConfigError(
                 f"the {self} has {self.world_size} places for the ranks 0 to {self.world_size - 1}, each once; found "
@@ -157,7 +157,7 @@ class Mesh:
         Args:
             axis: The axis to cut; it is replaced.
             outer: Name of the slower part.
-            inner: Name and size of the faster part: neighbours along ``axis``.
+            inner: Name and size of the faster part: neighbors along ``axis``.
 
         Raises:
             DeepSpeedConfigError: The size of ``axis`` is not a multiple of the inner one.
@@ -190,7 +190,7 @@ class Mesh:
 
     @cached_property
     def _strides(self) -> dict[str, int]:
-        """Returns the stride of each axis: the distance in ranks between neighbours along it."""
+        """Returns the stride of each axis: the distance in ranks between neighbors along it."""
         found, stride = {}, 1
         for name, size in reversed(self.axes):
             found[name] = stride

@@ -53,13 +53,13 @@ def mesh_of_mpu(mpu: Any, timeout: timedelta) -> Mesh:
 def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
     """Returns the mesh of a torch ``DeviceMesh`` over all ranks of the job, under the names of this package.
 
-    Neighbouring dimensions that mean the same (``dp_replicate``, ``dp_shard``) become one axis.
+    Neighboring dimensions that mean the same (``dp_replicate``, ``dp_shard``) become one axis.
 
     Args:
         device_mesh: With names for its dimensions.
 
     Raises:
-        DeepSpeedConfigError: It has no names or unknown ones, two dimensions that are no neighbours mean the same, or
+        DeepSpeedConfigError: It has no names or unknown ones, two dimensions that are no neighbors mean the same, or
             it does not hold every rank once.
     """
     names = device_mesh.mesh_dim_names or ()
@@ -112,13 +112,13 @@ def ranks_of_dtensors(model: Any) -> list[int] | None:
 
 
 def mesh_of_dtensors(ranks: Sequence[int]) -> Mesh:
-    """Returns the mesh of a job in which ``ranks`` share layers: neighbours, or every n-th rank.
+    """Returns the mesh of a job in which ``ranks`` share layers: neighbors, or every n-th rank.
 
     Args:
         ranks: Result of :func:`ranks_of_dtensors`.
 
     Raises:
-        DeepSpeedConfigError: The ranks are neither neighbours nor evenly apart.
+        DeepSpeedConfigError: The ranks are neither neighbors nor evenly apart.
     """
     world, size = size_of(), len(ranks)
     others = world // size
@@ -127,7 +127,7 @@ def mesh_of_dtensors(ranks: Sequence[int]) -> Mesh:
         if mesh.world_size == world and mesh.group(rank_in(), TENSOR) == list(ranks):
             return mesh
     raise DeepSpeedConfigError(
-        f"the model's DTensor parameters are cut over the ranks {list(ranks)} of {world}, which are neither neighbours "
+        f"the model's DTensor parameters are cut over the ranks {list(ranks)} of {world}, which are neither neighbors "
         "nor evenly apart; give initialize the whole mesh: mesh_param=<DeviceMesh with the axes dp and tp>"
     )
 

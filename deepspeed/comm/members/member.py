@@ -103,6 +103,6 @@ def numbered(members: Sequence[RunMember], parts: int = 1) -> tuple[RunMember, .
 
     Args:
         members: In the order of their ranks.
-        parts: Parts of the model, which neighbouring ranks hold.
+        parts: Parts of the model, which neighboring ranks hold.
     """
     return tuple(replace(member, rank=rank, part=rank % parts) for rank, member in enumerate(members))

@@ -111,7 +111,7 @@ class Channel:
             like: A tensor with its dtype and device.
 
         Returns:
-            A contiguous, uninitialised tensor, valid for the next :meth:`start_sum` only.
+            A contiguous, uninitialized tensor, valid for the next :meth:`start_sum` only.
         """
         if self._sums is not None and self._sums.serves(math.prod(shape), like.dtype):
             return self._sums.place(shape, like.dtype)

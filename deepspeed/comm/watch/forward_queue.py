@@ -1,6 +1,6 @@
 """Queues data that this rank must forward: the second steps of gathers between and within nodes (``comm.host.nodes``).
 
-In such a gather a neighbour waits for data that this rank receives from another node. So that the neighbour does not
+In such a gather a neighbor waits for data that this rank receives from another node. So that the neighbor does not
 wait forever, code that may block until a peer acts forwards first, and a wait for one gather first forwards the data of
 earlier gathers. It leaves later gathers alone: a peer may issue them only after an operation with this rank.
 """
@@ -16,7 +16,7 @@ class ForwardRequest(Protocol):
     """Data to forward."""
 
     def hand_on(self) -> None:
-        """Waits for the data from other nodes and sends it to the neighbours."""
+        """Waits for the data from other nodes and sends it to the neighbors."""
 
 
 class ForwardQueue:

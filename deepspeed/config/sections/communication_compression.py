@@ -19,7 +19,7 @@ else:
 
 
 class Islands(Section):
-    """Groups of neighbouring ranks that train by themselves and synchronise every ``sync_every`` updates (DiLoCo)."""
+    """Groups of neighboring ranks that train by themselves and synchronize every ``sync_every`` updates (DiLoCo)."""
 
     _feature: ClassVar[str] = "deepspeed.engine.islands"
 
@@ -73,7 +73,7 @@ class CommunicationCompression(Section):
     )
     islands: Islands | None = key(
         None,
-        "Train in islands that synchronise every sync_every updates (DiLoCo). The other keys of this section "
+        "Train in islands that synchronize every sync_every updates (DiLoCo). The other keys of this section "
         "apply inside an island.",
-        null_means="no islands: all ranks synchronise at every update",
+        null_means="no islands: all ranks synchronize at every update",
     )

@@ -76,7 +76,7 @@ class ExpertParallel(Section):
         own_auto=True,
         no_effect=_ROUTER,
     )
-    route_norm: Bool | None = key(None, "Normalise the router's weights.", no_effect=_ROUTER)
+    route_norm: Bool | None = key(None, "Normalize the router's weights.", no_effect=_ROUTER)
     route_scale: Float = key(1.0, "Scale of the router's weights.", minimum=0, no_effect=_ROUTER)
     routed_scaling_factor: FloatOrAuto = key(
         "auto",

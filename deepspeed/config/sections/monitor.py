@@ -116,7 +116,7 @@ class ThroughputTimerSection(Section):
     """The throughput line of the engine."""
 
     enabled: Bool = key(True, "Measure samples per second.")
-    synchronized: Bool = key(True, "Synchronise the device for it: exact, at a small cost.")
+    synchronized: Bool = key(True, "Synchronize the device for it: exact, at a small cost.")
 
 
 class Timers(Section):

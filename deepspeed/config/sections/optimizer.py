@@ -61,7 +61,7 @@ class TorchFlags(OptimizerParams):
     """Holds the parameters that the classes of torch.optim share."""
 
     foreach: Bool | None = key(None, "torch's multi-tensor path.", null_means="torch decides")
-    maximize: Bool = key(False, "Maximise the loss.")
+    maximize: Bool = key(False, "Maximize the loss.")
     differentiable: Bool = key(False, "Differentiate through the step: refused, as parameters of an engine are leaves.")
 
 
@@ -315,7 +315,7 @@ class RMSpropParams(Capturable):
     eps: Float = eps(1e-8)
     weight_decay: Float = decay()
     momentum: Float = key(0.0, "Momentum.", minimum=0)
-    centered: Bool = key(False, "Normalise by the variance.")
+    centered: Bool = key(False, "Normalize by the variance.")
 
 
 class RpropParams(Capturable):

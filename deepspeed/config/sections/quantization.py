@@ -94,7 +94,7 @@ class EigenvalueSection(Section):
     verbose: Bool = key(False, "Log the eigenvalues.")
     max_iter: Int = key(100, "Maximum number of Hessian products per block.", above=0)
     tol: Float = key(1e-2, "Relative change of a value at which the iteration ends.", above=0)
-    stability: Float = key(1e-6, "Added to the norm when a vector is normalised.", minimum=0)
+    stability: Float = key(1e-6, "Added to the norm when a vector is normalized.", minimum=0)
     gas_boundary_resolution: Int = key(1, "Updates between two computations.", unit="steps", above=0)
     layer_name: str = key("bert.encoder.layer", "Name of the module that holds the blocks.")
     layer_num: Int = key(0, "Number of blocks, from the first; 0: all.", unit="layers", minimum=0)

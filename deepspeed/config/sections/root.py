@@ -49,7 +49,7 @@ class SequenceParallel(Section):
         "ulysses",
         'How attention of Transformers models works on sharded sequences. "ulysses": all-to-all from tokens to '
         'heads. "ring": keys and values pass around the ranks, without a limit by the number of heads. "both": '
-        "ulysses among as many neighbours as the heads allow, ring between these groups.",
+        "ulysses among as many neighbors as the heads allow, ring between these groups.",
     )
     loss: Annotated[Literal["gathered", "own_share"], AnyCase] = key(
         "gathered",
@@ -118,10 +118,10 @@ class Compile(Section):
     double_buffer: Bool = key(True, "Use two buckets for reductions.")
     symmetric_memory: Bool = key(False, "Gather through symmetric memory.")
     debug_log: Bool = key(False, "Log the passes.")
-    sync_before_reduce: Bool = key(False, "Debugging: synchronise before reductions.")
-    sync_after_reduce: Bool = key(False, "Debugging: synchronise after reductions.")
-    sync_before_allgather: Bool = key(False, "Debugging: synchronise before gathers.")
-    sync_after_allgather: Bool = key(False, "Debugging: synchronise after gathers.")
+    sync_before_reduce: Bool = key(False, "Debugging: synchronize before reductions.")
+    sync_after_reduce: Bool = key(False, "Debugging: synchronize after reductions.")
+    sync_before_allgather: Bool = key(False, "Debugging: synchronize before gathers.")
+    sync_after_allgather: Bool = key(False, "Debugging: synchronize after gathers.")
     keep_int_input_tensors: Bool = key(True, "Keep integer inputs for the profile.")
     keep_all_input_tensors: Bool = key(False, "Keep all inputs for the profile.")
     autoep_non_moe: Bool = key(False, "Compile the model without its experts.", since="0.19.8")
@@ -158,7 +158,7 @@ class ActivationCheckpointing(Section):
         above=0,
         no_effect="only a buffer of saved activations would need it",
     )
-    synchronize_checkpoint_boundary: Bool = key(False, "Synchronise the device at each checkpoint.")
+    synchronize_checkpoint_boundary: Bool = key(False, "Synchronize the device at each checkpoint.")
     profile: Bool = key(False, "Time forward and backward of each checkpoint.")
     recompute_modules: list[Literal["core_attn"]] = key(
         None,
@@ -270,8 +270,8 @@ class Root(Section):
     )
     use_data_before_expert_parallelism: Bool = key(
         False,
-        "Which ranks share the experts of a layer: neighbours (false), or ranks as far apart as possible (true), so "
-        "that neighbours hold the same experts.",
+        "Which ranks share the experts of a layer: neighbors (false), or ranks as far apart as possible (true), so "
+        "that neighbors hold the same experts.",
         since="0.12.4",
     )
     data_parallel_size: Int | None = key(
@@ -303,7 +303,7 @@ class Root(Section):
         above=0,
         null_means="never, as does an infinite number",
     )
-    wall_clock_breakdown: Bool = key(False, "Time forward, backward and step. Synchronises the device.")
+    wall_clock_breakdown: Bool = key(False, "Time forward, backward and step. Synchronizes the device.")
     memory_breakdown: Bool = key(False, "Log memory in use at each phase.")
     dump_state: Bool = key(False, "Log the engine's state at start-up.")
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"] | None, AnyCase] = key(

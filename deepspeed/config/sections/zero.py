@@ -87,7 +87,7 @@ class ZeroOptimization(Section):
     )
     reduce_bucket_size: Int = key(
         500_000_000,
-        "Gradients reduced by one collective: neighbouring buckets are reduced together up to this size. A larger "
+        "Gradients reduced by one collective: neighboring buckets are reduced together up to this size. A larger "
         "value makes fewer calls; a smaller one overlaps earlier and needs less transient memory.",
         unit="elements",
         above=0,
@@ -192,7 +192,7 @@ class ZeroOptimization(Section):
     )
     stage3_max_live_parameters: Int = key(
         1_000_000_000,
-        "Gathered elements at one time; prefetching stops at this limit. Without this key the largest two neighbouring "
+        "Gathered elements at one time; prefetching stops at this limit. Without this key the largest two neighboring "
         "modules always fit.",
         unit="elements",
         minimum=0,
@@ -261,7 +261,7 @@ class ZeroOptimization(Section):
 
     zero_hpz_partition_size: Int = key(
         1,
-        "Neighbouring ranks over which parameters are sharded, so that gathers stay among them (ZeRO++ hpZ); "
+        "Neighboring ranks over which parameters are sharded, so that gathers stay among them (ZeRO++ hpZ); "
         "gradients, master weights and optimizer state are sharded over all ranks. Must divide the number of "
         "ranks. 0 and 1: off.",
         unit="ranks",
@@ -279,7 +279,7 @@ class ZeroOptimization(Section):
     )
     zero_quantized_gradients: Bool = key(
         False,
-        "Exchange gradients in int4 with a scale per block (ZeRO++ qgZ): between neighbours, then, with "
+        "Exchange gradients in int4 with a scale per block (ZeRO++ qgZ): between neighbors, then, with "
         "zero_hpz_partition_size, between groups. Sums are fp32, and the result is the mean over all ranks.",
         min_stage=3,
     )
@@ -292,7 +292,7 @@ class ZeroOptimization(Section):
     )
     mics_shard_size: Int = key(
         -1,
-        "Neighbouring ranks over which all model states are sharded; the other groups are replicas (MiCS). Must "
+        "Neighboring ranks over which all model states are sharded; the other groups are replicas (MiCS). Must "
         "divide the number of ranks. -1 and 0: off.",
         unit="ranks",
         minimum=-1,

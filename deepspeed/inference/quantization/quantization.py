@@ -1,4 +1,4 @@
-"""Quantises an existing model, under the import path of upstream."""
+"""Quantizes an existing model, under the import path of upstream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed.linear.parts import quantize_as_configured
 
 
 def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Any) -> nn.Module:
-    """Quantises what ``weight_quantization`` of a training configuration names, and returns the model.
+    """Quantizes what ``weight_quantization`` of a training configuration names, and returns the model.
 
     Raises:
         DeepSpeedConfigError: The section cannot be used.

@@ -66,7 +66,7 @@ def measure_attention(model: nn.Module) -> None:
 
     Raises:
         DeepSpeedConfigError: The model is not from Transformers, its attention function cannot be replaced, or a layer
-            normalises queries or keys, so that its logits do not grow with its weights.
+            normalizes queries or keys, so that its logits do not grow with its weights.
     """
     outermost: Any = next((module for module in model.modules() if takes_attention_by_name(module)), None)
     if outermost is None:
@@ -105,7 +105,7 @@ def _refuse_norms(name: str, module: nn.Module) -> None:
     found = [norm for norm in _NORMS if isinstance(getattr(module, norm, None), nn.Module)]
     if found:
         raise DeepSpeedConfigError(
-            f"{KEY}: {name} ({type(module).__name__}) normalises queries or keys ({', '.join(found)}), so its logits "
+            f"{KEY}: {name} ({type(module).__name__}) normalizes queries or keys ({', '.join(found)}), so its logits "
             "do not grow with its weights and scaling them changes nothing; leave the key out"
         )
 
@@ -290,7 +290,7 @@ class QKClipHooks(EngineHooks):
             unknown.expand(record.heads) if record.largest is None else record.largest
             for record in self._records.values()
         ]
-        rows = self._peers.gather_small(  # one device synchronisation for all layers
+        rows = self._peers.gather_small(  # one device synchronization for all layers
             torch.cat(mine).double().cpu(), channel="step", label="the largest attention logits (QK-clip)"
         )
         largest = rows.amax(0)

@@ -16,7 +16,7 @@ from deepspeed.ops.flat import AdamRule, Kernel, UpdateRule, scratch
 from deepspeed.ops.onebit.adam import check_family
 from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, largest_update, refuse_step
 
-LR_EXCHANGED, LR_SUM, LR_OWED = "lr_travelled", "lr_since_exchange", "lr_owed"
+LR_EXCHANGED, LR_SUM, LR_OWED = "lr_traveled", "lr_since_exchange", "lr_owed"
 """Keys of the param groups for sums of learning rates: the divisor of the movement that was just exchanged, the sum
 since the latest exchange, and the sum at the latest message, to which the error-feedback residuals belong."""
 
@@ -27,16 +27,16 @@ class ZeroOneRule(UpdateRule):
     - Steps that update the variance: the mean gradient. The step is AdamW's, bit for bit as long as there was no other
       kind of step before.
     - Other steps before the variance is frozen: the new momentum.
-    - Local steps: this rank's own gradient, or, if ranks synchronise in this step, the mean of their movements.
+    - Local steps: this rank's own gradient, or, if ranks synchronize in this step, the mean of their movements.
 
     The weights are always ``anchor - moved / (sqrt(v) + eps)``. The anchor is the weights of all ranks at their latest
-    synchronisation; weight decay shrinks it. If movements are bounded, the quotient is clamped to what Adam could have
+    synchronization; weight decay shrinks it. If movements are bounded, the quotient is clamped to what Adam could have
     moved in these steps, as are the movements that are sent later (``zero.onebit.bucket_momentum``).
 
     Args:
         phase: See :class:`~deepspeed.ops.onebit.phases.Phase`.
         takes_mean: Whether the step gets the mean gradient.
-        comes_together: Whether ranks synchronise in this step.
+        comes_together: Whether ranks synchronize in this step.
         updates: Number of updates, this one included.
         of_variance: Number of those that updated the variance.
         is_bounded: Whether movements are clamped.
@@ -175,7 +175,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
     The paper updates the variance at the end of a step. Here it is updated before it is used, as in Adam, because it
     would be 0 in the first step.
 
-    State besides that of Adam: ``moved``, this rank's movement since the latest synchronisation, times the root of the
+    State besides that of Adam: ``moved``, this rank's movement since the latest synchronization, times the root of the
     variance; and ``anchor``, the weights at that time.
 
     Args:
@@ -198,7 +198,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
         cuda_aware: Ignored.
         comm_backend_name: Ignored: the engine provides the process group.
         precondition: See :class:`~deepspeed.ops.onebit.OneBitAdam`; the bound of one step is multiplied by the sum of
-            the learning rates since the latest synchronisation, and applies to local steps too.
+            the learning rates since the latest synchronization, and applies to local steps too.
 
     Raises:
         ValueError: A number is out of range, or an argument that must be False or 0 is not.

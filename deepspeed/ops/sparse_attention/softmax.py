@@ -56,12 +56,12 @@ class Softmax:
             added = additive(mask, key_padding_mask_mode, "key_padding_mask", x.dtype)
             scores = scores + added.unflatten(1, (-1, self.block))[:, columns].unsqueeze(2)
         row = heads * self.layout.size(1) + rows  # of blocks, over all heads
-        return self._normalised(scores, row)
+        return self._normalized(scores, row)
 
     def _blocks(self, dense: torch.Tensor) -> torch.Tensor:
         return dense.unflatten(3, (-1, self.block)).unflatten(2, (-1, self.block)).transpose(3, 4)
 
-    def _normalised(self, scores: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    def _normalized(self, scores: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         batch, entries, block, _ = scores.shape
         index = row.view(1, -1, 1).expand(batch, entries, block)
         lines = (batch, self.layout.size(0) * self.layout.size(1), block)

@@ -238,7 +238,7 @@ def route_top2(logits: torch.Tensor, capacity: int | None, *, noise: bool = True
     if capacity is not None:
         # Laid flat, all first choices come before all second ones.
         kept = torch.where(_queue(chosen.view(-1), num_experts).view_as(chosen) < capacity, chosen, -1)
-    weights = _normalised(_of_routes(gates, kept))
+    weights = _normalized(_of_routes(gates, kept))
     return Routes(_balance(gates, firsts, 1), capacity, num_experts, kept, weights, counts)
 
 
@@ -262,7 +262,7 @@ def route_topk(logits: torch.Tensor, k: int, capacity: int | None, *, by_weight:
             order = gates.detach().gather(1, chosen).reshape(-1).argsort(descending=True, stable=True)
         kept = torch.where(_queue(flat, num_experts, order).view_as(chosen) < capacity, chosen, -1)
     indices = kept.t().contiguous()
-    weights = _normalised(_of_routes(gates, indices))
+    weights = _normalized(_of_routes(gates, indices))
     return Routes(_balance(gates, counts, k), capacity, num_experts, indices, weights, counts)
 
 
@@ -462,7 +462,7 @@ def _of_routes(gates: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return torch.where(indices >= 0, values, 0.0)
 
 
-def _normalised(weights: torch.Tensor) -> torch.Tensor:
+def _normalized(weights: torch.Tensor) -> torch.Tensor:
     return weights / weights.sum(dim=0).clamp(min=torch.finfo(weights.dtype).eps)
 
 

@@ -24,7 +24,7 @@ from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.config import parse
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.models.building import build_without_values, read_configuration
-from deepspeed.models.layers import initialiser_of, mark_initialized
+from deepspeed.models.layers import initializer_of, mark_initialized
 from deepspeed.models.stored import StoredTensors
 from deepspeed.parallel.expert.auto import spread_experts
 from deepspeed.parallel.expert.spread import spread_of
@@ -248,7 +248,7 @@ def read_rows(found: Any, rows: slice) -> torch.Tensor:
 
 @torch.no_grad()
 def _make_buffers(model: nn.Module) -> None:
-    """Computes buffers that no file has, as the library does: by the model's initialiser, or by a constructor.
+    """Computes buffers that no file has, as the library does: by the model's initializer, or by a constructor.
 
     Raises:
         CheckpointError: A buffer can be computed by neither.
@@ -261,7 +261,7 @@ def _make_buffers(model: nn.Module) -> None:
             made: Any = type(module)(module.config)
             for leaf in empty:
                 module._buffers[leaf] = made._buffers[leaf]
-        elif not _initialise_buffers(model, name, empty):
+        elif not _initialize_buffers(model, name, empty):
             raise CheckpointError(
                 f"expert loading: the buffers {', '.join(empty)} of {name!r} ({type(module).__name__}) are in no file, "
                 "the module has no config to compute them from, and the model's _init_weights does not set them; load "
@@ -269,7 +269,7 @@ def _make_buffers(model: nn.Module) -> None:
             )
 
 
-def _initialise_buffers(model: nn.Module, name: str, leaves: list[str]) -> bool:
+def _initialize_buffers(model: nn.Module, name: str, leaves: list[str]) -> bool:
     """Gives floating buffers of a module values by the ``_init_weights`` of the nearest model above it.
 
     Returns:
@@ -278,13 +278,13 @@ def _initialise_buffers(model: nn.Module, name: str, leaves: list[str]) -> bool:
     module = model.get_submodule(name)
     parts = name.split(".")
     above = (model.get_submodule(".".join(parts[:length])) for length in range(len(parts), -1, -1))
-    initialise = next(filter(None, map(initialiser_of, above)), None)
+    initialize = next(filter(None, map(initializer_of, above)), None)
     buffers: list[torch.Tensor] = [getattr(module, leaf) for leaf in leaves]
-    if initialise is None or not all(buffer.is_floating_point() for buffer in buffers):
+    if initialize is None or not all(buffer.is_floating_point() for buffer in buffers):
         return False
     for leaf, buffer in zip(leaves, buffers, strict=True):
         module._buffers[leaf] = torch.full_like(buffer, torch.nan, device="cpu")
     for parameter in module.parameters(recurse=False):
         mark_initialized(parameter)  # it has the values of the files
-    initialise(module)
+    initialize(module)
     return not any(bool(getattr(module, leaf).isnan().any()) for leaf in leaves)

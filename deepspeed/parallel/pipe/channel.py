@@ -418,7 +418,7 @@ class StageChannels:
         watched.watch.members.add(self)
 
     def connect_pairs(self, stage_of: Sequence[int]) -> None:
-        """Makes the communicators between this stage and its neighbours. Every rank of the pipeline must call it.
+        """Makes the communicators between this stage and its neighbors. Every rank of the pipeline must call it.
 
         NCCL makes a communicator of two ranks at their first transfer, which blocks the host until both have come to
         it; in the middle of a step that can be a cycle. Here all ranks go through the pairs in one order.

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from deepspeed.parallel.pipe.schedule.lists import Kind, Schedule, make_schedule
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
 
-# Neighbours of a cut that are simulated before it counts as the best; keeps the search within seconds.
+# Neighbors of a cut that are simulated before it counts as the best; keeps the search within seconds.
 _TRIES = 16
 
 
@@ -70,7 +70,7 @@ def best_cut(
     """Finds the cut with the least step time among those whose stages fit.
 
     The search begins with the cuts whose most expensive chunk is cheapest, in time and in bytes, and shifts
-    neighbouring bounds while that helps, simulating each cut. No chunk is left without a layer.
+    neighboring bounds while that helps, simulating each cut. No chunk is left without a layer.
 
     Args:
         layers: The costs of each layer.
@@ -131,7 +131,7 @@ class _Search:
         return value, best
 
     def _better(self, value: tuple[float, ...], bounds: tuple[int, ...]) -> tuple[tuple[float, ...], Cut] | None:
-        """Returns a neighbour with a lower value, or None; the most promising ones are tried first."""
+        """Returns a neighbor with a lower value, or None; the most promising ones are tried first."""
         near = sorted((self._least(shifted), shifted) for shifted in _shifted(bounds))
         for least, shifted in near[:_TRIES]:
             if least > value[:2]:
@@ -201,7 +201,7 @@ def peak_bytes(moments: set[tuple[tuple[int, int], ...]], chunks: Sequence[Layer
 
 
 def _shifted(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields the cuts in which some neighbouring bounds are one layer earlier or later."""
+    """Yields the cuts in which some neighboring bounds are one layer earlier or later."""
     inner = len(bounds) - 1
     for first in range(1, inner):
         for end in range(first + 1, inner + 1):

@@ -142,7 +142,7 @@ _WORDS = {
     Kind.BACKWARD_INPUT: "backward, inputs",
     Kind.BACKWARD_WEIGHT: "backward, weights",
 }
-_COLOURS = {
+_COLORS = {
     Kind.FORWARD: "#5b8cc9",
     Kind.BACKWARD: "#54a24b",
     Kind.BACKWARD_INPUT: "#8cc084",
@@ -150,7 +150,7 @@ _COLOURS = {
 }
 _LABEL, _ROW, _BAR, _TOP = 62, 26, 22, 50  # pixels: width of a row's name, height of a row and of its bars, first row
 
-# Inside a page it uses the page's colours; as a separate picture those of the reader's system.
+# Inside a page it uses the page's colors; as a separate picture those of the reader's system.
 _STYLE = """\
 .picture { --ink: var(--md-typeset-color, #222); --line: var(--md-default-fg-color--lighter, #aaa); }
 @media (prefers-color-scheme: dark) {
@@ -161,7 +161,7 @@ _STYLE = """\
 .picture g text { fill: #111; font-size: 11px; text-anchor: middle; }
 .picture g rect { stroke: #fff; stroke-width: 0.5; }
 """
-_STYLE += "\n".join(f".picture .{kind.value} {{ fill: {colour}; }}" for kind, colour in _COLOURS.items())
+_STYLE += "\n".join(f".picture .{kind.value} {{ fill: {color}; }}" for kind, color in _COLORS.items())
 
 
 def letter(action: Action) -> str:
@@ -206,7 +206,7 @@ def svg(titled: Sequence[tuple[str, Schedule, Timeline]], width: int = 900) -> s
     kinds = {span.action.kind for _, _, timeline in titled for spans in timeline.spans for span in spans}
     parts, left = [], 1
     for kind in (kind for kind in Kind if kind in kinds):
-        parts.append(f'<rect x="{left}" y="4" width="12" height="12" fill="{_COLOURS[kind]}"/>')
+        parts.append(f'<rect x="{left}" y="4" width="12" height="12" fill="{_COLORS[kind]}"/>')
         parts.append(f'<text x="{left + 18}" y="15">{_WORDS[kind]}</text>')
         left += 40 + 8 * len(_WORDS[kind])
     parts.append(f'<text x="{left}" y="15">faint: the later chunks of a stage</text>')

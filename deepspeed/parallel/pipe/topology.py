@@ -134,14 +134,14 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages and copies of the model; the ranks of one stage are neighbours."""
+    """Stages and copies of the model; the ranks of one stage are neighbors."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__([PIPE, DATA], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Stages, copies of the model, and the ranks that share layers, which are neighbours."""
+    """Stages, copies of the model, and the ranks that share layers, which are neighbors."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__([PIPE, DATA, MODEL], [num_pp, num_dp, num_mp])

@@ -7,7 +7,7 @@ arXiv 2309.14509). A tensor of n elements on each of p ranks moves n (p - 1) / p
 communication.
 
 A *share* is a range of one axis of a tensor. The shares of tokens are disjoint and cover the sequence. Those of heads
-are disjoint too, unless there are fewer key and value heads than ranks: then neighbours have the same head.
+are disjoint too, unless there are fewer key and value heads than ranks: then neighbors have the same head.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class IndivisibleRanksError(DeepSpeedConfigError, RuntimeError):
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Makes the groups: neighbouring ranks share sequences. Every rank must call it.
+    """Makes the groups: neighboring ranks share sequences. Every rank must call it.
 
     Calling it again with the same number does nothing.
 

@@ -2,7 +2,7 @@
 
 The attention function gets queries, keys and values of this rank's tokens and attends to whole sequences by the
 exchange. The library builds masks from functions of positions, which would be evaluated at positions within the rank's
-part. So the mask function recognises the kind of mask instead, and raises for unknown kinds.
+part. So the mask function recognizes the kind of mask instead, and raises for unknown kinds.
 
 Attention over whole sequences builds no mask of tokens by tokens: it runs once per document and, with a sliding window,
 once per block. So memory is linear in the length.

@@ -159,7 +159,7 @@ _awaited: list[_RegisteredName] = []
 def _settings_of(model: Any) -> tuple[str | None, bool]:
     """Returns ``(core, disable_in_eval)`` of a model that may have been registered by name, and forgets the entry.
 
-    A model is recognised by the name from which it was loaded. A model with another name gets the settings of the only
+    A model is recognized by the name from which it was loaded. A model with another name gets the settings of the only
     entry, or those that all entries share.
 
     Raises:
@@ -522,7 +522,7 @@ _WORDS = "linear attention, state-space and recurrent layers, convolutions"
 
 
 def refuse_mixing_layers(model: nn.Module) -> None:
-    """Raises if a layer other than attention needs neighbouring tokens.
+    """Raises if a layer other than attention needs neighboring tokens.
 
     Raises:
         DeepSpeedConfigError: There is such a layer; the message names it.

@@ -43,12 +43,12 @@ def tp_model_init(
 
     Args:
         model: The model.
-        tp_size: Ranks that share a layer, neighbours in the job.
+        tp_size: Ranks that share a layer, neighbors in the job.
         dtype: The model's compute dtype; must equal the configured one.
         config: The configuration, or its ``tensor_parallel`` section; keys that it lacks are taken from that of
             ``initialize``.
         tp_group: Torch process group of the ranks that share layers with this one; it must be the ``tp_size``
-            neighbours.
+            neighbors.
 
     Returns:
         ``model``.
@@ -123,7 +123,7 @@ def check_group(model: nn.Module, ranks: list[int]) -> None:
     if request is not None and request.ranks is not None and sorted(request.ranks) != sorted(ranks):
         me = rank_in() if is_initialized() else 0
         raise DeepSpeedConfigError(
-            f"tp_model_init(tp_group=...): rank {me} shares layers with the ranks {sorted(ranks)}, as neighbours do, "
+            f"tp_model_init(tp_group=...): rank {me} shares layers with the ranks {sorted(ranks)}, as neighbors do, "
             f"but the group holds {sorted(request.ranks)}; lay the ranks out by initialize(mesh_param=<DeviceMesh>)"
         )
 

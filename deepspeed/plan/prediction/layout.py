@@ -25,7 +25,7 @@ attention between its projections; whole blocks."""
 class ParallelLayout:
     """Degrees of all axes, the batch, and options that save memory or time.
 
-    Neighbouring ranks share layers, then sequences, then batches; stages are furthest apart.
+    Neighboring ranks share layers, then sequences, then batches; stages are furthest apart.
 
     Attributes:
         tensor: Ranks that share layers.
@@ -35,7 +35,7 @@ class ParallelLayout:
         context: Ranks that share sequences.
         is_ring: These ranks use ring attention; otherwise they exchange tokens for heads.
         balances_ring: Tokens are assigned so that causal attention has equally many scores on all ranks of the ring.
-        experts: Ranks that share experts; they are neighbours among those that share a batch.
+        experts: Ranks that share experts; they are neighbors among those that share a batch.
         data: Ranks that share a batch.
         stage: ZeRO stage.
         shard_ranks: Ranks that share states, if fewer than those that share a batch; None: all.
@@ -65,7 +65,7 @@ class ParallelLayout:
         keeps_outputs: The last stage of a pipeline keeps the logits of all micro-batches until the step ends, as
             ``torch.distributed.pipelining`` does unless it is set not to return them.
         summed_bytes: Bytes of an element of the gradients kept until the update; None: ``gradient_bytes``.
-        is_megatron: Megatron's behaviour instead of torch's: with ``recompute="full"`` whole blocks are recomputed;
+        is_megatron: Megatron's behavior instead of torch's: with ``recompute="full"`` whole blocks are recomputed;
             with ``is_fp8`` weights are cast once per step; with ``cuts_norms`` tokens come before samples, so that
             gathered parts are in order.
         sums_in_products: The product that computes the gradient of a weight adds it to the sum over micro-batches.

@@ -5,7 +5,7 @@
 Matrix products, convolutions and attention are counted by torch's own table (``torch.utils.flop_counter``), with one
 multiply-accumulate as two operations. Operators that it lacks are added here: products by groups and by vectors, and
 whole recurrent and encoder layers in one kernel, of which only the products are counted. Element-wise functions cost
-one operation per element of the result; normalisations and softmax cost :data:`PER_ELEMENT`. Copies, casts, fills and
+one operation per element of the result; normalizations and softmax cost :data:`PER_ELEMENT`. Copies, casts, fills and
 views cost nothing.
 """
 

@@ -1,4 +1,4 @@
-"""The ``ds_*`` attributes by which the ecosystem recognises and reads partitioned parameters.
+"""The ``ds_*`` attributes by which the ecosystem recognizes and reads partitioned parameters.
 
 A parameter changes its class with every gather, so the attributes cannot live in a subclass, and stored in each
 parameter they would have to be written with every gather and would be pickled with it. They are therefore computed

@@ -248,7 +248,7 @@ def full_parameters(runtime: ZeroRuntime) -> Iterator[None]:
 
 
 def tile_windows(layout: BucketLayout, tiles: set[int], itemsize: int, limit: int | None) -> Iterator[list[int]]:
-    """Yields groups of neighbouring tiles of at most ``limit`` bytes: the whole bucket if it fits.
+    """Yields groups of neighboring tiles of at most ``limit`` bytes: the whole bucket if it fits.
 
     Args:
         layout: The layout of the bucket.

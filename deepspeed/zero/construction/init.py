@@ -1,6 +1,6 @@
 """``zero.Init``: shards parameters as soon as their module is built, so that no rank ever holds the whole model.
 
-Inside the context tensor constructors and initialisers are replaced: floating tensors from ``torch.empty`` and similar
+Inside the context tensor constructors and initializers are replaced: floating tensors from ``torch.empty`` and similar
 functions get the dtype of the configuration, and tensors without a device the accelerator's. A dtype that a model of
 transformers names for a buffer is kept while the library builds it. The wrapper is looked up,
 once per constructor when the context is entered, in the module where the ecosystem replaces it (transformers does, so
@@ -26,7 +26,7 @@ from deepspeed.comm.start.device import local_device
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist
-from deepspeed.models.construction import is_building, is_building_from_config, recorded_initialiser
+from deepspeed.models.construction import is_building, is_building_from_config, recorded_initializer
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.access.views import DeepSpeedTensorOverride
 from deepspeed.zero.address import ShardedParameter
@@ -142,7 +142,7 @@ class Init:
             serve_passes()
             self._construction.patches = [
                 *constructor_patches(self.dtype, self._device, self._overrides),
-                *initialiser_patches(),
+                *initializer_patches(),
             ]
             construction.enter(self._construction)
         return self
@@ -210,7 +210,7 @@ def _shard_device(remote_device: str | None, parsed: ParsedConfig | None, device
 
 
 _orig_torch_arange = torch.arange
-"""The object that the wrapper gets for ``torch.arange``; replacements of the wrapper recognise it by identity."""
+"""The object that the wrapper gets for ``torch.arange``; replacements of the wrapper recognize it by identity."""
 
 CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
 _UPSTREAM = "deepspeed.runtime.zero.partition_parameters"
@@ -309,17 +309,17 @@ def _legacy_constructor(dtype: torch.dtype | None, device: torch.device | None) 
     return new
 
 
-def initialiser_patches() -> list[Patch]:
-    """Returns patches that gather sharded tensors for initialisers that read the shape before any value."""
+def initializer_patches() -> list[Patch]:
+    """Returns patches that gather sharded tensors for initializers that read the shape before any value."""
     found = []
     for place in (torch.nn.init, torch.nn.modules.activation, torch.nn.modules.transformer):
-        for name in _INITIALISERS:
+        for name in _INITIALIZERS:
             if hasattr(place, name):
-                found.append(Patch(place, name, _gathering(getattr(place, name), recorded_initialiser(name))))
+                found.append(Patch(place, name, _gathering(getattr(place, name), recorded_initializer(name))))
     return found
 
 
-_INITIALISERS = (
+_INITIALIZERS = (
     "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "orthogonal_", "eye_", "dirac_",
     "sparse_", "trunc_normal_", "uniform_", "normal_", "constant_", "ones_", "zeros_",
 )  # fmt: skip
@@ -329,7 +329,7 @@ def _gathering(fn: Callable[..., Any], recorded: Callable[..., Any] | None) -> C
     """Gathers for ``fn``, or for the function that ``fn`` replaces temporarily."""
 
     @functools.wraps(fn)
-    def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def initialize(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         run = recorded if recorded is not None and is_building_from_config() else fn
         if not isinstance(tensor, ShardedParameter):
             return run(tensor, *args, **kwargs)
@@ -337,4 +337,4 @@ def _gathering(fn: Callable[..., Any], recorded: Callable[..., Any] | None) -> C
             run(tensor, *args, **kwargs)
         return tensor
 
-    return initialise
+    return initialize

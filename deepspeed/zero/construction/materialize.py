@@ -3,7 +3,7 @@
 A module on the meta device has shapes and no values. What its constructor would have done is repeated by the methods
 that modules have for it: ``reset_parameters`` (or ``_reset_parameters``), then ``_init_weights(module)`` of the nearest
 module above it, as model libraries call it. A tensor that neither of them has written is an error that names the
-module, since a model that trains from uninitialised memory looks almost right.
+module, since a model that trains from uninitialized memory looks almost right.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.models.layers import initialiser_of
+from deepspeed.models.layers import initializer_of
 
 
 class Materializer:
@@ -61,7 +61,7 @@ class Materializer:
         for module in modules:
             made += self._allocate(module)
         for module in modules:
-            self._initialise(module)
+            self._initialize(module)
         for module, name, tensor in made:
             if _is_unwritten(tensor):
                 self._refuse(module, name)
@@ -82,14 +82,14 @@ class Materializer:
                 made.append((module, name, fresh_buffer))
         return made
 
-    def _initialise(self, module: nn.Module) -> None:
+    def _initialize(self, module: nn.Module) -> None:
         for name in ("reset_parameters", "_reset_parameters"):
             method = getattr(module, name, None)
             if callable(method) and _accepts(method, 0):
                 method()
                 break
         for above in reversed(self._above[module]):
-            method = initialiser_of(above)
+            method = initializer_of(above)
             if method is not None and _accepts(method, 1):
                 method(module)
                 break
@@ -133,7 +133,7 @@ def _accepts(method: Callable[..., Any], count: int) -> bool:
 
 
 def _unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns memory with a pattern that no initialiser leaves behind."""
+    """Returns memory with a pattern that no initializer leaves behind."""
     made = torch.empty(like.shape, dtype=like.dtype, device=device)
     if made.is_floating_point() or made.is_complex():
         return made.fill_(float("nan"))

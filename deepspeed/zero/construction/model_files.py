@@ -14,8 +14,8 @@ cannot serve code that writes to weights further down, and buffers that the code
 Tying weights is such a pass too: it makes the bias of a head as long as the weight that the head gets.
 
 The passes leave some weights to the constructors, such as the two of a convolution under ``weight_norm``. All the same
-``from_config`` switches torch's initialisers off when ZeRO stage 3 is on, and these weights would be uninitialised
-memory; so the initialisers are switched on again. ``from_pretrained`` has the values in its files.
+``from_config`` switches torch's initializers off when ZeRO stage 3 is on, and these weights would be uninitialized
+memory; so the initializers are switched on again. ``from_pretrained`` has the values in its files.
 
 Files are loaded by :mod:`deepspeed.zero.construction.model_files`.
 
@@ -135,7 +135,7 @@ class _Loading:
         self._values, self._bytes = {}, 0
 
     def _fill(self, names: list[str], values: list[torch.Tensor] | None) -> None:
-        """Puts tensors into shards and buffers, and marks them, so that the library does not initialise them."""
+        """Puts tensors into shards and buffers, and marks them, so that the library does not initialize them."""
         targets: list[torch.Tensor] = []
         for name in names:
             target = _tensor_of(self._model, name)
@@ -177,7 +177,7 @@ def _refuse_misfits(model: Any, load_config: Any, info: Any, loaded: list[str]) 
                  for name, found, want in sorted(info.mismatched_keys)]  # fmt: skip
         raise CheckpointError(
             f"{source}: tensors have another shape than {type(model).__name__} has: {_list(wrong)}. Take the "
-            "configuration that the files were saved with, or pass ignore_mismatched_sizes=True to initialise them"
+            "configuration that the files were saved with, or pass ignore_mismatched_sizes=True to initialize them"
         )
     unlikely = find_unlikely(model, info.missing_keys, info.unexpected_keys, loaded)
     if unlikely:
@@ -185,7 +185,7 @@ def _refuse_misfits(model: Any, load_config: Any, info: Any, loaded: list[str]) 
         raise CheckpointError(
             f"{source}: {len(unlikely)} tensors of the blocks of {type(model).__name__} are not in the files: "
             f"{_list(unlikely)}.{more if info.unexpected_keys else ''} Take the class and the configuration that the "
-            "files were saved with, or pass ignore_mismatched_sizes=True to initialise them"
+            "files were saved with, or pass ignore_mismatched_sizes=True to initialize them"
         )
 
 

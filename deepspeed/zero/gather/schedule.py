@@ -44,7 +44,7 @@ class GatherLimits:
         prefetch: Elements that may be in flight ahead of their use (``stage3_prefetch_bucket_size``). The next unit
             may, regardless of its size, unless this is 0.
         max_live: Gathered elements at once, beyond which nothing is prefetched or kept
-            (``stage3_max_live_parameters``); None: 1,000,000,000, or the size of the largest two neighbouring units if
+            (``stage3_max_live_parameters``); None: 1,000,000,000, or the size of the largest two neighboring units if
             that is more.
         max_reuse_distance: A bucket stays gathered after its forward when its backward is at most this many elements
             away (``stage3_max_reuse_distance``).
@@ -118,7 +118,7 @@ class GatherSchedule:
         if limits.prefetch > 0 and limits.max_live < pair:
             warn_once(
                 "stage3_max_live_parameters",
-                f"zero_optimization.stage3_max_live_parameters={limits.max_live}: the largest two neighbouring modules "
+                f"zero_optimization.stage3_max_live_parameters={limits.max_live}: the largest two neighboring modules "
                 f"have {pair} elements, so some modules are gathered only when they are needed, and computation waits. "
                 f"Leave it out, or set it to {pair} or more, if memory allows",
                 ranks=[0],

@@ -1,6 +1,6 @@
 """The exchange of one bucket's momentum: the message, its unit, and the result.
 
-A message has one scale, so its elements are normalised: momentum is divided by the root of the variance, and movements
+A message has one scale, so its elements are normalized: momentum is divided by the root of the variance, and movements
 also by their param group's learning rate relative to the largest one. Then one number bounds all elements: Adam's
 largest update (``ops.onebit.phases.largest_update``).
 

@@ -243,7 +243,7 @@ class LocalSteps(MomentumExchange):
 
     @override
     @torch.no_grad()
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Averages the weights over the ranks now, without a step. Every rank must call it.
 
         Each rank's movement since the last exchange is replaced by the exact mean over the ranks, and so is momentum.
@@ -287,7 +287,7 @@ class LocalSteps(MomentumExchange):
 
     @torch.no_grad()
     def _take_up(self) -> None:
-        """Computes the movement since the last exchange from the states, after a synchronisation or a load.
+        """Computes the movement since the last exchange from the states, after a synchronization or a load.
 
         Weights that differ from the states have been loaded or written, and become the new anchor.
         """

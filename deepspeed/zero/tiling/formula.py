@@ -1,7 +1,7 @@
 """Model-state memory by formula, from the layout and the placement alone.
 
 Psi is the number of elements of all buckets with their padding, N the number of ranks in a bucket's group, and S the
-number of neighbours that share if not all do (``placement.py``). Padding is part of the layout: each parameter is
+number of neighbors that share if not all do (``placement.py``). Padding is part of the layout: each parameter is
 rounded up to 64 elements and each bucket to N * 64.
 """
 

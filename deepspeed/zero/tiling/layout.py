@@ -252,9 +252,9 @@ class Limits:
     """Holds the configured limits of sizes, in elements.
 
     Attributes:
-        persistence: Units up to this size are joined with their neighbours and stay gathered at stage 3.
+        persistence: Units up to this size are joined with their neighbors and stay gathered at stage 3.
         model_persistence: Total that may stay gathered.
-        joined: Largest bucket that joining small neighbours may make.
+        joined: Largest bucket that joining small neighbors may make.
         unit: Largest bucket of one unit; a bigger unit is split between tiles (a single bigger tile stays whole).
     """
 
@@ -285,7 +285,7 @@ def model_layout(
     """Decides which tiles share a bucket.
 
     A unit (a repeated block, or what one module owns) makes one bucket per dtype, trainability and group, split where
-    it passes ``limits.unit``. Neighbouring units of at most ``limits.persistence`` elements are joined, so that many
+    it passes ``limits.unit``. Neighboring units of at most ``limits.persistence`` elements are joined, so that many
     small tensors cost one collective; such buckets are the persistent ones.
 
     Args:

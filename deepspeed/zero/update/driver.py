@@ -141,7 +141,7 @@ class UpdateDriver(ABC):
         """Called after each update, applied or skipped. Every rank must call it."""
 
     @abstractmethod
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Makes weights equal on ranks where they differ, so that they can be saved. Every rank must call it."""
 
     @abstractmethod
@@ -202,7 +202,7 @@ class MeanGradient(UpdateDriver):
         pass
 
     @override
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         pass
 
     @override
@@ -226,7 +226,7 @@ class MeanGradient(UpdateDriver):
         to_owner, spread = placement.shard_master, placement.spread_master
         shared = [bucket for bucket in formula.trained_buckets if bucket.num_slices > 1]
         total = sum(wide * feedback_numel(bucket, to_owner=to_owner, spread=spread) for bucket in shared)
-        if formula.has_copies:  # neighbours, then the ranks with the same slices
+        if formula.has_copies:  # neighbors, then the ranks with the same slices
             return [(total, f"{wide} x (Psi + Psi / S)" if spread else f"{wide} x (Psi + Psi / S + Psi / N)")]
         return [(total, f"{wide} x Psi" if to_owner else f"{wide} x (Psi + Psi / N)")]
 

@@ -154,7 +154,7 @@ class MasterBucket:
             place = self.state_tensor(key, first.dtype if present is None else present.dtype)
             place = place[run.span.start : run.span.stop]
             if present is None:
-                self.memory.initialise(place, float(first[0]))
+                self.memory.initialize(place, float(first[0]))
             elif present.data_ptr() == place.data_ptr():
                 continue
             else:

@@ -1,4 +1,4 @@
-"""The outer step of DiLoCo (arXiv 2311.08105): islands of ranks synchronise every H updates.
+"""The outer step of DiLoCo (arXiv 2311.08105): islands of ranks synchronize every H updates.
 
 Inside an island updates are those of any engine. Ranks with the same place on their islands hold the same slices of the
 masters. The mean over islands of how far the masters have moved is the gradient of an outer step of SGD with Nesterov's
@@ -138,8 +138,8 @@ class OuterStep(UpdateDriver):
         self._parts.publish_masters()
 
     @override
-    def synchronise(self) -> None:
-        self.inner.synchronise()
+    def synchronize(self) -> None:
+        self.inner.synchronize()
 
     @override
     def restart(self) -> None:

@@ -28,7 +28,7 @@ TWO_OF_TWO = [(2, 0), (2, 1), (2, 0), (2, 1)]
 
 def test_where_ranks_lie():
     nodes = Nodes(count=3, width=4)
-    assert nodes.neighbours(6) == [4, 5, 7] and nodes.counterparts(6) == [2, 10]
+    assert nodes.neighbors(6) == [4, 5, 7] and nodes.counterparts(6) == [2, 10]
     assert nodes_under(TWO_OF_TWO, [range(4)]) == Nodes(2, 2)
     assert nodes_under(TWO_OF_TWO * 2, [range(4), range(4, 8)]) == Nodes(2, 2)
     assert nodes_under(TWO_OF_TWO, [range(2), range(2, 4)]) == "the 2 ranks that share parameters are on one node of 2"

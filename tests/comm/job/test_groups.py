@@ -94,7 +94,7 @@ def test_mpu_is_used():
 
 
 class PipelineGrid:
-    """What a grid of 2 stages x 2 data-parallel ranks returns; ``stages_first`` chooses which are neighbours."""
+    """What a grid of 2 stages x 2 data-parallel ranks returns; ``stages_first`` chooses which are neighbors."""
 
     def __init__(self, stages_first: bool) -> None:
         rank = torch_dist.get_rank()

@@ -19,13 +19,13 @@ from tests.zero.reading import full_masters
 
 
 class SequenceUnit:
-    """``data`` x 2 ranks of which neighbours share a sequence."""
+    """``data`` x 2 ranks of which neighbors share a sequence."""
 
     def __init__(self) -> None:
         ranks = range(dist.get_world_size())
-        neighbours = [dist.new_group(list(ranks[first : first + 2])) for first in ranks[::2]]
+        neighbors = [dist.new_group(list(ranks[first : first + 2])) for first in ranks[::2]]
         apart = [dist.new_group(list(ranks[first::2])) for first in range(2)]
-        self.sequence, self.data = neighbours[dist.get_rank() // 2], apart[dist.get_rank() % 2]
+        self.sequence, self.data = neighbors[dist.get_rank() // 2], apart[dist.get_rank() % 2]
         self.joint = dist.group.WORLD
 
     def get_data_parallel_group(self):
@@ -103,7 +103,7 @@ def test_a_unit_that_leaves_out_what_matters_raises():
 
 
 class TensorUnit:
-    """2 data x 2 tensor ranks; neighbours share layers."""
+    """2 data x 2 tensor ranks; neighbors share layers."""
 
     def __init__(self) -> None:
         self.tensor = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][dist.get_rank() // 2]

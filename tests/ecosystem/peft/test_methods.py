@@ -1,4 +1,4 @@
-"""The other methods of peft that look into sharded parameters: initialisers, prompts, importance from gradients."""
+"""The other methods of peft that look into sharded parameters: initializers, prompts, importance from gradients."""
 
 from __future__ import annotations
 

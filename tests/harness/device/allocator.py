@@ -4,7 +4,7 @@ Facts about torch 2 that they follow (torch.cuda's notes on memory management; t
 ``AllocatorConfig.h``): a request is rounded up to 512 bytes. Requests up to 1 MiB come from segments of 2 MiB. Larger
 ones come from segments of 20 MiB, or, from 10 MiB on, from a segment of their own size rounded up to 2 MiB. The
 smallest free block of the stream that is large enough is taken. It is split if the rest is 512 bytes or more (small
-requests) or above 1 MiB (large ones). A freed block joins its free neighbours, and serves only the stream that its
+requests) or above 1 MiB (large ones). A freed block joins its free neighbors, and serves only the stream that its
 segment was allocated for. A block that ``record_stream`` lent to other streams stays in use until their work of that
 time is over.
 

@@ -145,7 +145,7 @@ def _trained(dispatch: str | None, stage: int) -> tuple[list[float], int, int]:
     model = build("mixtral", hidden_size=256)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(0.1 if parameter.dim() > 1 else 1.0)  # deviations of 0.02, as models are initialised
+            parameter.mul_(0.1 if parameter.dim() > 1 else 1.0)  # deviations of 0.02, as models are initialized
     settings = config(stage)
     settings["expert_parallel"]["dispatch_dtype"] = dispatch
     engine = deepspeed.initialize(model=model, optimizer=adamw(model), config=settings)[0]

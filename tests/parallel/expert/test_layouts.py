@@ -15,10 +15,10 @@ from tests.parallel.expert.test_parity import compare
 
 
 def _one_after_another() -> None:
-    compare(4, (2, 2), 2, 1, 0.2)  # neighbours share experts
+    compare(4, (2, 2), 2, 1, 0.2)  # neighbors share experts
     assert Job.current().declared.defined() == {}
     compare(4, (2, 2), 3, 1, 0.2, use_data_before_expert_parallelism=True)  # and now ranks that are two apart
-    # ZeRO++ groups neighbours for all parameters, which is refused where some have groups of their own.
+    # ZeRO++ groups neighbors for all parameters, which is refused where some have groups of their own.
     engine = engine_of(tower(), 3, zero={**SHARDED, "zero_hpz_partition_size": 2})
     engine.backward(engine(inputs(0, rank())))
     engine.step()

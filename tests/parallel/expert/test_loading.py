@@ -142,7 +142,7 @@ def _check(tmp_path: Path, cells: list[tuple[str, int]]) -> None:
 
 
 class _Table(torch.nn.Module):
-    """Has a buffer that its model's initialiser computes, and no config."""
+    """Has a buffer that its model's initializer computes, and no config."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class _Tower(torch.nn.Module):
             module.table.copy_(torch.arange(3.0))
 
 
-def test_buffers_that_no_file_has_come_from_the_initialiser():
+def test_buffers_that_no_file_has_come_from_the_initializer():
     model = torch.nn.ModuleDict({"tower": _Tower(True)})
     loading._make_buffers(model)
     assert model["tower"].positions.table.tolist() == [0.0, 1.0, 2.0]

@@ -18,7 +18,7 @@ WIDTH, INNER, VOCABULARY, STEPS = 8, 12, 20, 3
 
 
 class Unit:
-    """The mpu of such a program: neighbours share layers."""
+    """The mpu of such a program: neighbors share layers."""
 
     def __init__(self, size: int) -> None:
         world, self._size = dist.get_world_size(), size

@@ -38,7 +38,7 @@ def _bytes() -> int:
 
 
 def _held(engine, step: int) -> tuple[torch.Tensor, int, int, int]:
-    """Loss; activations of whole and of half length that autograd keeps; bytes that travelled."""
+    """Loss; activations of whole and of half length that autograd keeps; bytes that traveled."""
     kept: dict[int, int] = {}
 
     def pack(value: torch.Tensor) -> torch.Tensor:

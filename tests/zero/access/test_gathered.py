@@ -43,7 +43,7 @@ def _inside(ranks):
             assert torch.equal(params[name], plain[name]), name
         assert _is_sharded(params["blocks.1.fall.weight"])
         assert traffic.requested["all_gather"].calls == 0
-    # Only what was asked for travelled: each rank sent its part of it to every other.
+    # Only what was asked for traveled: each rank sent its part of it to every other.
     sent = torch.tensor([traffic.requested["move"].nbytes])
     dist.all_reduce(sent)
     requested = sum(plain[name].numel() for name in names)

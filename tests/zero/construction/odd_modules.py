@@ -22,7 +22,7 @@ class Attention(nn.Module):
         return self.c_proj(torch.softmax(q @ k.transpose(-1, -2), dim=-1) @ v)
 
 
-class InitialisesAtTheEnd(nn.Module):
+class InitializesAtTheEnd(nn.Module):
     """As many training scripts do: a pass over all modules, another over all parameters, then some by hand."""
 
     def __init__(self, width: int = 6, depth: int = 2) -> None:
@@ -32,7 +32,7 @@ class InitialisesAtTheEnd(nn.Module):
         self.blocks = nn.ModuleList(Attention(width) for _ in range(depth))
         self.head = nn.Linear(width, 11, bias=False)
         self.head.weight = self.embedding.weight
-        self.apply(self._initialise)
+        self.apply(self._initialize)
         for name, parameter in self.named_parameters():
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth))
@@ -45,7 +45,7 @@ class InitialisesAtTheEnd(nn.Module):
             flat.fill_(4)  # through a view, after another parameter was used
             self.blocks[0].qkv.weight.data.mul_(0.5)
 
-    def _initialise(self, module: nn.Module) -> None:
+    def _initialize(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
             if module.bias is not None:
@@ -137,7 +137,7 @@ class Mixed(nn.Module):
         self.register_buffer("ids", torch.arange(4))
 
 
-class Normalised(nn.Module):
+class Normalized(nn.Module):
     """Twenty times the size of one of its blocks."""
 
     def __init__(self, width: int, depth: int) -> None:

@@ -35,10 +35,10 @@ def same_everywhere(values):
 def _plain(ranks):
     # Every rank draws other numbers; rank 0's count.
     torch.manual_seed(1)
-    expected = odd.InitialisesAtTheEnd()
+    expected = odd.InitializesAtTheEnd()
     torch.manual_seed(1 + dist.get_rank())
     with Init():
-        model = odd.InitialisesAtTheEnd()
+        model = odd.InitializesAtTheEnd()
         if ranks > 1:
             assert model.blocks[0].qkv.weight.shape == (0,)
             assert model.blocks[0].qkv.weight.ds_shape == (18, 6)
@@ -205,7 +205,7 @@ def test_nested_disabled_and_suspended():
 
 def _existing():
     torch.manual_seed(dist.get_rank())
-    model = odd.InitialisesAtTheEnd()
+    model = odd.InitializesAtTheEnd()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     Init(module=model, config_dict_or_path={"zero_optimization": {"stage": 3}})
     assert all(p.shape == (0,) for p in model.parameters())
@@ -251,7 +251,7 @@ def _weight_norm():
     return [name for name, _ in convolution.named_parameters()]
 
 
-def test_weight_normalised_convolutions():
+def test_weight_normalized_convolutions():
     run_ranks(_weight_norm, 2)
 
 
@@ -291,12 +291,12 @@ def test_ranks_that_build_different_models_all_raise():
 def _one_module_at_a_time():
     width, depth = 64, 20
     with Init(), counted() as traffic:
-        model = odd.Normalised(width, depth)
+        model = odd.Normalized(width, depth)
     module = width * width + width
     sent = torch.tensor([traffic.requested["move"].nbytes])
     dist.all_reduce(sent)
     share = -(-module // 128) * 64
-    assert sent == 4 * depth * (module - share)  # rank 0 gave rank 1 its half of each, and nothing else travelled
+    assert sent == 4 * depth * (module - share)  # rank 0 gave rank 1 its half of each, and nothing else traveled
     held = sum(p.ds_tensor.numel() for p in model.parameters())
     assert held <= depth * (module // 2 + 64)
 

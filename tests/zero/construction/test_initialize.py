@@ -275,7 +275,7 @@ def _cannot_materialize():
     return str(caught.value)
 
 
-def test_a_module_that_nothing_can_initialise_is_named():
+def test_a_module_that_nothing_can_initialize_is_named():
     for message in run_ranks(_cannot_materialize, 2):
         assert "'scale'" in message and "'inner.1'" in message and "zero.Init" in message
 
@@ -318,7 +318,7 @@ def test_modules_attached_after_initialize_run(stage):
 def _odd_models_train():
     rank = dist.get_rank()
     with Init():
-        model = odd.InitialisesAtTheEnd()
+        model = odd.InitializesAtTheEnd()
     engine = deepspeed.initialize(model=model, config=config(3))[0]
     tokens = torch.arange(6).reshape(2, 3) + rank
     losses = []

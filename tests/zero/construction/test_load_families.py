@@ -159,7 +159,7 @@ def _refused(folder):
         )
         assert [key for key, *_ in info["mismatched_keys"]] == ["model.layers.1.mlp.up_proj.weight"]
         value = full_values(model)["model.layers.1.mlp.up_proj.weight"]
-        assert value.shape == (48, 32) and 0.01 < value.std() < 0.03  # initialised
+        assert value.shape == (48, 32) and 0.01 < value.std() < 0.03  # initialized
         with pytest.raises(Exception, match="invalid header length"):  # rank 0 fails while it reads
             spoil(os.path.join(folder, "expert"), lambda tensors: None)
             if dist.get_rank() == 0:

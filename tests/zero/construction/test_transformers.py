@@ -152,7 +152,7 @@ def _missing_and_resized(folder):
         saved.save_pretrained(folder)
     dist.barrier()
     with models.zero3_switched_on(models.auto_config()):
-        # The head is not in the files: it is initialised, equal on all ranks.
+        # The head is not in the files: it is initialized, equal on all ranks.
         torch.manual_seed(rank)
         classifier = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=5)
         found = full_values(classifier)

@@ -160,7 +160,7 @@ def test_what_a_forward_writes_is_kept_by_groups_and_in_files(tmp_path):
     run_ranks(_written_in_groups, 4, str(tmp_path))
 
 
-def _penalised(model, step, of):
+def _penalized(model, step, of):
     """A loss with a penalty on the gradient of the inputs, as of critics: a backward that is differentiated itself."""
     x = inputs(step, of).requires_grad_()
     loss = model(x)
@@ -182,7 +182,7 @@ class Layered(nn.Module):
 
 
 def _differentiated_twice():
-    compare(Layered, _penalised)
+    compare(Layered, _penalized)
 
 
 def test_a_gradient_penalty():

@@ -289,7 +289,7 @@ def test_a_unit_that_is_still_gathered_starts_the_next_one_too() -> None:
         run_threads(body, 2, serves)
 
 
-def test_two_neighbouring_units_have_room_where_nothing_is_configured(
+def test_two_neighboring_units_have_room_where_nothing_is_configured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(schedule, "_LEAST_LIVE", NUMEL)
@@ -304,7 +304,7 @@ def test_two_neighbouring_units_have_room_where_nothing_is_configured(
     assert run_threads(body, 1, None) == [["FGGG", "SFGG", "SSFG", "SSSF"]]
     assert "stage3_max_live_parameters" not in caplog.text
     assert run_threads(body, 1, 3 * NUMEL) == [["FGGS", "SFGG", "SSFG", "SSSF"]]
-    assert f"stage3_max_live_parameters={3 * NUMEL}: the largest two neighbouring modules" in caplog.text
+    assert f"stage3_max_live_parameters={3 * NUMEL}: the largest two neighboring modules" in caplog.text
 
 
 class _ReadAhead(Memory):

@@ -128,7 +128,7 @@ class SendActivation(BufferOpInstruction):
     """Send the chunk's outputs to the next chunk.
 
     Attributes:
-        peer: The stage that holds the other chunk; the stage itself where neighbouring chunks lie on one.
+        peer: The stage that holds the other chunk; the stage itself where neighboring chunks lie on one.
     """
 
     words = "sending the activations"
