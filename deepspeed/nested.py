@@ -25,28 +25,29 @@ def map_tensors(
         is_changed: Returns whether ``change`` is called with an object, instead of with every tensor.
         in_dataclasses: Also the fields of dataclasses.
     """
+    # No inner function calls itself: in a cycle of references, what ``change`` holds would outlive the call.
+    if is_changed(value):
+        return change(value)
 
     def walk(item: Any) -> Any:
-        if is_changed(item):
-            return change(item)
-        if isinstance(item, tuple) and hasattr(item, "_fields"):
-            return type(item)(*map(walk, item))
-        if isinstance(item, (tuple, list)):
-            return type(item)([walk(part) for part in item])
-        if in_dataclasses and dataclasses.is_dataclass(item) and not isinstance(item, type):
-            fields = [field.name for field in dataclasses.fields(item) if field.init]
-            return dataclasses.replace(item, **{name: walk(getattr(item, name)) for name in fields})
-        if isinstance(item, Mapping):
-            changed = {name: walk(part) for name, part in item.items()}
-            if type(item) is dict or not isinstance(item, MutableMapping):
-                return changed
-            copied = copy.copy(item)
-            for name, part in changed.items():
-                copied[name] = part
-            return copied
-        return item
+        return map_tensors(item, change, is_changed, in_dataclasses=in_dataclasses)
 
-    return walk(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(walk, value))
+    if isinstance(value, (tuple, list)):
+        return type(value)([walk(part) for part in value])
+    if in_dataclasses and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: walk(getattr(value, name)) for name in fields})
+    if isinstance(value, Mapping):
+        changed = {name: walk(part) for name, part in value.items()}
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return changed
+        copied = copy.copy(value)
+        for name, part in changed.items():
+            copied[name] = part
+        return copied
+    return value
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

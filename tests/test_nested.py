@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,6 +20,19 @@ Pair = namedtuple("Pair", ("first", "second"))
 class Record:
     value: Any
     name: str = "x"
+
+
+def test_tensors_that_a_walk_has_met_are_freed_with_their_last_reference():
+    gc.collect()
+    gc.disable()
+    try:
+        met = [torch.ones(3)]
+        reference = weakref.ref(met[0])
+        map_tensors([met[0], {"a": (met[0],)}], met.append)
+        met.clear()
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_containers_are_rebuilt_and_the_rest_stays():
