@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,14 +23,14 @@ class Record:
     name: str = "x"
 
 
-def test_tensors_that_a_walk_has_met_are_freed_with_their_last_reference():
+def test_what_a_change_holds_is_freed_with_its_last_reference():
     gc.collect()
     gc.disable()
     try:
-        met = [torch.ones(3)]
-        reference = weakref.ref(met[0])
-        map_tensors([met[0], {"a": (met[0],)}], met.append)
-        met.clear()
+        held = torch.ones(3)
+        reference = weakref.ref(held)
+        map_tensors([torch.ones(3), {"a": (torch.ones(3),)}], partial(torch.add, held))
+        del held
         assert reference() is None
     finally:
         gc.enable()
