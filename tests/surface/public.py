@@ -244,6 +244,8 @@ def _still_callable(old: str, new: str | None) -> bool:
         return False
     if old.startswith("alias ") or new.startswith("alias ") or "(" not in old:
         return True
+    if "(" not in new:  # no callable any more
+        return False
     before, after = _parameters(old), _parameters(new)
     kept = [entry for entry in after if entry in before]
     if kept != before:

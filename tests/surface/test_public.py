@@ -53,6 +53,7 @@ def test_the_version_in_hand_is_written_down():
         ("name a.f(x, y=1)", "name a.f(x, y=1, z)", False),
         ("name a.f(x, y=1)", "name a.f(x)", False),
         ("name a.f(x, y=1)", "name a.g(x, y=1)", False),
+        ("name a.f(x, y=1)", "name a.f", False),
         ("alias a.f = b.f", "name a.f(x)", True),
         ("alias a.f = b.f", "name b.f(x)", False),
         ("name a.F(x)", "alias a.F = b.F", True),
