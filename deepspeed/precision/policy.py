@@ -40,7 +40,7 @@ class PrecisionPolicy:
 
     Attributes:
         compute_dtype: Dtype of floating parameters in forward and backward; None keeps the model's own.
-        buffer_dtype: Dtype of floating buffers; None keeps the model's own.
+        buffer_dtype: Dtype of floating buffers; None: as the model has them.
         accumulate_dtype: Dtype of the sum over micro-batches.
         communication_dtype: Dtype in which gradients are sent; None: the gradient's own.
         autocast_dtype: Dtype of ``torch.autocast`` around forward; None: no autocast.

@@ -157,7 +157,11 @@ class DataTypes(Section):
     param_dtype: DType | None = key(
         None, "Dtype of the model; must agree with the enabled precision mode.", since="0.19.2"
     )
-    buffer_dtype: DType | None = key(None, "Dtype of floating-point buffers.", null_means="as the model has them")
+    buffer_dtype: DType | None = key(
+        None,
+        "Dtype of floating-point buffers.",
+        null_means="that of the weights with fp16 and bf16, otherwise as the model has them",
+    )
     keep_in_fp32_modules: TextsOrAuto | None = key(
         None,
         "Modules kept in fp32: parts of their names, such as norm or mlp.gate; auto takes the model's own lists "
