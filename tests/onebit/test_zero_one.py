@@ -12,7 +12,7 @@ from torch import nn
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.ops.onebit.zero_one import updates_of_variance
+from deepspeed.ops.onebit.zero_one import LR_EXCHANGED, LR_OWED, LR_SUM, updates_of_variance
 from tests.engine.support import WIDTH, inputs, rank, same_on_all_ranks
 from tests.harness import run_ranks
 from tests.harness.toy_models import tower
@@ -28,6 +28,10 @@ def make(stage: int = 0, seed: int = 3, *, published: bool = False, **settings: 
     params = {"lr": LR, "eps": EPS, "weight_decay": 0.1, **ours, **SCHEDULE}
     section = {"optimizer": {"type": "ZeroOneAdam", "params": params}}
     return engine_with(tower(seed=seed), stage, None, section, **settings)
+
+
+def test_the_keys_in_checkpoints_keep_their_spelling() -> None:
+    assert (LR_EXCHANGED, LR_SUM, LR_OWED) == ("lr_travelled", "lr_since_exchange", "lr_owed")
 
 
 def cells() -> None:

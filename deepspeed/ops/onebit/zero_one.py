@@ -16,9 +16,10 @@ from deepspeed.ops.flat import AdamRule, Kernel, UpdateRule, scratch
 from deepspeed.ops.onebit.adam import check_family
 from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, largest_update, refuse_step
 
-LR_EXCHANGED, LR_SUM, LR_OWED = "lr_traveled", "lr_since_exchange", "lr_owed"
+LR_EXCHANGED, LR_SUM, LR_OWED = "lr_travelled", "lr_since_exchange", "lr_owed"
 """Keys of the param groups for sums of learning rates: the divisor of the movement that was just exchanged, the sum
-since the latest exchange, and the sum at the latest message, to which the error-feedback residuals belong."""
+since the latest exchange, and the sum at the latest message, to which the error-feedback residuals belong. Checkpoints
+hold them, so they keep their spelling."""
 
 
 class ZeroOneRule(UpdateRule):
