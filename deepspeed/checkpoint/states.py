@@ -16,7 +16,7 @@ from deepspeed.checkpoint import names, restricted
 from deepspeed.checkpoint.param_groups import MergedGroups
 from deepspeed.checkpoint.roster import Roster
 from deepspeed.checkpoint.run_state import RunState
-from deepspeed.config.sections.monitor import NOT_SHOWN, SECRETS
+from deepspeed.config.sections.monitor import hide_secrets
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist_once, logger
 
@@ -242,14 +242,14 @@ def _model_states(run_state: RunState, listed: Roster, merged: MergedGroups) -> 
 
 def _config_as_data(config: Any) -> Any:
     """Returns the configuration without secrets, and with the text of functions and other objects that are no data."""
-    kept, others = restricted.split({"ds_config": _as_dicts(config)})
+    kept, others = restricted.split({"ds_config": hide_secrets(_as_dicts(config))})
     restricted.merge(kept, {path: str(value) for path, value in others.items()})
     return kept["ds_config"]
 
 
 def _as_dicts(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: NOT_SHOWN if name in SECRETS and item else _as_dicts(item) for name, item in value.items()}
+        return {name: _as_dicts(item) for name, item in value.items()}
     is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes, tuple))
     return [_as_dicts(item) for item in value] if is_list else value
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.job.mpu import RankCoordinates
+from deepspeed.config.sections.monitor import hide_secrets
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.batches import Batches
 from deepspeed.precision.policy import PrecisionPolicy
@@ -147,7 +148,7 @@ def state_text(
     memory: Sequence[tuple[str, int, int, str]],
 ) -> str:
     """Returns the text of ``dump_state``: versions, keys that differ from their defaults, dtypes and memory."""
-    changed = root.model_dump(exclude_defaults=True, exclude={"comet": {"api_key"}})  # logs are no place for secrets
+    changed = hide_secrets(root.model_dump(exclude_defaults=True))
     settings = json.dumps(changed, indent=2, default=str)  # functions as their text
     lines = [
         f"state of the engine: torch {torch.__version__}, Python {platform.python_version()}, device {device}",

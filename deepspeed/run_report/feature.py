@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.axes import PIPE
 from deepspeed.comm.job.torch_groups import rendezvous_store
 from deepspeed.comm.start.batched_store import read_many, those_there
-from deepspeed.config.sections.monitor import NOT_SHOWN, SECRETS
+from deepspeed.config.sections.monitor import hide_secrets
 from deepspeed.config.sections.root import Root
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, TrackingHooks
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
@@ -120,8 +120,7 @@ def _facts(setup: EngineSetup, runtime: ZeroRuntime) -> dict[str, Any]:
 
 def settings_of(root: Root) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns two dicts of values by dotted key: those that differ from their defaults, and the others."""
-    changed = _flat(root.model_dump(exclude_defaults=True))
-    changed.update({path: NOT_SHOWN for path in changed if path.rpartition(".")[2] in SECRETS})
+    changed = _flat(hide_secrets(root.model_dump(exclude_defaults=True)))
     settings = _flat(root.model_dump())
     return changed, {path: value for path, value in settings.items() if path not in changed}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import Bool, FilePath, Float, Int, TextList
@@ -12,6 +13,14 @@ SECRETS = ("api_key",)
 
 NOT_SHOWN = "(not shown)"
 """What stands in the place of such a value."""
+
+
+def hide_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested dicts with :data:`NOT_SHOWN` in the place of secrets; those that are not set stay."""
+    return {
+        name: hide_secrets(value) if isinstance(value, Mapping) else NOT_SHOWN if name in SECRETS and value else value
+        for name, value in values.items()
+    }
 
 
 class TensorBoard(Section):
