@@ -97,9 +97,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def run() -> None:
-    """Runs the command, and exits with its code."""
+    """Runs the command; exits with its code if that is not 0."""
     run_command("ds_plan", main, None)
-    sys.exit(0)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -213,7 +213,7 @@ class MasterOptimizer(ZeROOptimizer):
             "optimizer": torchs(self.optimizer.state_dict)(),
             "loss_scaler": self.loss_scaler.state_dict() if self.loss_scaler is not None else None,
             "masters": [master.flat.clone() for master in self._masters],
-            "runs": [list(spans) for spans in self._spans_of_groups()],
+            "runs": self._spans_of_groups(),
             "skipped_in_a_row": self._skipped_in_a_row,
             "steps": self._steps,
         }
