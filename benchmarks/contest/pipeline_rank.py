@@ -182,7 +182,7 @@ class Deepspeed:
 
 
 class Torch:
-    """The contestant that trains with ``torch.distributed.pipelining``."""
+    """Trains the model with ``torch.distributed.pipelining``, to be compared."""
 
     NAMES = {
         "gpipe": "ScheduleGPipe",

@@ -146,7 +146,7 @@ def is_per_element(value: Any, param: torch.Tensor) -> bool:
 
 
 def _joined(runs: Iterable[BucketRun]) -> Iterable[BucketRun]:
-    """Merges neighbors of one bucket and dtype."""
+    """Joins ranges that follow each other in the same bucket and dtype."""
     last: BucketRun | None = None
     for part in runs:
         if last is not None and (last.bucket, last.stop, last.dtype) == (part.bucket, part.start, part.dtype):

@@ -247,7 +247,7 @@ class LauncherLink:
 
     @property
     def waits_for_others(self) -> bool:
-        """Returns whether connected launchers are still running; valid on the hub only.
+        """Returns whether launchers that have connected are still running; False on all launchers but the hub.
 
         Their last events can be read as soon as this is False.
         """
@@ -255,9 +255,9 @@ class LauncherLink:
 
     @property
     def missing(self) -> list[int]:
-        """Returns the launchers that have not connected yet; empty on all launchers but the hub, or if it has no port.
+        """Returns the nodes whose launchers have not connected yet; empty on all launchers but the hub.
 
-        They may be late, or not reach the hub's port.
+        They may be late, or not reach the hub's port. Empty, too, if the hub got no port.
         """
         if not (self.is_hub and self._is_serving):
             return []

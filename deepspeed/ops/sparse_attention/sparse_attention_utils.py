@@ -183,7 +183,7 @@ class SparseAttentionUtils:
 
 
 def _front_of(table: nn.Embedding) -> int:
-    """Returns the number of first rows of a table that mean no position, as RoBERTa has them."""
+    """Returns how many rows of a position table come before that of position 0; RoBERTa has ``padding_idx + 1``."""
     return 0 if table.padding_idx is None else table.padding_idx + 1
 
 

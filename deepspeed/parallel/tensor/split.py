@@ -156,7 +156,7 @@ class Split:
         return self.runs[-1].stop
 
     def intervals(self, place: int) -> list[Interval]:
-        """Returns what a rank has of the dimension, in order; neighbors are joined, empty ones left out."""
+        """Returns the ranges of the dimension that a rank has, in order; adjacent ones joined, empty ones left out."""
         found: list[Interval] = []
         for run in self.runs:
             low, high = self._units(run, place)
