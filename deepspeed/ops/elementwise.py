@@ -52,7 +52,7 @@ _ELEMENTWISE = (
 
 _WHOLE: dict[type, str] = {
     torch.optim.Adafactor: "factors the second moment into rows and columns of each matrix",
-    torch.optim.Muon: "orthogonalises each matrix as a whole (this package's own Muon works on fragments)",
+    torch.optim.Muon: "orthogonalizes each matrix as a whole (this package's own Muon works on fragments)",
     torch.optim.LBFGS: "needs the whole parameter vector for its dot products and line search",
     torch.optim.SparseAdam: "works on sparse gradients, which a flat buffer cannot hold",
 }

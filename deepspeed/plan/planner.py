@@ -116,7 +116,7 @@ def _plan_kind(
     named = (part.config.get("optimizer") or {}).get("type")
     if named == "Muon" and request.rank is None and part.mesh.world_size > kind.stages and stage_of(part.config) > 0:
         part = replace(part, rank=heaviest_rank(_workload(request, part), part))
-        notices.append(f"Muon: rank {part.rank} is planned, which orthogonalises the largest matrix")
+        notices.append(f"Muon: rank {part.rank} is planned, which orthogonalizes the largest matrix")
     made, other_setting = _workload(request, part), None
     if compare:
         try:

@@ -1,4 +1,4 @@
-"""Muon: orthogonalisation, the division into parts, and fragments against whole matrices."""
+"""Muon: orthogonalization, the division into parts, and fragments against whole matrices."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Muon: which rank orthogonalises which matrix, and which parts of matrices are sent for that."""
+"""Muon: which rank orthogonalizes which matrix, and which parts of matrices are sent for that."""
 
 import math
 

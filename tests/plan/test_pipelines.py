@@ -272,7 +272,7 @@ def test_the_heaviest_rank_of_a_stage_is_on_that_stage():
     plan = _planned(Cell(1, accumulation=4, more=muon))
     assert [part.kind.stage for part in plan.parts] == [0, 1]
     assert [plan.mesh.coordinate(part.kind.rank)["pipe"] for part in plan.parts] == [0, 1]
-    assert sum("which orthogonalises the largest matrix" in notice for notice in plan.notices) == 2
+    assert sum("which orthogonalizes the largest matrix" in notice for notice in plan.notices) == 2
 
 
 def test_what_cannot_be_cut():

@@ -223,7 +223,7 @@ class ZeroOneAdamParams(OneBitParams):
 class MuonParams(OptimizerParams):
     """Muon for matrices (two dimensions or more, no embed or lm_head in the name, no bias), Adam for the rest.
 
-    A parameter of three dimensions that is not a convolution is a stack of matrices; each is orthogonalised.
+    A parameter of three dimensions that is not a convolution is a stack of matrices; each is orthogonalized.
     """
 
     _keeps_own_states: ClassVar[bool] = True
@@ -232,7 +232,7 @@ class MuonParams(OptimizerParams):
     momentum: Float = key(0.95, "Momentum of the matrix part.", minimum=0, below=1)
     weight_decay: Float = decay()
     ns_method: Annotated[Literal["gram", "standard"], AnyCase] = key(
-        "gram", "How matrices are orthogonalised: Newton-Schulz on the Gram matrix, or on the matrix."
+        "gram", "How matrices are orthogonalized: Newton-Schulz on the Gram matrix, or on the matrix."
     )
     betas: FloatList = betas((0.9, 0.95))
     eps: Float = eps(1e-10)

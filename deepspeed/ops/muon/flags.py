@@ -20,7 +20,7 @@ CONVOLUTIONS = (
 
 
 def is_matrix_parameter(name: str, param: Tensor) -> bool:
-    """Returns whether Muon orthogonalises a parameter's update: two dimensions or more, no embedding or output layer.
+    """Returns whether Muon orthogonalizes a parameter's update: two dimensions or more, no embedding or output layer.
 
     Biases of stacked experts have two dimensions but are not matrices.
 

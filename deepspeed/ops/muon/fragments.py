@@ -1,7 +1,7 @@
 """Muon's matrix step when matrices are cut anywhere over the ranks.
 
 Momentum is elementwise and stays where the fragments are. The update of each matrix is gathered to its owner,
-orthogonalised there, and the fragments are sent back: two exchanges per round.
+orthogonalized there, and the fragments are sent back: two exchanges per round.
 
 Every rank knows how all tensors are cut (``SharedTensor``), so each computes the same owners and the same transfers
 without communication. Ranks are given by position: the order of their parts in the buffers.
@@ -43,7 +43,7 @@ class _ExchangeRound:
 
     Attributes:
         sent: Segments that this rank sends, in the order of the send buffer.
-        received: Segments of the matrices that it orthogonalises, in the order of the receive buffer.
+        received: Segments of the matrices that it orthogonalizes, in the order of the receive buffer.
         send_numels: Numbers of elements for each rank.
         receive_numels: Numbers of elements from each rank.
     """
@@ -68,7 +68,7 @@ class _ExchangeRound:
 class FragmentExchange:
     """Gathers and returns the matrices of a segment table.
 
-    Each matrix of a stack has its own owner. The matrices of a stack that a rank owns are orthogonalised in one batch.
+    Each matrix of a stack has its own owner. The matrices of a stack that a rank owns are orthogonalized in one batch.
 
     Every rank of the table's group must construct it with the same matrices; that needs no communication.
 
@@ -152,10 +152,10 @@ class FragmentExchange:
         """Runs one step of all matrices. Every rank must call it.
 
         Args:
-            update_of: ``(run, elements) -> `` fp32 update of those elements, before orthogonalising.
-            orthogonalize: Function from a matrix in its full shape to the orthogonalised one; with ``is_stack=True``,
+            update_of: ``(run, elements) -> `` fp32 update of those elements, before orthogonalizing.
+            orthogonalize: Function from a matrix in its full shape to the orthogonalized one; with ``is_stack=True``,
                 from a 3-D stack to a stack.
-            apply: ``(run, elements, orthogonalised update, full shape)``: changes the weights.
+            apply: ``(run, elements, orthogonalized update, full shape)``: changes the weights.
         """
         for exchange_round in self._rounds:
             self._run(exchange_round, update_of, orthogonalize, apply)
@@ -184,7 +184,7 @@ class FragmentExchange:
     def _orthogonalize_all(
         self, segments: list[tuple[MatrixSegment, Tensor]], orthogonalize: Callable[..., Tensor]
     ) -> None:
-        """Joins the segments of each matrix, orthogonalises it, and writes the result back to the segments."""
+        """Joins the segments of each matrix, orthogonalizes it, and writes the result back to the segments."""
         by_matrix: dict[int, list[tuple[MatrixSegment, Tensor]]] = {}
         for segment, view in segments:
             by_matrix.setdefault(segment.tensor.index, []).append((segment, view))
@@ -271,13 +271,13 @@ class MuonRound:
     """Matrices handled together.
 
     Attributes:
-        owners: Each matrix with the position of the rank that orthogonalises it, in the order of their numbers.
+        owners: Each matrix with the position of the rank that orthogonalizes it, in the order of their numbers.
     """
 
     owners: tuple[tuple[SharedTensor, int], ...]
 
     def owned_by(self, position: int) -> list[SharedTensor]:
-        """Returns the matrices that a rank orthogonalises."""
+        """Returns the matrices that a rank orthogonalizes."""
         return [tensor for tensor, owner in self.owners if owner == position]
 
     def sent_by(self, position: int) -> list[MatrixSegment]:
@@ -289,7 +289,7 @@ class MuonRound:
         ]
 
     def received_by(self, position: int) -> list[MatrixSegment]:
-        """Returns the parts of the matrices that a rank orthogonalises; ``peer`` is the rank that has the part."""
+        """Returns the parts of the matrices that a rank orthogonalizes; ``peer`` is the rank that has the part."""
         return [
             MatrixSegment(tensor, *tensor.held_by(peer), peer)
             for tensor in self.owned_by(position)
@@ -313,7 +313,7 @@ def plan_rounds(tensors: Iterable[SharedTensor], world_size: int, round_numel: i
     for tensor in members:
         if len(tensor.shape) < 2:
             raise ValueError(
-                f"Muon orthogonalises matrices, but {tensor.name} has shape {tensor.shape}; put it in a group with "
+                f"Muon orthogonalizes matrices, but {tensor.name} has shape {tensor.shape}; put it in a group with "
                 "use_muon=False"
             )
     return [_with_owners(together, world_size) for together in _rounds_of(members, round_numel)]

@@ -1,6 +1,6 @@
 """Muon for matrices, Adam for the rest.
 
-A matrix is orthogonalised by Newton-Schulz iterations. Five steps of a quintic polynomial push every singular value
+A matrix is orthogonalized by Newton-Schulz iterations. Five steps of a quintic polynomial push every singular value
 towards 1 (`K. Jordan et al. <https://kellerjordan.github.io/posts/muon/>`_; the coefficients make small singular values
 grow fastest at the price of ending anywhere in about 0.7 to 1.2).
 """
@@ -37,7 +37,7 @@ class ScaledRows(NamedTuple):
 
 
 class Muon(KeepsStateDtypes):
-    """Momentum whose update is orthogonalised, for matrices; AdamW for every other parameter.
+    """Momentum whose update is orthogonalized, for matrices; AdamW for every other parameter.
 
     See `K. Jordan et al. <https://kellerjordan.github.io/posts/muon/>`_. The update of an m x n matrix (for a
     convolution kernel, n is the product of all dimensions but the first) is scaled by ``sqrt(max(1, m / n))``. Weight
@@ -50,7 +50,7 @@ class Muon(KeepsStateDtypes):
     unless its attribute ``muon_stacked`` is false; one with more is a stack if that attribute is true.
 
     Works on ordinary parameters, and after :meth:`attach_segments` on 1-D runs holding segments of tensors: each matrix
-    is gathered to one rank, orthogonalised there, and its segments are sent back. State is elementwise:
+    is gathered to one rank, orthogonalized there, and its segments are sent back. State is elementwise:
     ``momentum_buffer`` for matrices, Adam's for the rest.
 
     Args:
@@ -63,7 +63,7 @@ class Muon(KeepsStateDtypes):
         eps: Added to the root of the second moment (rest).
         muon_lr: Step size of matrices; None means ``lr``.
         adam_lr: Step size of the rest; None means ``lr``.
-        ns_steps: Iterations of the orthogonalisation.
+        ns_steps: Iterations of the orthogonalization.
         nesterov: Use Nesterov momentum.
         qk_clip_threshold: Attention logits above it are brought down to it after each step (MuonClip), see
             :mod:`~deepspeed.ops.muon.qk_clip`; inside an engine only. None: they are not measured.
@@ -184,7 +184,7 @@ class Muon(KeepsStateDtypes):
             self._exchanges.append(found)
             if found.num_matrices and found.is_exchanged:
                 log_dist_once(
-                    f"Muon: each of {found.num_matrices} matrices is orthogonalised by one of {len(table.ranks)} "
+                    f"Muon: each of {found.num_matrices} matrices is orthogonalized by one of {len(table.ranks)} "
                     f"ranks; these exchange {found.all_sent_bytes:,} bytes in each update, of which this rank sends "
                     f"{found.sent_bytes:,}"
                 )
@@ -261,7 +261,7 @@ class Muon(KeepsStateDtypes):
                     continue
                 if param.dim() < 2:
                     raise ValueError(
-                        f"Muon orthogonalises matrices, but a parameter has shape {tuple(param.shape)}; put it in a "
+                        f"Muon orthogonalizes matrices, but a parameter has shape {tuple(param.shape)}; put it in a "
                         "group with use_muon=False, or call attach_segments if it is a run of fragments"
                     )
                 update = self._advance(group, param)(slice(None))
@@ -279,7 +279,7 @@ class Muon(KeepsStateDtypes):
             for param in group["params"]
             if param.grad is not None
         }
-        # An owner may hold no segment of its matrix, so all groups share the settings of the orthogonalisation.
+        # An owner may hold no segment of its matrix, so all groups share the settings of the orthogonalization.
         settings = self._part_defaults[True]
 
         def update_of(run: Tensor, elements: slice) -> Tensor:
@@ -357,7 +357,7 @@ def orthogonalize(matrix: Tensor, *, method: str = "gram", num_steps: int = 5, i
             side, so the longer the matrix the cheaper it is in comparison.
         num_steps: Iterations.
         is_stack: Whether ``matrix`` is a stack of matrices, 3-D or more. Each matrix of the last two dimensions is
-            orthogonalised separately, all in one batch.
+            orthogonalized separately, all in one batch.
 
     Returns:
         A tensor of the shape of ``matrix``, fp32.

@@ -1,4 +1,4 @@
-"""Muon with experts that are spread over ranks: every matrix of a stack is orthogonalised as in one process."""
+"""Muon with experts that are spread over ranks: every matrix of a stack is orthogonalized as in one process."""
 
 from __future__ import annotations
 
