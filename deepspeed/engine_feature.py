@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -277,9 +278,14 @@ class EngineHooks:
 
     Attributes:
         tracker: Records the engine's phases and steps on this rank; None: they are not recorded.
+        exposed: Objects that attributes of the engine return, by the attribute's name.
+        gathers_alike: Whether the ranks of a pipeline stage gather sharded parameters in one order, whatever their
+            samples are, also where a backward computes the gradients of weights later than those of inputs.
     """
 
     tracker: StepTracker | None = None
+    exposed: Mapping[str, Any] = MappingProxyType({})
+    gathers_alike: bool = True
 
     def before_forward(self, *, is_training: bool, global_steps: int, micro_steps: int) -> dict[str, Any]:
         """Called before each forward, on every rank alike.

@@ -165,6 +165,12 @@ class DroppingHooks(EngineHooks):
     def __init__(self, layers: LayerDropHooks | None, tokens: TokenDropHooks | None) -> None:
         self.layers = layers
         self.tokens = tokens
+        exposed: dict[str, Any] = {}
+        if layers is not None:
+            exposed["progressive_layer_drop"] = layers.theta
+        if tokens is not None:
+            exposed |= {"random_ltd_scheduler": tokens.schedule, "random_ltd_initialize": tokens.attach}
+        self.exposed = exposed
         self.resume(0, 0)
 
     @override

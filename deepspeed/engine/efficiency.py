@@ -11,7 +11,6 @@ from deepspeed.errors import CallOrderError
 
 if TYPE_CHECKING:
     from deepspeed.data.curriculum.scheduler import CurriculumScheduler
-    from deepspeed.dropping.feature import LayerDropHooks, TokenDropHooks
     from deepspeed.dropping.layers import ProgressiveLayerDrop
     from deepspeed.dropping.tokens import RandomLTDScheduler
 
@@ -31,8 +30,7 @@ class EfficiencyAccess:
 
         Between two steps it has the difficulty of the next forward.
         """
-        hooks = self._hooks.get("deepspeed.data.curriculum.feature")
-        return None if hooks is None else hooks.curriculum
+        return self._hooks.exposed.get("curriculum_scheduler_legacy")
 
     def curriculum_enabled_legacy(self) -> bool:
         """Returns ``curriculum_learning.enabled``."""
@@ -82,7 +80,7 @@ class EfficiencyAccess:
     @property
     def random_ltd_scheduler(self) -> RandomLTDScheduler | None:
         """The schedule of how many tokens are kept; None without the section."""
-        return None if self._token_drop is None else self._token_drop.schedule
+        return self._hooks.exposed.get("random_ltd_scheduler")
 
     def random_ltd_initialize(self) -> None:
         """Lets layers that were converted after ``initialize`` drop tokens; ``convert_to_random_ltd`` calls it.
@@ -90,26 +88,20 @@ class EfficiencyAccess:
         Raises:
             CallOrderError: The configuration does not switch token dropping on.
         """
-        if self._token_drop is None:
+        initialize = self._hooks.exposed.get("random_ltd_initialize")
+        if initialize is None:
             raise CallOrderError(
                 "random_ltd_initialize: enable data_efficiency, data_efficiency.data_routing and its random_ltd in the "
                 "configuration"
             )
-        self._token_drop.attach()
-
-    @property
-    def _token_drop(self) -> TokenDropHooks | None:
-        hooks = self._hooks.get("deepspeed.dropping.feature")
-        return None if hooks is None else hooks.tokens
+        initialize()
 
     # -- progressive layer dropping ----------------------------------------------------------------------------------
 
     @property
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
         """The keep ratio of layers; None without the section."""
-        hooks = self._hooks.get("deepspeed.dropping.feature")
-        layers: LayerDropHooks | None = None if hooks is None else hooks.layers
-        return None if layers is None else layers.theta
+        return self._hooks.exposed.get("progressive_layer_drop")
 
     def pld_enabled(self) -> bool:
         """Returns ``progressive_layer_drop.enabled``."""

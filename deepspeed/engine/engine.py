@@ -95,8 +95,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         self._runtime: ZeroRuntime = parts.runtime
         batch_size = self._batches.train_batch_size()
         self._hooks = parts.features.hooks(parts.setup, parts.runtime, parts.groups, batch_size)
-        compression = self._hooks.get("deepspeed.compression.feature")
-        self.compression_scheduler = None if compression is None else compression.schedule
+        self.compression_scheduler: Any = self._hooks.exposed.get("compression_scheduler")
         self._updater: DeepSpeedZeroOptimizer | None = None
         if parts.torch_optimizer is not None:
             self._updater = updater_for(

@@ -179,6 +179,8 @@ class FeatureHooks(EngineHooks):
 
     def __init__(self, hooks: dict[str, EngineHooks]) -> None:
         self._hooks = hooks
+        self.exposed = {name: value for each in hooks.values() for name, value in each.exposed.items()}
+        self.gathers_alike = all(each.gathers_alike for each in hooks.values())
 
     @property
     def trackers(self) -> list[StepTracker]:

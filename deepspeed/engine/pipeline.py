@@ -16,9 +16,7 @@ from deepspeed.engine.inspection import EngineInspection
 from deepspeed.engine.loss_counter import PipelineLossCounter
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.stage_compute import PipelineCompute, StageFailures
-from deepspeed.engine_feature import marks_of
 from deepspeed.errors import DeepSpeedConfigError, PipelineError
-from deepspeed.models.stacked_experts import stacked_weights
 from deepspeed.parallel.pipe.channel import StageChannels, connect_stages
 from deepspeed.parallel.pipe.data import DataFeed
 from deepspeed.parallel.pipe.interpreter import METHOD_OF_INSTRUCTION, Interpreter
@@ -41,13 +39,6 @@ _EXECUTE: dict[type, Callable[..., None]] = {
     kind: forwarded("_interpreter", getattr(Interpreter, name)) for kind, name in METHOD_OF_INSTRUCTION.items()
 }
 """The engine's method that executes each instruction."""
-
-
-def _has_experts(module: PipelineModule) -> bool:
-    """Returns whether this stage has a mixture of experts, of this package or of the Transformers library."""
-    if any("deepspeed.parallel.expert.feature" in marks_of(layer) for layer in module.children()):
-        return True
-    return any(stacked_weights(inner) for inner in module.modules())
 
 
 class PipelineEngine(EngineBase):
@@ -105,8 +96,7 @@ class PipelineEngine(EngineBase):
             device=parts.device,
             failures=self._failures,
             reduces_each=parts.placement.shard_params,
-            # Gathers must be the same on all ranks; with experts, a rank's tokens decide which backwards can be split.
-            splits_backward=not (parts.placement.shard_params and _has_experts(module)),
+            splits_backward=self._hooks.gathers_alike or not parts.placement.shard_params,
             after_update=self._end_step,
         )
         channels = connect_stages(module.mesh, parts.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 from torch import nn
 
@@ -10,6 +12,7 @@ from deepspeed.comm.job.mesh import Mesh
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.features import FEATURES, FeatureSet, feature_of
 from deepspeed.engine_feature import mark
+from tests.project import graph
 
 
 def _titles(features):
@@ -48,6 +51,14 @@ def test_features_have_the_order_of_the_list_in_any_order_of_requests():
 def test_a_feature_that_is_not_in_the_list_is_named(ask):
     with pytest.raises(LookupError, match=r"(cluster|deepspeed\.nowhere\.feature): asked for, but not in"):
         ask(FeatureSet())
+
+
+def test_only_the_list_of_features_names_one_of_another_subpackage():
+    outside = {name for name in FEATURES if not name.startswith("deepspeed.engine.")}
+    modules = [name for name in graph.modules() if name.startswith("deepspeed.engine.")]
+    named = {module for module in modules for node in graph.nodes_of(module, ast.Constant) if node.value in outside}
+    named |= {entry.importer for entry in graph.imports() if entry.importer in modules and entry.imported in outside}
+    assert named == {feature_of.__module__}
 
 
 def _marked(name):

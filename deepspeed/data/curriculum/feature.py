@@ -34,6 +34,7 @@ class CurriculumHooks(EngineHooks):
 
     def __init__(self, curriculum: CurriculumScheduler, *, passes_length: bool) -> None:
         self.curriculum = curriculum
+        self.exposed = {"curriculum_scheduler_legacy": curriculum}
         self._passes_length = passes_length
         self.resume(0, 0)
 

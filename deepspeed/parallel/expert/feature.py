@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from deepspeed import comm
 from deepspeed.comm.job.job import Job
-from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup
+from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, marks_of
+from deepspeed.models.stacked_experts import stacked_weights
 from deepspeed.parallel.expert.auto import spread_experts, spread_modules
 from deepspeed.parallel.expert.dispatch import RoutingMetrics
 from deepspeed.parallel.expert.layer import MOELayer
@@ -27,6 +28,8 @@ class ExpertHooks(EngineHooks):
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        # With experts, the tokens of a rank decide which backwards can be split, and so when weights are gathered.
+        self.gathers_alike = not _has_experts(model)
 
     @override
     def events(self) -> Sequence[tuple[str, float]]:
@@ -63,6 +66,13 @@ class ExpertParallelism(EngineFeature):
 
 
 FEATURE = ExpertParallelism()
+
+
+def _has_experts(model: nn.Module) -> bool:
+    """Returns whether a model, or a stage of it, has a mixture of experts, of this package or of Transformers."""
+    if any(__name__ in marks_of(layer) for layer in model.children()):
+        return True
+    return any(stacked_weights(module) for module in model.modules())
 
 
 _MOST_SINGLE = 512  # experts of all layers, up to which each has an event of its own
