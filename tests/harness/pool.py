@@ -32,6 +32,7 @@ from tests.harness.worker import DUMP_STACKS, Call, Raised
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT = 180.0  # seconds until a worker has imported torch, on a busy machine
 PEER_LIMIT = 20.0  # what the other ranks get after the first failure
+LEAVE_LIMIT = 5.0  # how long ranks that returned keep their process groups for the others
 CLEAN_UP_LIMIT = 60.0  # what a rank gets to take down its process group
 
 T = TypeVar("T")
@@ -228,6 +229,7 @@ class _Run:
         self.results: dict[int, bytes] = {}
         self.raised: dict[int, Raised] = {}
         self.died: dict[int, str] = {}
+        self.leaving: set[int] = set()  # ranks that returned and may take down their process groups
         self.ready: set[int] = set()
 
     def execute(
@@ -259,13 +261,17 @@ class _Run:
 
     def _gather(self, timeout: float) -> None:
         """Reads messages until every rank has cleaned up, or there is nothing left to wait for."""
-        deadline = time.monotonic() + timeout
+        deadline, leave = time.monotonic() + timeout, float("inf")
         shortened = answered = False
         while len(self.ready) + len(self.died) < len(self.workers):
             if (self.raised or self.died) and not shortened:
                 deadline, shortened = min(deadline, time.monotonic() + PEER_LIMIT), True
             if not self._unfinished() and not answered:
                 deadline, answered = time.monotonic() + CLEAN_UP_LIMIT, True
+            if self.results:
+                leave = min(leave, time.monotonic() + LEAVE_LIMIT)
+            if answered or shortened or time.monotonic() >= leave:
+                self._let_leave()
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return
@@ -281,6 +287,12 @@ class _Run:
             for rank in pending.values() if not messages else ():
                 if self.workers[rank].process.poll() is not None and not self.workers[rank].connection.poll():
                     self._note_death(rank)
+
+    def _let_leave(self) -> None:
+        for rank in self.results.keys() - self.leaving:
+            self.leaving.add(rank)
+            with contextlib.suppress(OSError):  # its death is noticed where its messages are read
+                self.workers[rank].connection.send("leave")
 
     def _receive(self, rank: int, connection: Any) -> None:
         try:

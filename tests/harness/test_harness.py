@@ -380,6 +380,26 @@ def _skip():
     pytest.skip("no such device")
 
 
+def _return_at_once(left: Path) -> None:
+    if dist.get_rank() == 1:
+        destroy = dist.destroy_process_group
+
+        def note_and_destroy() -> None:
+            dist.destroy_process_group = destroy
+            left.touch()
+            destroy()
+
+        dist.destroy_process_group = note_and_destroy
+    else:
+        time.sleep(0.5)
+        assert not left.exists()
+
+
+def test_a_rank_that_returned_keeps_its_process_group_for_the_others(tmp_path):
+    run_ranks(_return_at_once, 2, tmp_path / "left")
+    assert (tmp_path / "left").exists()
+
+
 def test_a_skip_is_sent():
     with pytest.raises(pytest.skip.Exception, match="no such device"):
         run_ranks(_skip, 2)

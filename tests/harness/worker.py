@@ -76,8 +76,15 @@ def serve(connection_descriptor: int, stacks_descriptor: int) -> None:
         except (EOFError, OSError):
             return
         _dump_stacks_on_signal(stacks)
-        # The answer goes out before the cleaning up: destroying the group is what tells the peers of a failed rank.
-        connection.send(_run(call, state))
+        kind, value = _run(call, state)
+        connection.send((kind, value))
+        # Destroying the group is what tells the peers of a failed rank. A rank that returned waits for the pool's word:
+        # a peer may still connect to it in `new_group`, which ends without an exchange that would hold this rank there.
+        if kind == "returned":
+            try:
+                connection.recv()
+            except (EOFError, OSError):
+                return
         _clean_up(state)
         connection.send(("ready", None))
 
