@@ -1,23 +1,16 @@
-"""The micro-batches of an update: their size and number, and the current one."""
+"""The sizes of batches, and the count of micro-steps by which updates are found."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from deepspeed.config import BatchSizes
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
-from deepspeed.zero.runtime import MicroBatch
 
 
 class Batches:
-    """Sizes of batches, and the count of micro-steps since the last update.
+    """Sizes of batches, and the count of micro-steps.
 
     Attributes:
         micro_steps: Micro-batches so far.
-        has_run_backward: Whether a backward has run since the last update.
-        defers_reduction: Whether a block of ``no_sync`` or ``coalesce_grad_reduction`` is open: backwards inside
-            reduce no gradients.
 
     Args:
         sizes: The configured sizes.
@@ -32,13 +25,7 @@ class Batches:
         self._data_size = data_size
         self._is_counted = is_counted
         self.micro_steps = 0
-        self.has_run_backward = False
-        self.defers_reduction = False
         self._counted_from = 0  # ``micro_steps`` from which on the present accumulation steps are counted
-        self._override: bool | None = None
-        self._current: MicroBatch | None = None  # given by a schedule, until the next backward or step
-
-    # -- sizes -------------------------------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
         """Returns the samples per update over all ranks."""
@@ -92,71 +79,18 @@ class Batches:
                 "train_batch_size and train_micro_batch_size_per_gpu in the configuration"
             )
 
-    # -- where the training is ---------------------------------------------------------------------------------------
+    # -- counting ----------------------------------------------------------------------------------------------------
 
     @property
     def since_update(self) -> int:
         """Micro-steps since the last update, by counting."""
         return (self.micro_steps - self._counted_from) % self._accumulation_steps
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Returns whether the present micro-step ends in an update."""
-        if self._current is not None:
-            return self._current.is_last
-        if self._override is not None:
-            return self._override
-        if not self._is_counted:
-            return True
-        return self.since_update + 1 == self._accumulation_steps
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Sets whether micro-steps end in an update, until called again; steps are not counted meanwhile."""
-        self._override = is_boundary
-
     @property
-    def is_decided_outside(self) -> bool:
-        """Returns whether the program or a schedule decides which micro-steps end in an update."""
-        return self._override is not None or self._current is not None
-
-    def set_current(self, micro_batch: MicroBatch | None) -> None:
-        """Sets the micro-batch of the backward that begins; None: it is found by counting steps."""
-        self._current = micro_batch
-
-    def current(self) -> MicroBatch:
-        """Returns the current micro-batch: set by a schedule, otherwise derived from the number of steps."""
-        return self._current or MicroBatch(
-            self.since_update,
-            is_first=not self.has_run_backward,
-            is_last=self.is_gradient_accumulation_boundary(),
-        )
-
-    def end_step(self, count: int = 1) -> None:
-        """Counts the ``count`` micro-steps that one call of the engine's ``step`` ends."""
-        self.micro_steps += count
-        if self._current is not None and self._current.is_last:
-            self._counted_from = self.micro_steps  # counting begins here again
-        self._current = None
+    def next_completes_update(self) -> bool:
+        """Returns whether the next micro-step is the last of the accumulation steps of an update."""
+        return not self._is_counted or self.since_update + 1 == self._accumulation_steps
 
     def count_anew(self) -> None:
         """Makes the next micro-batch the first of an update."""
         self._counted_from = self.micro_steps
-
-    @contextmanager
-    def unreduced(self, call: str = "engine.no_sync") -> Iterator[None]:
-        """Keeps backwards inside the block from reducing gradients; see :attr:`defers_reduction`.
-
-        Args:
-            call: Name of the method that the program called, for the message.
-
-        Raises:
-            CallOrderError: Such a block is open already.
-        """
-        if self.defers_reduction:
-            raise CallOrderError(
-                f"{call}: a block of no_sync or coalesce_grad_reduction is already open; do not nest them"
-            )
-        self.defers_reduction = True
-        try:
-            yield
-        finally:
-            self.defers_reduction = False

@@ -196,8 +196,8 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
     enable_backward_allreduce = forwarded_attribute(
         "_train_step", "reduces_gradients", "Whether backwards reduce gradients."
     )
-    is_gradient_accumulation_boundary = forwarded("_batches", Batches.is_gradient_accumulation_boundary)
-    set_gradient_accumulation_boundary = forwarded("_batches", Batches.set_gradient_accumulation_boundary)
+    is_gradient_accumulation_boundary = forwarded("_train_step", TrainStep.is_gradient_accumulation_boundary)
+    set_gradient_accumulation_boundary = forwarded("_train_step", TrainStep.set_gradient_accumulation_boundary)
     scale = forwarded("_train_step", TrainStep.scale)
 
     def inspect(self) -> EngineInspection:
@@ -454,7 +454,7 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
         whole = sum(bucket.layout.numel for bucket in self._runtime.buckets if bucket.layout.trainable)
         size = whole * self._precision.accumulate_dtype.itemsize
         log_dist_once(f"no_sync keeps whole gradients on every rank until the boundary: {size / 2**20:,.0f} MiB")
-        with self._batches.unreduced():
+        with self._train_step.unreduced():
             yield
 
     @contextmanager

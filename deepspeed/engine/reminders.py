@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from deepspeed.errors import CallOrderError
+from deepspeed.errors import CallOrderError, DeepSpeedError
 from deepspeed.logging import log_dist
+from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.address import address_of
 from deepspeed.zero.gather.hooks import tensors_in
 
+_ABOUT_DTYPES = re.compile(r"\bdtype|scalar type|input type|same type", re.IGNORECASE)
 _PATIENCE = 8  # backwards without a step that a program may intend, because it accumulates gradients itself
 
 
@@ -189,3 +192,33 @@ def paired_roots(outputs: Any, gradients: Any) -> tuple[list[torch.Tensor], list
 
 def _as_sequence(value: Any) -> Sequence[Any]:
     return [value] if value is None or isinstance(value, torch.Tensor) else list(value)
+
+
+def explain_mismatch(
+    error: RuntimeError, policy: PrecisionPolicy, inputs: Sequence[Any], named: Mapping[str, Any]
+) -> str | None:
+    """Returns a message for a forward that failed because of its inputs' dtype; None if the cause is another one.
+
+    Args:
+        error: What forward raised.
+        policy: The engine's dtypes.
+        inputs: Positional arguments of forward.
+        named: Its other arguments.
+    """
+    dtype = policy.compute_dtype
+    if dtype is None or isinstance(error, DeepSpeedError) or not _ABOUT_DTYPES.search(str(error)):
+        return None
+    found = [
+        f"argument {name!r} in {other}"
+        for name, value in (*enumerate(inputs), *named.items())
+        for other in {t.dtype for t in tensors_in(value) if t.is_floating_point() and t.dtype != dtype}
+    ]
+    if not found:
+        return None
+    section = policy.name
+    return (
+        f"engine.forward: {section}.enabled makes the model compute in {dtype}, but it was given {', '.join(found)}, "
+        f"which torch refuses ({str(error).splitlines()[0]}). Cast it (x.to({dtype})), let the engine cast every "
+        f"floating input ({section}.auto_cast: true), or compute under torch.autocast (torch_autocast.enabled: true "
+        f"instead of {section})"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,18 +16,16 @@ from deepspeed.engine.batches import Batches
 from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.loss_counter import LossCounter, checked_count, mean_of_sum
 from deepspeed.engine.progress import ProgressLog
-from deepspeed.engine.reminders import MissingStep, RowCheck, check_loss, paired_roots
+from deepspeed.engine.reminders import MissingStep, RowCheck, check_loss, explain_mismatch, paired_roots
 from deepspeed.engine_feature import EngineHooks
-from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DeepSpeedError
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.torch_private import call_after_backward, differentiates_a_function
-from deepspeed.zero.gather.hooks import tensors_in
 from deepspeed.zero.runtime import MicroBatch, ZeroRuntime
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, StepReport
 
 _Computed = TypeVar("_Computed")
-_ABOUT_DTYPES = re.compile(r"\bdtype|scalar type|input type|same type", re.IGNORECASE)
 
 
 class LossScaling:
@@ -97,7 +94,7 @@ class TrainStep:
     Args:
         runtime: The ZeRO runtime of the model.
         updater: The ZeRO optimizer, or None where nothing is trained.
-        batches: Sizes of batches, and the current micro-batch.
+        batches: Sizes of batches, and the count of micro-steps.
         scaling: The loss scale.
         progress: Receives times and losses.
         precision: Dtypes of the forward.
@@ -113,6 +110,8 @@ class TrainStep:
         skipped_steps: Updates that were skipped because a gradient was not finite.
         was_applied: Whether the latest call of :meth:`update` changed the parameters.
         reduces_gradients: Whether backwards reduce gradients at all.
+        defers_reduction: Whether a block of ``no_sync`` or ``coalesce_grad_reduction`` is open: backwards inside
+            reduce no gradients.
         profiled: As given.
         counts: The tokens of losses that are sums.
         is_destroyed: The engine was destroyed: backwards and updates raise.
@@ -136,6 +135,7 @@ class TrainStep:
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.was_applied = False
         self.reduces_gradients = True
+        self.defers_reduction = False
         self.is_destroyed = False
         self.profiled = profiled
         self._features = hooks
@@ -149,6 +149,9 @@ class TrainStep:
         self._advance_lr = advance_lr
         self._missing_step = MissingStep()
         self._row_check = RowCheck(is_done=not checks_rows)
+        self._has_run_backward = False  # since the last update
+        self._given: MicroBatch | None = None  # the micro-batch of a schedule, until its step
+        self._given_boundary: bool | None = None  # by the program; None: steps are counted
         self._in_forward = False  # a whole training step may run inside a forward
         self._runs_backward = False
         self._program_runs_backward = False
@@ -288,7 +291,7 @@ class TrainStep:
         parts = self.counts.begin(tokens, steps)
         self._prepare_backward(micro_batch)
         loss, root = self.loss_and_root(loss, divides=divides, count=tokens, parts=parts)
-        if self._features.needs_graph and self._batches.current().is_last:
+        if self._features.needs_graph and self.is_gradient_accumulation_boundary():
             scale = self._scaling.factor / parts
             if divides and tokens is None:
                 scale /= steps
@@ -372,7 +375,7 @@ class TrainStep:
                 f"engine.backward: micro-batch {micro_batch.index} is marked as the first of an update, but gradients "
                 "of earlier ones are not used yet; call engine.step() after the last of them, or engine.zero_grad()"
             )
-        self._batches.set_current(micro_batch)
+        self._given = micro_batch
 
     def _run_backward(self, compute: Callable[[], _Computed]) -> _Computed:
         self._progress.before("backward")
@@ -389,17 +392,53 @@ class TrainStep:
         self._close_backward()
         return computed
 
+    def micro_batch(self) -> MicroBatch:
+        """Returns the micro-batch of the next backward: the schedule's, or by the number of steps since the update."""
+        if self._given is not None:
+            return self._given
+        is_last = self.is_gradient_accumulation_boundary()
+        return MicroBatch(self._batches.since_update, is_first=not self._has_run_backward, is_last=is_last)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Returns whether the present micro-step ends in an update."""
+        if self._given is not None:
+            return self._given.is_last
+        return self._batches.next_completes_update if self._given_boundary is None else self._given_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Sets whether micro-steps end in an update, until called again; steps are not counted meanwhile."""
+        self._given_boundary = is_boundary
+
+    @contextmanager
+    def unreduced(self, call: str = "engine.no_sync") -> Iterator[None]:
+        """Keeps backwards inside the block from reducing gradients; see :attr:`defers_reduction`.
+
+        Args:
+            call: Name of the method that the program called, for the message.
+
+        Raises:
+            CallOrderError: Such a block is open already.
+        """
+        if self.defers_reduction:
+            raise CallOrderError(
+                f"{call}: a block of no_sync or coalesce_grad_reduction is already open; do not nest them"
+            )
+        self.defers_reduction = True
+        try:
+            yield
+        finally:
+            self.defers_reduction = False
+
     def open_backward(self) -> None:
         """Opens a backward if none is open. Called for each backward, and when one reaches the outputs."""
         if self._runtime.in_backward or self._runtime.reducer is None or self._features.runs_backward:
             return
-        batches = self._batches
         # a driver or schedule that decides about steps handles the reminders
-        if not batches.defers_reduction and not batches.is_decided_outside:
+        if not self.defers_reduction and self._given is None and self._given_boundary is None:
             self._missing_step.backward()
-        reduces = self.reduces_gradients and not batches.defers_reduction
-        self._runtime.begin_backward(batches.current(), sync=reduces)
-        batches.has_run_backward = True
+        reduces = self.reduces_gradients and not self.defers_reduction
+        self._runtime.begin_backward(self.micro_batch(), sync=reduces)
+        self._has_run_backward = True
         if self._runs_backward:
             return
         self._progress.before("backward")
@@ -416,9 +455,9 @@ class TrainStep:
         self._refuse_backward()
         reducer = self._runtime.reducer
         assert reducer is not None
-        with self._batches.unreduced("engine.coalesce_grad_reduction"):
+        with self.unreduced("engine.coalesce_grad_reduction"):
             yield
-        if reducer.policy.every_micro_batch or self._batches.is_gradient_accumulation_boundary():
+        if reducer.policy.every_micro_batch or self.is_gradient_accumulation_boundary():
             self._runtime.leave_backward("engine.coalesce_grad_reduction")
             reducer.settle()
 
@@ -455,20 +494,19 @@ class TrainStep:
         self._refuse_destroyed("engine.step")
         if self._updater is None:
             raise CallOrderError("engine.step: this engine has no optimizer; see initialize(optimizer=...)")
-        batches = self._batches
-        if batches.defers_reduction:
+        if self.defers_reduction:
             raise CallOrderError(
                 "engine.step: called inside no_sync or coalesce_grad_reduction; leave the block before the update"
             )
         if micro_batches is not None:
-            batches.set_current(MicroBatch(micro_batches - 1, is_first=False, is_last=True))
-            batches.has_run_backward = True  # pipeline stages without trained parameters run no backward
+            self._given = MicroBatch(micro_batches - 1, is_first=False, is_last=True)
+            self._has_run_backward = True  # pipeline stages without trained parameters run no backward
         self._runtime.leave_backward("engine.step")
         self.was_applied = False
         self._missing_step.step()
         report = None
-        if batches.is_gradient_accumulation_boundary():
-            if not batches.has_run_backward:
+        if self.is_gradient_accumulation_boundary():
+            if not self._has_run_backward:
                 log_dist_once(
                     "engine.step: no backward has run since the last update, so there are no gradients; the update is "
                     "counted, and the schedule advances. Call engine.backward(loss) before each engine.step()",
@@ -476,16 +514,19 @@ class TrainStep:
                 )
             self._progress.before("step")
             report = self._update(lr_arguments or {}, extra)
-            batches.has_run_backward = False
+            self._has_run_backward = False
             self._progress.after("step")
         else:
             assert self._runtime.reducer is not None
             self._runtime.reducer.end_micro_step()
-        batches.end_step(1 if micro_batches is None else micro_batches)
+        self._batches.micro_steps += 1 if micro_batches is None else micro_batches
+        if self._given is not None and self._given.is_last:
+            self._batches.count_anew()
+        self._given = None
         return report
 
     def _update(self, lr_arguments: Mapping[str, Any], extra: Sequence[float]) -> StepReport:
-        self._features.before_update(self.global_steps, has_run_backward=self._batches.has_run_backward)
+        self._features.before_update(self.global_steps, has_run_backward=self._has_run_backward)
         uneven = self._features.uneven_batch
         report = self._update_parameters((*extra, *(() if uneven is None else uneven.numbers())))
         if uneven is not None:
@@ -526,33 +567,3 @@ class TrainStep:
             self._runtime.hooks.pause()
         self._runtime.free_gathered()
         self._runtime.take_back_frozen()
-
-
-def explain_mismatch(
-    error: RuntimeError, policy: PrecisionPolicy, inputs: Sequence[Any], named: Mapping[str, Any]
-) -> str | None:
-    """Returns a message for a forward that failed because of its inputs' dtype; None if the cause is another one.
-
-    Args:
-        error: What forward raised.
-        policy: The engine's dtypes.
-        inputs: Positional arguments of forward.
-        named: Its other arguments.
-    """
-    dtype = policy.compute_dtype
-    if dtype is None or isinstance(error, DeepSpeedError) or not _ABOUT_DTYPES.search(str(error)):
-        return None
-    found = [
-        f"argument {name!r} in {other}"
-        for name, value in (*enumerate(inputs), *named.items())
-        for other in {t.dtype for t in tensors_in(value) if t.is_floating_point() and t.dtype != dtype}
-    ]
-    if not found:
-        return None
-    section = policy.name
-    return (
-        f"engine.forward: {section}.enabled makes the model compute in {dtype}, but it was given {', '.join(found)}, "
-        f"which torch refuses ({str(error).splitlines()[0]}). Cast it (x.to({dtype})), let the engine cast every "
-        f"floating input ({section}.auto_cast: true), or compute under torch.autocast (torch_autocast.enabled: true "
-        f"instead of {section})"
-    )

@@ -158,7 +158,7 @@ def test_gradients_of_another_part_are_neither_scaled_nor_reported():
     made.step.backward([outputs, outputs * 2], [torch.ones(3), None], current)
     assert made.weight.grad is not None and made.weight.grad.item() == 3.0
     assert made.progress.losses == [] and made.runtime.micro_batches == [current]
-    assert made.batches.is_gradient_accumulation_boundary()
+    assert made.step.is_gradient_accumulation_boundary()
 
 
 def test_a_schedule_may_not_begin_an_update_twice():
@@ -216,7 +216,7 @@ def test_a_schedule_updates_once_for_all_its_micro_batches():
     report = made.step.update(extra=[1.0, 0.5], micro_batches=3)
     assert report is not None and report.extra.tolist() == [[1.0, 0.5]]
     assert made.batches.micro_steps == 3 and made.step.global_samples == 12
-    assert made.batches.current() == MicroBatch(0, is_first=True, is_last=False)
+    assert made.step.micro_batch() == MicroBatch(0, is_first=True, is_last=False)
 
 
 def test_calls_that_are_refused():
@@ -230,7 +230,7 @@ def test_calls_that_are_refused():
         made.step.backward_of_loss(torch.ones(()))
     with torch.no_grad(), pytest.raises(CallOrderError, match=r"gradients are off .* torch\.set_grad_enabled\(True\)"):
         made.step.backward_of_loss(made.loss())
-    with made.batches.unreduced():
+    with made.step.unreduced():
         made.step.backward_of_loss(made.loss())
         assert made.runtime.synced == [False]
         with pytest.raises(CallOrderError, match="inside no_sync"):
