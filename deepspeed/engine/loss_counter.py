@@ -48,35 +48,41 @@ class LossCounter:
         if not self._scale:
             self._scale = _near(float(tokens))
 
-    def begin(self, count: Any, micro_batches: int) -> float:
-        """Called before the backward of a loss. Every rank must call it alike.
+    def begin_sum(self, count: Any, micro_batches: int) -> float:
+        """Called before the backward of a loss that is a sum. Every rank must call it alike.
 
         Args:
-            count: Tokens in this rank's loss, as :func:`checked_count` returns them; None: the loss is a mean.
+            count: Tokens in this rank's loss, as :func:`checked_count` returns them.
             micro_batches: Micro-batches of an update.
 
         Returns:
-            The divisor of the loss before its backward; 1 without a count.
+            The divisor of the loss before its backward.
 
         Raises:
-            CallOrderError: Some losses of an update are sums with a count, and others are means.
+            CallOrderError: Another loss of the update is a mean.
         """
-        self._note_kind(is_counted=count is not None)
-        if count is None:
-            return 1.0
+        self._note_kind(is_counted=True)
         if not self._scale:
             assert self._updater is not None
             counts = self._updater.gather_over_job(_number_of(count), _FIRST_COUNT)
             self._scale = _near(float(counts.mean()) * micro_batches)
         return self._scale
 
-    def begin_gradients(self) -> None:
+    def note_mean(self) -> None:
+        """Called for a loss that is a mean; its gradients are not divided here.
+
+        Raises:
+            CallOrderError: Losses of the same update have a count.
+        """
+        self._note_kind(is_counted=False)
+
+    def note_gradients(self) -> None:
         """Called before a backward of gradients that another part of the model computed.
 
         Raises:
             CallOrderError: Losses of the same update have a count.
         """
-        self.begin(None, 1)
+        self.note_mean()
 
     def _note_kind(self, *, is_counted: bool) -> None:
         if self._is_counted not in (None, is_counted):
@@ -130,7 +136,7 @@ class LossCounter:
         return counts
 
     def _divisor(self, counts: torch.Tensor) -> float:
-        """Returns the divisor of the mean gradient, whose losses :meth:`begin` has divided already.
+        """Returns the divisor of the mean gradient, whose losses :meth:`begin_sum` has divided already.
 
         Args:
             counts: The count of every rank of the job: 1-D, fp64.
@@ -186,12 +192,12 @@ class PipelineLossCounter(LossCounter):
         self._stages = stages
 
     @override
-    def begin(self, count: Any, micro_batches: int) -> float:
-        self._note_kind(is_counted=count is not None)
-        return 1.0 if count is None else self._scale
+    def begin_sum(self, count: Any, micro_batches: int) -> float:
+        self._note_kind(is_counted=True)
+        return self._scale
 
     @override
-    def begin_gradients(self) -> None:
+    def note_gradients(self) -> None:
         """Does nothing: only the last stage has losses, and it records itself whether they have counts."""
 
     @override

@@ -253,7 +253,7 @@ class PipelineCompute:
         count = None
         if gradients is None:
             count = self._found.counts[micro_batch]
-            parts = self._step.counts.begin(count, self._count)
+            parts = self._step.begin_loss(count, self._count)
             roots = [self._step.loss_and_root(outputs[0], count=count, parts=parts)[1]]
             given = [torch.ones_like(roots[0])]
         elif any(gradient is not None for gradient in gradients):

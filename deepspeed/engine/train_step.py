@@ -288,7 +288,7 @@ class TrainStep:
                 "micro-batch: the micro-batches of a step have equal weights; leave count out"
             )
         tokens = None if count is None else checked_count(count)
-        parts = self.counts.begin(tokens, steps)
+        parts = self.begin_loss(tokens, steps)
         self._prepare_backward(micro_batch)
         loss, root = self.loss_and_root(loss, divides=divides, count=tokens, parts=parts)
         if self._features.needs_graph and self.is_gradient_accumulation_boundary():
@@ -312,7 +312,7 @@ class TrainStep:
         """
         self._refuse_backward()
         tensors, given = paired_roots(roots, gradients)
-        self.counts.begin_gradients()
+        self.counts.note_gradients()
         self._prepare_backward(micro_batch)
         self._run_backward(lambda: torch.autograd.backward(tensors, given, **options))
 
@@ -321,6 +321,21 @@ class TrainStep:
         self._refuse_backward()
         self._prepare_backward(micro_batch)
         return self._run_backward(compute)
+
+    def begin_loss(self, count: Any, micro_batches: int) -> float:
+        """Returns the divisor of a loss before its backward: 1 for a mean.
+
+        Args:
+            count: Tokens that it is a sum over, as :func:`checked_count` returns them; None: it is a mean.
+            micro_batches: Micro-batches of the update.
+
+        Raises:
+            CallOrderError: Some losses of the update are sums with a count, and others are means.
+        """
+        if count is None:
+            self.counts.note_mean()
+            return 1.0
+        return self.counts.begin_sum(count, micro_batches)
 
     def loss_and_root(
         self, loss: torch.Tensor, *, divides: bool = True, count: Any = None, parts: float = 1.0
@@ -331,7 +346,7 @@ class TrainStep:
             loss: 0-dim or of one element.
             divides: Divide it by the accumulation steps.
             count: Tokens that it is a sum over, as :func:`checked_count` returns them; None: it is a mean.
-            parts: With ``count``, what :meth:`LossCounter.begin` returned.
+            parts: With ``count``, what :meth:`begin_loss` returned.
 
         Returns:
             The loss divided by the accumulation steps, and that times the loss scale; with ``count``, the mean over its
@@ -467,7 +482,7 @@ class TrainStep:
             self._progress.after("backward")
             by_program, self._program_runs_backward = self._program_runs_backward, False
             if by_program and self._runtime.reducer is not None and self._runtime.reducer.has_arrivals:
-                self.counts.begin(None, 1)  # skipped for torch.autograd.grad, which leaves no gradient in a parameter
+                self.counts.note_mean()  # skipped for torch.autograd.grad, which leaves no gradient in a parameter
 
     # -- update ------------------------------------------------------------------------------------------------------
 
@@ -541,7 +556,10 @@ class TrainStep:
         return report
 
     def _update_parameters(self, extra: Sequence[float] = ()) -> StepReport:
-        """Updates the parameters by the gradients, divided by the tokens of losses that are sums."""
+        """Updates the parameters by the gradients.
+
+        The update divides the gradients of losses that are sums by their tokens on all ranks; those of means by 1.
+        """
         assert self._updater is not None
         report = self._updater.update((*extra, *self.counts.numbers()), self.counts.divisor_of)
         self.counts.end_update(report.extra)
