@@ -1,4 +1,4 @@
-"""Finds which machine of a cluster this is, from environment variables.
+"""Finds which machine of a cluster this is, and the machines of a Slurm job, from environment variables.
 
 Kubernetes' torch runtimes (``PET_*``), SkyPilot and SageMaker start the same command on every machine and set variables
 that say which machine it is. :mod:`deepspeed.comm.start.environment` reads the variables of schedulers that start one
@@ -8,6 +8,7 @@ process per rank.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -142,3 +143,47 @@ def _text(environ: Mapping[str, str], name: str, source: str) -> str:
     if not text:
         raise CommunicationError(f"{source}: {name} is not set; set it on every machine")
     return text
+
+
+def slurm_hosts(environ: Mapping[str, str]) -> list[str]:
+    """Returns the machines of this Slurm step, or of the job if there is no step; empty outside of Slurm.
+
+    Raises:
+        CommunicationError: A variable of Slurm is not a list of machines.
+    """
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    text = next((text for name in names if (text := environ.get(name, "").strip())), "")
+    return expand_nodelist(text) if text else []
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Returns the machines of Slurm's list ``text``.
+
+    Examples:
+        >>> expand_nodelist("gpu[003-004,9]-ib,login1")
+        ['gpu003-ib', 'gpu004-ib', 'gpu9-ib', 'login1']
+
+    Raises:
+        CommunicationError: The text is not such a list.
+    """
+    hosts: list[str] = []
+    if not re.fullmatch(r"(?:[^\[\]]|\[[^\[\]]*\])+", text):
+        raise CommunicationError(f"Slurm's node list {text!r}: expected names and ranges like gpu[003-006,9],login1")
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        hosts += _expand(part.strip())
+    return hosts
+
+
+def _expand(part: str) -> list[str]:
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    numbers, _, tail = rest.partition("]")
+    found = []
+    for item in numbers.split(","):
+        first, dash, last = item.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise CommunicationError(f"Slurm's node list: expected numbers and ranges in brackets, found {part!r}")
+        for number in range(int(first), int(last or first) + 1):
+            found += [f"{head}{number:0{len(first)}d}{end}" for end in _expand(tail)]
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.cluster import ClusterNode, find_cluster_node
+from deepspeed.cluster import ClusterNode, expand_nodelist, find_cluster_node
 from deepspeed.comm.start.environment import find_place
 from deepspeed.errors import CommunicationError
 
@@ -96,3 +96,23 @@ def test_who_starts_ranks_counts_more_than_the_cluster():
 def test_machines_with_several_ranks_need_a_launcher(environ, count):
     with pytest.raises(CommunicationError, match="each with 4 ranks, but plain `python` starts one"):
         find_place(environ, device_count=count)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("gpu1", ["gpu1"]),
+        ("gpu[003-005,9],login1", ["gpu003", "gpu004", "gpu005", "gpu9", "login1"]),
+        ("gpu[7,9-10]", ["gpu7", "gpu9", "gpu10"]),
+        ("n-1-[10-11].cluster,x[1-2]", ["n-1-10.cluster", "n-1-11.cluster", "x1", "x2"]),
+        ("a[1-2]b[08-09]-ib", ["a1b08-ib", "a1b09-ib", "a2b08-ib", "a2b09-ib"]),
+    ],
+)
+def test_node_lists(text, hosts):
+    assert expand_nodelist(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "gpu[x]", "gpu[1-]", "gpu[1"])
+def test_bad_node_lists(text):
+    with pytest.raises(CommunicationError, match="node list"):
+        expand_nodelist(text)

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
+from deepspeed.cluster import slurm_hosts
 from deepspeed.launcher.devices import LocalDevices, find_devices, usable_cores
 from deepspeed.launcher.resources import (
     LauncherError,
@@ -21,8 +22,6 @@ from deepspeed.ports import is_here
 
 _THIS_MACHINE = "localhost"
 
-
-_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 # Tasks or devices per node, by what the user requested; most specific first.
 _COUNTS = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 
@@ -187,48 +186,19 @@ def _nonempty(args: argparse.Namespace, slots: Sequence[int]) -> list[int | str]
     return list(slots)
 
 
-def expand_nodelist(text: str) -> list[str]:
-    """Returns the hosts of a list such as ``gpu[003-004,9]-ib,login1``.
-
-    Raises:
-        LauncherError: The text is not such a list.
-    """
-    hosts: list[str] = []
-    if not re.fullmatch(r"(?:[^\[\]]|\[[^\[\]]*\])+", text):
-        raise LauncherError(f"Slurm's node list {text!r}: expected names and ranges like gpu[003-006,9],login1")
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        hosts += _expand(part.strip())
-    return hosts
-
-
-def _expand(part: str) -> list[str]:
-    head, bracket, rest = part.partition("[")
-    if not bracket:
-        return [part]
-    numbers, _, tail = rest.partition("]")
-    found = []
-    for item in numbers.split(","):
-        first, dash, last = item.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise LauncherError(f"Slurm's node list: expected numbers and ranges in brackets, found {part!r}")
-        for number in range(int(first), int(last or first) + 1):
-            found += [f"{head}{number:0{len(first)}d}{end}" for end in _expand(tail)]
-    return found
-
-
 def hosts_of_step(environment: Mapping[str, str]) -> list[str]:
     """Returns the machines of this Slurm step, or of the job if there is no step.
 
     Raises:
         LauncherError: This is no Slurm job.
     """
-    for name in _NODE_LISTS:
-        if text := environment.get(name, "").strip():
-            return expand_nodelist(text)
-    raise LauncherError(
-        "there is no Slurm job here (SLURM_JOB_NODELIST is not set): call this inside sbatch or salloc, or give "
-        "--hostfile and --master_addr"
-    )
+    hosts = slurm_hosts(environment)
+    if not hosts:
+        raise LauncherError(
+            "there is no Slurm job here (SLURM_JOB_NODELIST is not set): call this inside sbatch or salloc, or give "
+            "--hostfile and --master_addr"
+        )
+    return hosts
 
 
 def slots_of_allocation(environment: Mapping[str, str], per_node: int) -> dict[str, int]:

@@ -8,7 +8,7 @@ from deepspeed.launcher import launch, launcher_helper
 from deepspeed.launcher.devices import first_threads, parse_core_list, share_cores
 from deepspeed.launcher.placing import PROGRAMS, LaunchedProcess, find_placed
 from deepspeed.launcher.resources import LauncherError
-from deepspeed.launcher.selection import expand_nodelist, hosts_of_step, slots_of_allocation
+from deepspeed.launcher.selection import hosts_of_step, slots_of_allocation
 from tests.launcher.processes import Launcher
 
 VARIABLES = {
@@ -48,24 +48,6 @@ def test_a_launcher_per_rank_finds_its_place():
         place("openmpi", 3, 4, 1, [[0, 1], [4, 6, 7]])
     with pytest.raises(LauncherError, match="made rank 1 number 0 of its machine, where number 1 was expected"):
         place("mpich", 1, 5, 0, [[0, 1], [4, 6, 7]])
-
-
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("gpu1", ["gpu1"]),
-        ("gpu[003-005,9],login1", ["gpu003", "gpu004", "gpu005", "gpu9", "login1"]),
-        ("a[1-2]b[08-09]-ib", ["a1b08-ib", "a1b09-ib", "a2b08-ib", "a2b09-ib"]),
-    ],
-)
-def test_node_lists(text, hosts):
-    assert expand_nodelist(text) == hosts
-
-
-@pytest.mark.parametrize("text", ["", "gpu[x]", "gpu[1-]", "gpu[1"])
-def test_bad_node_lists(text):
-    with pytest.raises(LauncherError, match="node list"):
-        expand_nodelist(text)
 
 
 def test_allocations():

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
-from deepspeed.cluster import ClusterNode, find_cluster_node
+from deepspeed.cluster import ClusterNode, find_cluster_node, slurm_hosts
 from deepspeed.errors import CommunicationError
 from deepspeed.ports import DEFAULT_PORT, free_port
 
@@ -237,8 +237,7 @@ def _rendezvous_point(
             "the same on all ranks. With torchrun on one host use --standalone instead of --master-port 0"
         )
     if address is None and slurm:
-        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-        address = first_host(nodes) if nodes else None
+        address = next(iter(slurm_hosts(environ)), None)
     if address is None and any(environ.get(name) == str(world_size) for name in _MPI_LOCAL_SIZE_NAMES):
         address = "127.0.0.1"
     if address is None and "MPI" in source:
@@ -351,23 +350,6 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
         counts += [int(tasks)] * int(nodes or 1)
     node = _integer(environ, "SLURM_NODEID") if environ.get("SLURM_NODEID") else 0
     return counts[node] if node < len(counts) else 0
-
-
-def first_host(nodelist: str) -> str:
-    """Returns the first host of a Slurm node list such as ``gpu[003-006,9],login1``.
-
-    Examples:
-        >>> first_host("gpu[003-006,9],login1")
-        'gpu003'
-    """
-    depth = 0
-    end = len(nodelist)
-    for position, character in enumerate(nodelist):
-        depth += {"[": 1, "]": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            end = position
-            break
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodelist[:end]).strip()
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

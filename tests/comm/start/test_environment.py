@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.comm.start.environment import Place, find_place, first_host, local_rank_of, run_of_adopted
+from deepspeed.comm.start.environment import Place, find_place, local_rank_of, run_of_adopted
 from deepspeed.errors import CommunicationError
 
 MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
@@ -210,18 +210,3 @@ def test_half_of_the_arguments_is_an_error():
         find_place({}, rank=0)
     with pytest.raises(CommunicationError, match="given world_size= but not rank="):
         find_place({}, world_size=2)
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [
-        ("gpu003", "gpu003"),
-        ("a,b", "a"),
-        ("gpu[003-006,9],login1", "gpu003"),
-        ("gpu[7,9-12]", "gpu7"),
-        ("rack[1-2]node[05-08]", "rack1node05"),
-        ("n-1-[10-12].cluster,x[1-2]", "n-1-10.cluster"),
-    ],
-)
-def test_first_host(nodelist, host):
-    assert first_host(nodelist) == host
