@@ -36,7 +36,29 @@ _CONFIRMATION = 3  # added to the key of a gather: the fourth kind of transfer, 
 _SMALL_TAG = 1 << 30
 
 
-class GlooGather:
+class GlooExchange:
+    """Sends and receives in flight that are one transfer."""
+
+    def __init__(self, transport: GlooTransport, works: list[Any], ticket: tuple[str, int], label: str) -> None:
+        self._transport = transport
+        self._works = works
+        self._ticket = ticket
+        self._label = label
+
+    def will_arrive(self) -> bool:
+        """Returns whether all peers are known to have sent their part, so that waiting needs no further call."""
+        return not self._works
+
+    def wait(self) -> None:
+        """Blocks (host or current stream) until the result is in place. Later calls return at once."""
+        if not self.will_arrive():
+            self._transport.progress_pending()
+        works, self._works = self._works, []
+        if works:
+            self._transport.guard_all(works, self._ticket, self._label)
+
+
+class GlooGather(GlooExchange):
     """A gather of a flat buffer in flight: sends and receives of its slices."""
 
     def __init__(
@@ -48,42 +70,16 @@ class GlooGather:
         label: str,
         confirmations: list[tuple[int, torch.Tensor]],
     ) -> None:
-        self._transport = transport
-        self._works = works
+        super().__init__(transport, works, ticket, label)
         self._flat = flat
-        self._ticket = ticket
-        self._label = label
         self._confirmations = confirmations
 
+    @override
     def wait(self) -> None:
-        """Blocks (host or current stream) until the result is in place. Later calls return at once."""
         works, self._works = self._works, []
         self._transport.guard_all(works, self._ticket, self._label, self._transport.patience)
         self._transport.note_confirmations(self._confirmations)
         self._confirmations = []
-
-    def will_arrive(self) -> bool:
-        """Returns whether all peers are known to have sent their part, so that waiting needs no further call."""
-        return not self._works
-
-
-class _GlooExchange:
-    """Rows in flight between all ranks."""
-
-    def __init__(self, transport: GlooTransport, works: list[Any], ticket: tuple[str, int], label: str) -> None:
-        self._transport = transport
-        self._works = works
-        self._ticket = ticket
-        self._label = label
-
-    def will_arrive(self) -> bool:
-        return not self._works
-
-    def wait(self) -> None:
-        works, self._works = self._works, []
-        if works:
-            self._transport.progress_pending()
-            self._transport.guard_all(works, self._ticket, self._label)
 
 
 class _GlooReduce:
@@ -148,30 +144,23 @@ class _GlooReduce:
         self._flat = self._out = torch.empty(0)
 
 
-class _GlooSwap:
+class _GlooSwap(GlooExchange):
     """An exchange of slices without a reduction."""
 
     def __init__(self, transport: GlooTransport, flat: torch.Tensor, out: torch.Tensor, key: int, label: str) -> None:
-        self._transport = transport
-        self._label = label
-        self._ticket = transport.issue("reduce", key)
+        super().__init__(transport, [], transport.issue("reduce", key), label)
         transport.reductions += 1
         self._number = transport.reductions
         slices, places = flat.view(transport.size, -1), out.view(transport.size, -1)
         peers = [(transport.rank + step) % transport.size for step in range(1, transport.size)]
-        self._works = [transport.receive(places[peer], peer, key) for peer in peers]
+        self._works += [transport.receive(places[peer], peer, key) for peer in peers]
         self._works += [transport.send(slices[peer], peer, key) for peer in reversed(peers)]
         places[transport.rank].copy_(slices[transport.rank])
         self._keep = flat, out
 
+    @override
     def will_arrive(self) -> bool:
         return self._number <= self._transport.sent_by_all()
-
-    def wait(self) -> None:
-        if not self.will_arrive():
-            self._transport.progress_pending()
-        works, self._works = self._works, []
-        self._transport.guard_all(works, self._ticket, self._label)
 
 
 class _GlooAllReduce:
@@ -376,7 +365,7 @@ class GlooTransport(Transport):
         nbytes = sum(sends[peer].numel() for peer in peers) * source.element_size()
         traffic.record_requested("all_to_all", nbytes, self.axis)
         places[self.rank].copy_(sends[self.rank])
-        return _GlooExchange(self, works, ticket, label)
+        return GlooExchange(self, works, ticket, label)
 
     @override
     @timed("all_to_all_single")

@@ -135,8 +135,8 @@ class _GlooGatherByNodes(GlooGather):
             for source in self._nodes.counterparts(transport.rank)
         ]
 
+    @override
     def wait(self) -> None:
-        """Blocks (host or current stream) until the result is in place. Later calls return at once."""
         self._transport.progress_pending(self)
         super().wait()
 
@@ -154,17 +154,8 @@ class GlooByNodes(GlooTransport):
         self.take_place_of(plain)
         self.nodes = nodes
 
+    @override
     def send(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
-        """Starts to send ``tensor`` (contiguous, any shape) and counts it as traffic inside or between nodes.
-
-        Args:
-            tensor: Values to send.
-            peer: Group rank that receives them.
-            key: Tag that the receiver waits for.
-
-        Returns:
-            The torch ``Work`` of the send.
-        """
         is_near = peer // self.nodes.width == self.rank // self.nodes.width
         where = "send inside nodes" if is_near else "send between nodes"
         traffic.record_ran(where, tensor.numel() * tensor.element_size(), self.axis)

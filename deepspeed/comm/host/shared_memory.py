@@ -30,9 +30,7 @@ from deepspeed.errors import CommunicationError, DivergenceError
 PLACES = 2
 MOST = 64 * 2**20  # most bytes for one receiver; the backend sends larger ones, since this memory stays allocated
 _GRAIN = 2**20  # granularity of a region's size, in bytes
-_MESSAGE = struct.Struct(
-    "=qqqq"
-)  # rounds that the sender has started, rounds that it has read, start and end of the payload
+_MESSAGE = struct.Struct("=qqqq")  # rounds that the sender has started and has read, start and length of the payload
 _LONGEST = 512  # most bytes of a message, which ends with the operation of the last round
 LONGEST_WORDS = _LONGEST - _MESSAGE.size
 
