@@ -92,13 +92,11 @@ def hint_for(attribute: str) -> str:
 
 
 _looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_hooks: list[Any] = []
 
 
-def watch_other_optimizers() -> None:
-    """Checks the first step of every torch optimizer in this process from now on."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_look_at))
+def watch_other_optimizers(engine: Any) -> None:
+    """Checks the first step of every torch optimizer in this process, as long as ``engine`` lives."""
+    weakref.finalize(engine, register_optimizer_step_pre_hook(_look_at).remove).atexit = False
 
 
 def _look_at(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:

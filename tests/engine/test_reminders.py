@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger
@@ -72,6 +74,21 @@ def second_optimizer() -> None:
         heads(lines, ":", *([] if stage == 0 else ["engine.destroy"]))
 
 
+def hooks_on_optimizers() -> int:
+    return len(_global_optimizer_pre_hooks)
+
+
+def hook_ends_with_the_engine() -> None:
+    gc.collect()
+    before = hooks_on_optimizers()
+    engine = engine_of(tower(), 0)
+    assert hooks_on_optimizers() == before + 1
+    engine.destroy()
+    del engine
+    gc.collect()
+    assert hooks_on_optimizers() == before
+
+
 def other_dtypes(stage: int, section: str, dtype: torch.dtype) -> None:
     def linear() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 1))
@@ -92,6 +109,7 @@ def other_dtypes(stage: int, section: str, dtype: torch.dtype) -> None:
 def every_mistake() -> None:
     forgotten_step()
     second_optimizer()
+    hook_ends_with_the_engine()
     other_dtypes(0, "fp16", torch.float16)
     other_dtypes(3, "bf16", torch.bfloat16)
 

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache
@@ -43,6 +44,8 @@ BY_TEXT = {
 }
 """Patches that no assignment to a name of the library shows, and the line that makes each."""
 
+OF_THE_PROCESS = re.compile(r"(?:\w+\.)+register_\w+_hook")
+"""Functions of the libraries that register a hook for all objects of a kind."""
 MEET_LIBRARIES = ("deepspeed.models.", "deepspeed.data.", "deepspeed.parallel.expert.", "deepspeed.precision.")
 """Where a private name that this package does not define is one of Transformers, Accelerate or torchdata."""
 OF_PYTHON = frozenset({"_fields"})
@@ -120,6 +123,9 @@ def _search(module: str) -> Iterator[str]:
                 yield target.attr
             elif name := full(target):
                 yield name
+    for node in graph.nodes_of(module, ast.Call):
+        if OF_THE_PROCESS.fullmatch(name := full(node.func)):
+            yield name
     for name, line in BY_TEXT.get(module, {}).items():
         assert line in graph.path_of(module).read_text(encoding="utf-8"), f"{module} has no line {line!r} any more"
         yield name
@@ -179,6 +185,13 @@ def _transforms_take_hooks() -> bool:
         except RuntimeError:
             return False
     return True
+
+
+def _torch_warns_of_a_step_without_gradients() -> bool:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+    return bool(caught)
 
 
 def _accelerate_keeps_a_loader() -> bool:
@@ -288,6 +301,17 @@ STILL_NEEDED: dict[str, tuple[tuple[str, ...], Callable[[], bool]]] = {
     "an optimizer calls its hooks when it is asked to": (
         ("torch.optim.optimizer._global_optimizer_*",),
         lambda: _has_public(torch.optim.Optimizer, "call", "hook"),
+    ),
+    "an optimizer warns of a step without gradients": (
+        ("torch.optim.optimizer.register_optimizer_step_pre_hook",),
+        _torch_warns_of_a_step_without_gradients,
+    ),
+    "a module calls back around the forwards of those inside it": (
+        (
+            "torch.nn.modules.module.register_module_forward_pre_hook",
+            "torch.nn.modules.module.register_module_forward_hook",
+        ),
+        lambda: any(_has_public(torch.nn.Module, *words) for words in (("recursive", "hook"), ("children", "hook"))),
     ),
     "packed products have public names": (
         ("torch._convert_weight_to_int4pack_for_cpu", "torch._weight_int4pack_mm_for_cpu", "torch._weight_int8pack_mm"),
