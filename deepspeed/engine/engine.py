@@ -29,11 +29,12 @@ from deepspeed.engine.reminders import hint_for, watch_other_optimizers
 from deepspeed.engine.reports import state_text, summary
 from deepspeed.engine.resuming import resume_from, run_state_of
 from deepspeed.engine.train_step import LossScaling, TrainStep
-from deepspeed.engine.zero_settings import updater_for
+from deepspeed.engine.zero_settings import optimizer_class
 from deepspeed.engine_feature import StepInfo
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.give_base import PlainAttributes
 from deepspeed.logging import log_dist, log_dist_once
+from deepspeed.precision.policy import create_loss_scaler
 from deepspeed.profiling.timer import ThroughputTimer
 from deepspeed.zero.runtime import MicroBatch, ZeroRuntime
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
@@ -96,18 +97,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         batch_size = self._batches.train_batch_size()
         self._hooks = parts.features.hooks(parts.setup, parts.runtime, parts.groups, batch_size)
         self.compression_scheduler: Any = self._hooks.exposed.get("compression_scheduler")
-        self._updater: DeepSpeedZeroOptimizer | None = None
-        if parts.torch_optimizer is not None:
-            self._updater = updater_for(
-                parts.torch_optimizer,
-                parts.runtime,
-                self._root,
-                self._precision,
-                parts.tiers,
-                parts.driver,
-                backward=lambda loss, **options: self.backward(loss, **options),
-                before_update=lambda: self._train_step.free_for_update(),
-            )
+        self._updater = self._make_updater()
         self.optimizer = parts.public_optimizer(self._updater)
         self.basic_optimizer = parts.torch_optimizer
         self.client_optimizer = parts.client.optimizer
@@ -161,6 +151,31 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             raise AttributeError(
                 f"neither the engine nor the wrapped {type(module).__name__} has {name!r}{hint_for(name)}"
             ) from None
+
+    def _make_updater(self) -> DeepSpeedZeroOptimizer | None:
+        """Returns the ZeRO optimizer, which updates the masters of the runtime; None where nothing is trained."""
+        parts, runtime = self._parts, self._runtime
+        if parts.torch_optimizer is None:
+            return None
+        assert runtime.reducer is not None
+        return optimizer_class(parts.torch_optimizer, parts.placement, parts.precision)(
+            parts.torch_optimizer,
+            runtime.masters,
+            runtime.reducer,
+            placement=parts.placement,
+            groups=runtime.groups,
+            agreement=runtime.agreement,
+            ledger=runtime.memory_tracker,
+            loss_scaler=create_loss_scaler(self._root, parts.precision),
+            clip_grad=self._root.gradient_clipping,
+            max_skipped=self._root.max_consecutive_skipped_steps,
+            skip_non_finite=parts.precision.skip_non_finite,
+            leave_backward=runtime.leave_backward,
+            before_update=lambda: self._train_step.free_for_update(),
+            backward=lambda loss, **options: self.backward(loss, **options),
+            strategies=parts.tiers.strategies,
+            driver=parts.driver,
+        )
 
     def _make_train_step(self) -> TrainStep:
         settings = self._root.flops_profiler

@@ -11,22 +11,28 @@ import torch
 from deepspeed import comm
 from deepspeed.engine.agreeing import agree, check_model_alike, start_ranks
 from deepspeed.engine.arguments import checked_model, config_source
-from deepspeed.engine.communication_compression import tables_of_rows
+from deepspeed.engine.communication_compression import compressed, tables_of_rows
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.islands import over_all_data_ranks, settle_islands
-from deepspeed.engine.optimizers import check_optimizer, choose_optimizer, refuse_cut_tensors
+from deepspeed.engine.optimizers import check_optimizer, choose_optimizer, group_indices, refuse_cut_tensors
 from deepspeed.engine.parts import Client, EngineParts
 from deepspeed.engine.zero_settings import (
-    groups_for,
+    gathers_by_nodes,
+    gradient_divisor,
+    place_buffers,
     place_frozen,
     placement_for,
     precision_for,
-    runtime_for,
+    runtime_options,
     tiers_for,
 )
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.zero.construction.modules import suspended
+from deepspeed.zero.gather.leaf_modules import mark_configured_leaves
+from deepspeed.zero.group import create_groups
+from deepspeed.zero.runtime import build_runtime
 from deepspeed.zero.update.driver import driver_of
+from deepspeed.zero.update.masters import move_to_runs
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 
@@ -114,9 +120,23 @@ def build_parts(
     driver.refuse(root, placement)
     own_groups = {**own_groups, **tables_of_rows(setup, has_warm_up=driver.has_warm_up)}
     placement = place_frozen(placement, own_groups)
-    groups = groups_for(setup, placement, precision, own_groups, has_warm_up=driver.has_warm_up)
+    groups = create_groups(
+        placement,
+        setup.ranks,
+        setup.device,
+        by_nodes=gathers_by_nodes(root),
+        divisor=gradient_divisor(root, setup.ranks),
+        copies=own_groups,
+    )
+    groups = compressed(groups, setup, precision, has_warm_up=driver.has_warm_up)
     refuse_cut_tensors(optimizer, model, groups, placement)
     tiers = tiers_for(setup, placement, optimizer)
+    mark_configured_leaves(model, root.zero_optimization.leaf_module)
+    options = runtime_options(setup, placement, precision, optimizer, tiers)
+    runtime = build_runtime(model, options, groups, group_indices(optimizer))
+    place_buffers(setup, precision, groups)
+    if optimizer is not None:
+        move_to_runs(optimizer, runtime.masters)
     return EngineParts(
         client=client,
         parsed=agreed.parsed,
@@ -126,7 +146,7 @@ def build_parts(
         placement=placement,
         tiers=tiers,
         monitor=monitor,
-        runtime=runtime_for(setup, placement, precision, optimizer, tiers, groups),
+        runtime=runtime,
         torch_optimizer=optimizer,
         driver=driver,
         groups=groups,

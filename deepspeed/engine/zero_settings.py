@@ -1,14 +1,10 @@
-"""Derives ZeRO's settings from the configuration, and builds the runtime and the ZeRO optimizer with them.
-
-The settings are dtypes, placement, groups of ranks, memory and limits.
-"""
+"""Derives ZeRO's settings from the configuration: dtypes, placement, divisor of gradients, memory and limits."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -17,9 +13,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.comm.start.environment import ranks_per_node
 from deepspeed.config.sections.root import Root
-from deepspeed.engine.communication_compression import compressed, steps_until_reset
+from deepspeed.engine.communication_compression import steps_until_reset
 from deepspeed.engine.compiling import gathers_between_graphs, refuse_whole_graphs
-from deepspeed.engine.optimizers import group_indices, needs_whole_tensors
+from deepspeed.engine.optimizers import needs_whole_tensors
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.offload.tiers import OffloadTiers, open_tiers
@@ -27,24 +23,18 @@ from deepspeed.ops.elementwise import OptimizerKind, is_elementwise
 from deepspeed.precision.policy import (
     PrecisionPolicy,
     check_device,
-    create_loss_scaler,
     dtype_of_name,
     has_narrow_masters,
 )
 from deepspeed.zero.access.stage3_optimizer import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.zero.gather.leaf_modules import mark_configured_leaves
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
-from deepspeed.zero.group import Groups, create_groups
-from deepspeed.zero.model_states import spread_buffers
+from deepspeed.zero.group import Groups
+from deepspeed.zero.model_states import RuntimeOptions, spread_buffers
 from deepspeed.zero.placement import Placement, Tier
-from deepspeed.zero.runtime import ZeroRuntime, build_runtime
-from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.tiling.describe import OFFLOADED
 from deepspeed.zero.tiling.layout import Limits
-from deepspeed.zero.update.driver import UpdateDriver
 from deepspeed.zero.update.loop import state_itemsizes
-from deepspeed.zero.update.masters import move_to_runs
 from deepspeed.zero.update.optimizer import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
@@ -140,111 +130,7 @@ def tiers_for(setup: EngineSetup, placement: Placement, optimizer: torch.optim.O
     )
 
 
-def groups_for(
-    setup: EngineSetup,
-    placement: Placement,
-    precision: PrecisionPolicy,
-    own_groups: Mapping[str, bool],
-    *,
-    has_warm_up: bool,
-) -> Groups:
-    """Makes the groups of ranks over which the model's states are sharded. Every rank of the job must call it.
-
-    Args:
-        setup: What was requested.
-        placement: Where model states live.
-        precision: Their dtypes.
-        own_groups: Groups of parameters that are sharded by themselves, by name: whether this rank counts in it.
-        has_warm_up: Gradients are sent in the warm-up of the optimizer only.
-    """
-    groups = create_groups(
-        placement,
-        setup.ranks,
-        setup.device,
-        by_nodes=gathers_by_nodes(setup.root),
-        divisor=gradient_divisor(setup.root, setup.ranks),
-        copies=own_groups,
-    )
-    return compressed(groups, setup, precision, has_warm_up=has_warm_up)
-
-
-def runtime_for(
-    setup: EngineSetup,
-    placement: Placement,
-    precision: PrecisionPolicy,
-    optimizer: torch.optim.Optimizer | None,
-    tiers: OffloadTiers,
-    groups: Groups,
-) -> ZeroRuntime:
-    """Puts the model's parameters and the optimizer's states into buckets. Every rank of the job must call it.
-
-    Args:
-        setup: What was requested.
-        placement: Where model states live.
-        precision: Their dtypes.
-        optimizer: The torch optimizer, or None. Its states become those of flat runs.
-        tiers: The memory away from the device.
-        groups: The ranks that share the buckets.
-
-    Raises:
-        DeepSpeedConfigError: The optimizer needs whole tensors, which the ZeRO stage cuts.
-    """
-    model = setup.model
-    mark_configured_leaves(model, setup.root.zero_optimization.leaf_module)
-    options = runtime_options(setup, placement, precision, optimizer, tiers)
-    runtime = build_runtime(model, options, groups, group_indices(optimizer))
-    precision.cast_buffers(model, setup.device)
-    spread_buffers(model, groups.peers)
-    if optimizer is not None:
-        move_to_runs(optimizer, runtime.masters)
-    return runtime
-
-
-def updater_for(
-    optimizer: torch.optim.Optimizer,
-    runtime: ZeroRuntime,
-    root: Root,
-    precision: PrecisionPolicy,
-    tiers: OffloadTiers,
-    driver: UpdateDriver,
-    *,
-    backward: Callable[..., Any],
-    before_update: Callable[[], None],
-) -> DeepSpeedZeroOptimizer:
-    """Returns the ZeRO optimizer, which updates the masters of a runtime.
-
-    Args:
-        optimizer: The torch optimizer; :func:`runtime_for` has put the runs of the masters into its groups.
-        runtime: The sharded model.
-        root: The configuration.
-        precision: Dtypes of the model states.
-        tiers: The memory away from the device.
-        driver: Exchanges what an update needs of other ranks.
-        backward: The engine's, for ``optimizer.backward(loss)``.
-        before_update: Frees what must not be gathered while parameters change.
-    """
-    assert runtime.reducer is not None
-    return _optimizer_class(optimizer, runtime.placement, precision)(
-        optimizer,
-        runtime.masters,
-        runtime.reducer,
-        placement=runtime.placement,
-        groups=runtime.groups,
-        agreement=runtime.agreement,
-        ledger=runtime.memory_tracker,
-        loss_scaler=create_loss_scaler(root, precision),
-        clip_grad=root.gradient_clipping,
-        max_skipped=root.max_consecutive_skipped_steps,
-        skip_non_finite=precision.skip_non_finite,
-        leave_backward=runtime.leave_backward,
-        before_update=before_update,
-        backward=backward,
-        strategies=tiers.strategies,
-        driver=driver,
-    )
-
-
-def _optimizer_class(
+def optimizer_class(
     optimizer: torch.optim.Optimizer, placement: Placement, precision: PrecisionPolicy
 ) -> type[DeepSpeedZeroOptimizer]:
     """Returns the optimizer class under the name that upstream uses at this stage; all behave the same."""
@@ -305,6 +191,12 @@ def runtime_options(
         destination=tiers.destination,
         state_itemsizes=state_itemsizes(optimizer),
     )
+
+
+def place_buffers(setup: EngineSetup, precision: PrecisionPolicy, groups: Groups) -> None:
+    """Casts the model's buffers, moves them to the device, and gives them rank 0's values. Every rank must call it."""
+    precision.cast_buffers(setup.model, setup.device)
+    spread_buffers(setup.model, groups.peers)
 
 
 def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy) -> ReductionPolicy:

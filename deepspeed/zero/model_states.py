@@ -11,12 +11,13 @@ granularity and itself holds blocks is taken apart, unless it is marked as a lea
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.errors import DeepSpeedConfigError, OffloadError
 from deepspeed.zero.access.gathered import GatheredBlock
@@ -26,14 +27,16 @@ from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.construction.materialize import Materializer
 from deepspeed.zero.construction.provisional import note_freed
 from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules, z3_leaf_module
+from deepspeed.zero.gather.schedule import GatherLimits
+from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.group import BucketGroup, Groups
-from deepspeed.zero.runtime_options import RuntimeOptions
-from deepspeed.zero.storage import MemoryTracker, dense, distinct
+from deepspeed.zero.placement import Placement, Tier
+from deepspeed.zero.storage import Memory, MemoryTracker, dense, distinct
 from deepspeed.zero.tiling.assemble import assemble, scatter
 from deepspeed.zero.tiling.describe import describe
 from deepspeed.zero.tiling.formula import MemoryFormula
-from deepspeed.zero.tiling.layout import BucketLayout, Fragment, ModelLayout, UnitTile, model_layout
+from deepspeed.zero.tiling.layout import BucketLayout, Fragment, Limits, ModelLayout, UnitTile, model_layout
 from deepspeed.zero.tiling.parts import tile_of
 from deepspeed.zero.update.masters import MasterBucket
 
@@ -106,6 +109,47 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 def _numel(module: nn.Module) -> int:
     return sum(full_numel(parameter) for parameter in module.parameters())
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """Holds the settings of the ZeRO runtime, from the configuration.
+
+    Attributes:
+        placement: The ZeRO row.
+        layout: Sizes that decide which parameters share a bucket.
+        gathers: Sizes that decide when buckets are gathered and freed.
+        reduction: How gradients are combined; None where nothing is trained.
+        granularity: A block of at most this many elements is never split into smaller units.
+        compute_dtype: Dtype of a parameter, by name and parameter.
+        whole_tensors: The optimizer needs parameters in their shape (allowed where nothing is sharded).
+        device: Where the model computes.
+        param_memories: Where compute shards are kept, for every tier in use.
+        master_memories: Where masters and optimizer states are kept, for every tier in use.
+        destination: Makes what brings the reduced gradients of one bucket to their tier.
+        serves_branches: Whether ranks may gather different parameters (``zero_optimization.agreement``).
+        state_itemsizes: For every per-element optimizer state, as far as it is known beforehand, its bytes per fp32
+            element.
+    """
+
+    placement: Placement
+    layout: Limits
+    gathers: GatherLimits
+    reduction: ReductionPolicy | None
+    granularity: int
+    compute_dtype: Callable[[str, torch.Tensor], torch.dtype]
+    whole_tensors: bool
+    device: torch.device
+    param_memories: Mapping[Tier, Memory]
+    master_memories: Mapping[Tier, Memory]
+    destination: Callable[[Tier, MemoryTracker], GradientDestination]
+    serves_branches: bool = False
+    state_itemsizes: tuple[int, ...] = ()
+
+    @property
+    def host_is_device(self) -> bool:
+        """Returns whether the model computes in host memory."""
+        return get_accelerator().shares_host_memory(self.device)
 
 
 class ModelStates:

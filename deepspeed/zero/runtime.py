@@ -30,9 +30,8 @@ from deepspeed.zero.gradient.gradient_bucket import GradientBucket, ReductionPol
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
 from deepspeed.zero.guards import UntrainedGradients, guard_parts, guard_state_dicts
-from deepspeed.zero.model_states import ModelStates
+from deepspeed.zero.model_states import ModelStates, RuntimeOptions
 from deepspeed.zero.placement import BucketPlacement
-from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.tiling.layout import ModelLayout
 from deepspeed.zero.update.masters import MasterBucket
 

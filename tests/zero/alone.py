@@ -16,9 +16,9 @@ from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.group import BucketGroup, Groups
+from deepspeed.zero.model_states import RuntimeOptions
 from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.runtime import MicroBatch, ZeroRuntime, build_runtime
-from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.storage import Memory, MemoryTracker
 from deepspeed.zero.tiling.layout import Limits, bucket_layout
 from deepspeed.zero.tiling.tiles import Tile

@@ -24,9 +24,9 @@ from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.group import BucketGroup, Groups
+from deepspeed.zero.model_states import RuntimeOptions
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime import ZeroRuntime, build_runtime
-from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.storage import Memory
 from deepspeed.zero.tiling.layout import Limits
 

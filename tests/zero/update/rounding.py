@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from deepspeed.comm.codecs.codec import Codec
-from deepspeed.engine import zero_settings
 
 
 class Rounding(Codec):
@@ -36,13 +36,14 @@ class Rounding(Codec):
 @contextmanager
 def rounded_transfers(gather: Codec | None, reduce: Codec | None) -> Iterator[None]:
     """Engines that are made inside carry parameters and gradients so."""
-    original = zero_settings.create_groups
+    module: Any = import_module("deepspeed.engine.initialize")  # the package exports a function of that name
+    original = module.create_groups
 
     def create(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs).coded(gather, reduce)
 
-    zero_settings.create_groups = create
+    module.create_groups = create
     try:
         yield
     finally:
-        zero_settings.create_groups = original
+        module.create_groups = original
