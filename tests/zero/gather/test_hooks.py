@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +14,211 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.comm.watch.agreement import Agreement
+from deepspeed.errors import NotYetSupportedError
 from deepspeed.zero.address import State
-from deepspeed.zero.gather.schedule import GatherLimits
+from deepspeed.zero.gather import hooks
+from deepspeed.zero.gather.hooks import ForwardHooks, tensors_in
+from deepspeed.zero.gather.schedule import GatherLimits, GatherSchedule
 from tests.harness.loopback import LoopbackTransport, run_threads
-from tests.zero.alone import Rank, Stack, batch, rank_of, stack
+from tests.zero.alone import Block, Rank, Stack, batch, bucket_of, rank_of, stack
 
+AT_ONCE = GatherLimits(prefetch=0, max_live=0, max_reuse_distance=0)  # nothing ahead, nothing kept
 KEEPING = GatherLimits(prefetch=10**6, max_live=10**6, max_reuse_distance=10**6)
+
+
+class Hooked:
+    """A module whose blocks and linear layers are sharded units with :class:`ForwardHooks`, without a runtime.
+
+    Attributes:
+        entries: Numbers of the modules whose training forwards have returned.
+        in_backward: What the hooks take for the answer whether a backward runs.
+    """
+
+    def __init__(self, transport: LoopbackTransport, model: nn.Module, limits: GatherLimits = AT_ONCE) -> None:
+        units = [module for module in model.modules() if isinstance(module, Block)]
+        inner = {layer for unit in units for layer in unit.modules()}
+        units += [module for module in model.modules() if isinstance(module, nn.Linear) and module not in inner]
+        self.buckets = [
+            bucket_of(transport, list(unit.parameters()), index=number) for number, unit in enumerate(units)
+        ]
+        agreement = Agreement(transport, lambda index: f"bucket {index}")
+        self.schedule = GatherSchedule(self.buckets, agreement, limits)
+        self.entries: list[int] = []
+        self.in_backward = False
+        self.hooks = ForwardHooks(
+            model,
+            [(unit, [bucket]) for unit, bucket in zip(units, self.buckets, strict=True)],
+            self.buckets,
+            self.schedule,
+            lambda: self.in_backward,
+            lambda _outputs, entry: self.entries.append(entry),
+        )
+
+    @property
+    def states(self) -> str:
+        """Of the buckets: S, G or F."""
+        return "".join(bucket.state.value[0].upper() for bucket in self.buckets)
+
+    @property
+    def users(self) -> list[int]:
+        """How many running forwards use each bucket."""
+        return [bucket.users for bucket in self.buckets]
+
+
+def test_a_training_forward_reports_the_number_of_its_outermost_module() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        model = nn.Sequential(stack(1), nn.Identity())
+        hooked = Hooked(transport, model)  # units: 1 (the block), 2 (the head); then the stack, which is above them
+        inner = model[0]
+        model(batch(0))
+        inner.blocks[0](batch(0))
+        inner.head(batch(0))
+        inner(batch(0))
+        model[1](batch(0))
+        assert hooked.entries == [0, 1, 2, 3]
+        with torch.no_grad():
+            model(batch(0))
+        assert hooked.entries == [0, 1, 2, 3] and hooked.states == "SS"
+
+    run_threads(body, 2)
+
+
+def test_each_running_forward_of_a_unit_is_a_user_of_its_bucket() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        model = stack()
+        hooked, seen = Hooked(transport, model), []
+        for module in (model.blocks[0].up, model.blocks[2].down, model.head):
+            module.register_forward_pre_hook(lambda *_: seen.append((hooked.users, hooked.states)))
+        model(batch(0))
+        assert seen == [([1, 0, 0, 0], "FSSS"), ([0, 0, 1, 0], "SSFS"), ([0, 0, 0, 1], "SSSF")]
+        assert hooked.users == [0] * 4 and hooked.states == "SSSS"
+
+    run_threads(body, 2)
+
+
+def test_a_use_outside_the_own_module_lasts_as_long_as_the_scope_around_it() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        model = stack()
+        hooked, seen = Hooked(transport, model), []
+
+        def borrow(*_: Any) -> None:
+            seen.append(model.head.weight.sum().item())
+            seen.append(hooked.users)
+
+        model.blocks[0].up.register_forward_hook(borrow)
+        model(batch(0))
+        assert seen == [pytest.approx(stack().head.weight.sum().item()), [1, 0, 0, 1]]
+        assert hooked.users == [0] * 4 and hooked.states == "SSSS"
+
+    run_threads(body, 2)
+
+
+def test_a_paused_forward_is_resumed_by_the_next_gather() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        model = stack()
+        hooked, seen = Hooked(transport, model), []
+
+        def pause(*_: Any) -> None:
+            hooked.hooks.pause()
+            seen.append((hooked.hooks.in_forward, hooked.users, hooked.states))
+
+        model.blocks[0].up.register_forward_hook(pause)
+        model.blocks[0].down.register_forward_pre_hook(lambda *_: seen.append(hooked.hooks.in_forward))
+        model.blocks[0].down.register_forward_hook(lambda *_: seen.append((hooked.hooks.in_forward, hooked.states)))
+        loss = model(batch(0))
+        assert loss.item() == pytest.approx(stack()(batch(0)).item(), rel=1e-6)
+        assert seen == [(False, [0] * 4, "SSSS"), False, (True, "FSSS")]
+        assert hooked.states == "SSSS" and hooked.users == [0] * 4
+
+    run_threads(body, 2)
+
+
+def test_the_end_of_a_backward_frees_what_no_other_forward_waits_for() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        model = stack()
+        hooked = Hooked(transport, model, KEEPING)
+        for block in model.blocks[:2]:
+            block(batch(0))
+        assert hooked.entries == [1, 2] and hooked.states == "FFSS"
+        hooked.schedule.begin("backward")
+        hooked.hooks.reach(1)
+        hooked.schedule.end()
+        hooked.hooks.end_backward()
+        assert hooked.states == "SFSS"
+        hooked.hooks.end_backward()  # a backward that has come through the outputs of no forward
+        assert hooked.states == "SSSS"
+
+    run_threads(body, 2)
+
+
+def test_a_bucket_is_freed_in_backward_once_its_gradients_are_in() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        model = stack()
+        hooked = Hooked(transport, model, KEEPING)
+        model(batch(0))
+        hooked.in_backward = True
+        first, second = hooked.buckets[:2]
+        hooked.hooks.gradients_arrived(first)
+        assert hooked.states == "FFFF"  # its gradients are missing
+        first.gradients_in = True
+        hooked.hooks.gradients_arrived(first)
+        assert hooked.states == "SFFF"
+        second.gradients_in = True
+        second.users += 1
+        hooked.hooks.gradients_arrived(second)
+        assert hooked.states == "SFFF"  # a scope uses it
+        hooked.hooks.abandon()
+        assert hooked.states == "SSSS" and hooked.users == [0] * 4
+
+    run_threads(body, 2)
+
+
+def test_pickles_of_a_module_have_idle_hooks() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        model = nn.Sequential(stack(1))
+        hooked = Hooked(transport, model)
+        read = pickle.loads(pickle.dumps(list(model._forward_pre_hooks.values())))
+        assert len(read) == 1 and read[0](model, (batch(0),)) is None
+        assert not hooked.hooks.in_forward
+        model._forward_pre_hooks.copy().popitem()[1](model, (batch(0),))
+        assert hooked.hooks.in_forward
+        hooked.hooks.abandon()
+
+    run_threads(body, 1)
+
+
+def test_transforms_that_differentiate_are_refused_where_parameters_are_sharded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hooks, "differentiates_a_function", lambda: True)
+
+    def body(transport: LoopbackTransport) -> None:
+        model = stack()
+        hooked = Hooked(transport, model)
+        with pytest.raises(NotYetSupportedError, match="cannot run the modules of a model at ZeRO stage 3"):
+            model(batch(0))
+        assert not hooked.hooks.in_forward and hooked.states == "SSSS"
+        bare = ForwardHooks(nn.Linear(8, 1), [], [], hooked.schedule, lambda: False, lambda *_: None)
+        bare.refuse_transforms()
+        assert not bare.handles and not bare.sees_forwards
+
+    run_threads(body, 1)
+
+
+def test_tensors_are_found_once_in_any_nesting() -> None:
+    @dataclass
+    class Output:
+        logits: torch.Tensor
+        rest: Any
+
+    tensors = [torch.full((1,), float(number)) for number in range(5)]
+    inner: dict[str, Any] = {"a": tensors[0], "b": (tensors[1], "text", 3, None)}
+    inner["itself"] = inner
+    value = [Output(tensors[2], {1}), inner, SimpleNamespace(x=[tensors[3]]), inner, nn.Linear(1, 1), torch.Tensor]
+    found = sorted(tensor.item() for tensor in tensors_in(value))
+    assert found == [0.0, 1.0, 2.0, 3.0]
+    assert [tensor is tensors[4] for tensor in tensors_in(tensors[4])] == [True]
 
 
 def states(rank: Rank) -> str:
