@@ -241,7 +241,7 @@ def test_masters_on_the_host_of_a_device(tmp_path):
 def test_a_plan_counts_them_too():
     import deepspeed
     from deepspeed.zero.storage import StorageKind
-    from tests.plan.test_requests import CONFIG, SHAPE
+    from tests.plan.requests import CONFIG, SHAPE
 
     plans = [
         deepspeed.plan(SHAPE, {**CONFIG, "bf16": bf16}, devices_per_node=2, sequence_length=32)
