@@ -1,6 +1,8 @@
 """The public surface of the package as lines of text, and what may change between two versions of it.
 
-``python -m tests.surface.public`` writes the lines of the present code to the file of its version, beside this one.
+``python -m tests.surface.public`` writes the lines that are new since the last version to ``unreleased.txt``, beside
+this file. Once :data:`~deepspeed.release.VERSION` is a new one, it writes all lines to the file of that version, which
+is never written again.
 
 A line is one of::
 
@@ -19,6 +21,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -31,6 +34,10 @@ from deepspeed.release import VERSION
 from tests.project.graph import ROOT, nodes_of
 
 HERE = Path(__file__).parent
+NEW = HERE / "unreleased.txt"
+CHANGES = ROOT / "CHANGELOG.md"
+DECLARED = "Changes of what was public"
+"""The heading in ``CHANGELOG.md`` below which the next version states what it does not keep of the last one."""
 SCHEMA = ROOT / "docs" / "reference" / "ds_config.schema.json"
 # Modules with the options of each command; sub-commands share the file of their command.
 COMMANDS = {
@@ -212,12 +219,37 @@ def _modules_below(prefix: str) -> list[str]:
 # -- what may change ---------------------------------------------------------------------------------------------------
 
 
+def promised() -> list[str]:
+    """Returns the lines of the last version."""
+    return last_file().read_text(encoding="utf-8").splitlines()
+
+
+def new_lines(present: list[str]) -> list[str]:
+    """Returns the lines of ``present`` that the last version does not have."""
+    return sorted({*present} - {*promised()})
+
+
+def declared() -> list[str]:
+    """Returns the names and keys that the next version changes or removes, as ``CHANGELOG.md`` states them.
+
+    Each is the first word in backticks of an item below the heading :data:`DECLARED` of the unreleased version.
+    """
+    unreleased = CHANGES.read_text(encoding="utf-8").split("\n## ")[1]
+    section = unreleased.partition(f"\n### {DECLARED}\n")[2].partition("\n### ")[0]
+    return re.findall(r"^- `([^`]+)`", section, re.MULTILINE)
+
+
+def path_of(line: str) -> str:
+    """Returns the dotted path of a name, alias or key, or a command and its option, without its signature or value."""
+    return _name_of(line).partition(" ")[2]
+
+
 def breaks(old: list[str], new: list[str]) -> list[str]:
     """Returns the lines of ``old`` that ``new`` no longer keeps.
 
-    Kept is a line that stands there unchanged, or a name whose signature only gained parameters that calls may leave
-    out: at the end, or by keyword. An alias is kept where the name exists, whatever it stands for. A method of a class
-    that has become another name of a second class is kept where that one has it.
+    Kept is a line that stands there unchanged, or a name whose signature only gained defaults and parameters that calls
+    may leave out: at the end, or by keyword. An alias is kept where the name exists, whatever it stands for. A method
+    of a class that has become another name of a second class is kept where that one has it.
     """
     present = set(new)
     signatures = {_name_of(line): line for line in new}
@@ -247,6 +279,7 @@ def _still_callable(old: str, new: str | None) -> bool:
     if "(" not in new:  # no callable any more
         return False
     before, after = _parameters(old), _parameters(new)
+    after = [_without_new_default(entry, before) for entry in after]
     kept = [entry for entry in after if entry in before]
     if kept != before:
         return False
@@ -258,12 +291,22 @@ def _still_callable(old: str, new: str | None) -> bool:
     return may_be_left_out and all(after.index(entry) > min(last, first_star) for entry in added)
 
 
+def _without_new_default(entry: str, before: list[str]) -> str:
+    """Returns a parameter as it was before, if all that it has gained is a default."""
+    name = entry.partition("=")[0]
+    return name if name in before else entry
+
+
 def _parameters(line: str) -> list[str]:
     inside = line[line.index("(") + 1 : line.rindex(")")]
     return [entry.strip() for entry in inside.split(", ") if entry.strip()]
 
 
 if __name__ == "__main__":
-    target = file_of(VERSION)
-    target.write_text("\n".join(lines()) + "\n", encoding="utf-8")
-    sys.stdout.write(f"{target.name}: {len(lines())} lines\n")
+    present, target = lines(), file_of(VERSION)
+    if target.exists():
+        target, present = NEW, new_lines(present)
+    else:
+        NEW.write_text("", encoding="utf-8")
+    target.write_text("".join(f"{line}\n" for line in present), encoding="utf-8")
+    sys.stdout.write(f"{target.name}: {len(present)} lines\n")
