@@ -15,7 +15,7 @@ from torch import nn
 
 from deepspeed.comm.codecs.codec import Codec, Residual, bits_of
 from deepspeed.comm.codecs.coded import CodedTransport, coded
-from deepspeed.comm.codecs.table import CODECS, Int4Codec, Int8Codec, LocoCodec
+from deepspeed.comm.codecs.table import CODECS
 from deepspeed.comm.transports.transport import Reduction, Transport, transfer_key
 from deepspeed.config.codec_names import PLAIN_CODECS
 from deepspeed.config.sections.communication_compression import CommunicationCompression
@@ -70,7 +70,7 @@ def with_codecs(
     reduce, measured = gradient_codec(section), ""
     if section.gradients == "auto":
         reduce, measured = _measured_codec(groups, root, precision, device)
-    gather = Int8Codec() if section.weights is not None else None
+    gather = CODECS[section.weights].codec() if section.weights is not None else None
     early = _early_codec(section, has_warm_up=has_warm_up)
     if has_warm_up and early is not None:
         log_dist(
@@ -222,8 +222,8 @@ def use_zero_plus_plus(groups: Groups, zero: ZeroOptimization) -> Groups:
     """
     if zero.stage < 3:
         return groups
-    weights: Codec | None = Int8Codec(feeds_back=False) if zero.zero_quantized_weights else None
-    frozen: Codec | None = Int8Codec(feeds_back=False) if zero.zero_quantized_nontrainable_weights else None
+    weights: Codec | None = CODECS["int8"].codec(feeds_back=False) if zero.zero_quantized_weights else None
+    frozen: Codec | None = CODECS["int8"].codec(feeds_back=False) if zero.zero_quantized_nontrainable_weights else None
     gradients = _codec_of_qgz(zero)
     if weights is None and frozen is None and gradients is None:
         return groups
@@ -247,9 +247,9 @@ def _codec_of_qgz(zero: ZeroOptimization) -> Codec | None:
         return None
     loco = zero.zeropp_loco_param
     if loco is None:
-        return Int4Codec(feeds_back=False)
+        return CODECS["int4"].codec(feeds_back=False)
     assert loco.err_beta is not None
-    return LocoCodec(loco.err_beta)
+    return CODECS["loco"].codec(beta=loco.err_beta)
 
 
 def steps_until_reset(zero: ZeroOptimization) -> int:

@@ -167,7 +167,7 @@ def coded_costs(
         machine: Its links, and what encodes.
         native: Sums that are sent as they are, by the backend's own collectives, not by gloo.
         may_skip: Updates may be skipped, so the error is kept twice.
-        codecs: Codecs to compare; those that are not in ``comm.codecs.table.CODECS`` are left out.
+        codecs: Codecs to compare, of ``comm.codecs.table.CODECS``.
     """
     sums = [one for one in sums if len(one.members) > 1]
     if not sums or not all(_has_links(one, machine) for one in sums):
@@ -177,7 +177,7 @@ def coded_costs(
     plain = [_plain(one, machine, native=native) for one in sums]
     bits = sum(one.bits * one.numel for one in sums) / sum(one.numel for one in sums)
     rows = [CodedCost("plain", bits, sum(row[0] for row in plain), sum(row[1] for row in plain), 0.0, 0)]
-    for codec in (codec for codec in codecs if codec.name in CODECS):
+    for codec in codecs:
         way = way_on(codec, CODECS[codec.name].work, bandwidth)
         moved = [_coded(one, bits_of(codec), machine, native=native) for one in sums]
         codec_time = sum(one.times * codec_seconds(one.numel, len(one.members), way, whole=one.whole) for one in sums)

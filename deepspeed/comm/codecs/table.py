@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -322,12 +323,15 @@ class LocoCodec(Int4Codec):
     <https://arxiv.org/abs/2407.04480>`_: ``e <- beta e + (1 - beta) (g + e - what was sent)``.
 
     Args:
-        beta: 0 adds the whole last error to the next values; 1 never changes the error.
         block: Values that share one scale.
+        beta: 0 adds the whole last error to the next values; 1 never changes the error.
+        feeds_back: Whether reductions keep what is lost for the next one.
     """  # noqa: D205 - the title holds its reference
 
-    def __init__(self, beta: float, block: int = BLOCK) -> None:
-        super().__init__(block)
+    name = "loco"
+
+    def __init__(self, block: int = BLOCK, *, beta: float = 0.8, feeds_back: bool = True) -> None:
+        super().__init__(block, feeds_back=feeds_back)
         self.beta = beta
 
     def _keep(self, error: torch.Tensor, lost: torch.Tensor) -> None:
@@ -351,7 +355,7 @@ class CodecWork:
 
 @dataclass(frozen=True)
 class CodecRow:
-    """One codec that a configuration can name, with its defaults.
+    """One codec that a configuration can choose, with its defaults.
 
     Attributes:
         make: The class.
@@ -366,14 +370,16 @@ class CodecRow:
     feeds_back: bool
     work: CodecWork
 
-    def codec(self, *, block: int | None = None, feeds_back: bool | None = None) -> BlockCodec:
-        """Returns the codec; None stands for the default."""
-        return self.make(block or self.block, feeds_back=self.feeds_back if feeds_back is None else feeds_back)
+    def codec(self, *, block: int | None = None, feeds_back: bool | None = None, **settings: Any) -> BlockCodec:
+        """Returns the codec; None stands for the default. ``settings`` are those of its class alone."""
+        feeds_back = self.feeds_back if feeds_back is None else feeds_back
+        return self.make(block or self.block, feeds_back=feeds_back, **settings)
 
 
 CODECS: dict[str, CodecRow] = {
     "int8": CodecRow(Int8Codec, BLOCK, False, CodecWork((1.9, 0.5), (18, 8), (62.0, 28.0))),
     "int4": CodecRow(Int4Codec, BLOCK, True, CodecWork((4.2, 1.2), (25, 12), (110.0, 32.0))),
+    "loco": CodecRow(LocoCodec, BLOCK, True, CodecWork((4.2, 1.2), (26, 12), (122.0, 32.0))),
     "sign": CodecRow(SignCodec, 2048, True, CodecWork((3.2, 0.8), (25, 15), (77.0, 37.0))),
     "1-bit": CodecRow(
         lambda _block, **settings: WholeSignCodec(**settings),
@@ -382,4 +388,5 @@ CODECS: dict[str, CodecRow] = {
         CodecWork((3.2, 0.8), (22, 15), (77.0, 37.0)),
     ),
 }
-"""By name; which of them a configuration can choose stands in ``config.codec_names``."""
+"""By name. ``config.codec_names`` lists those that a configuration chooses by name; settings of ZeRO++ and optimizers
+choose the others."""

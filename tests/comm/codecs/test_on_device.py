@@ -13,7 +13,7 @@ from deepspeed.comm.codecs import codec as codec_module
 from deepspeed.comm.codecs.codec import CHUNK, Codec, Residual, coded_nbytes, decode, decode_add, encode
 from deepspeed.comm.codecs.coded import coded
 from deepspeed.comm.codecs.one_bit import OneBitExchange, padded_numel
-from deepspeed.comm.codecs.table import CODECS, LocoCodec
+from deepspeed.comm.codecs.table import CODECS
 from deepspeed.comm.codecs.zero_rows import ZeroRows
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.transport import Reduction
@@ -25,7 +25,6 @@ MOST = 40
 WAYS: dict[str, Codec] = {
     "qwZ": CODECS["int8"].codec(feeds_back=False),
     "qgZ": CODECS["int4"].codec(feeds_back=False),
-    "LoCo": LocoCodec(0.8),
     **{name: row.codec() for name, row in CODECS.items()},
 }
 SLICE = 3 * CHUNK + 1000 * 8  # 3 chunks, and blocks of which the last one is not full

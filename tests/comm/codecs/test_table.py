@@ -10,10 +10,27 @@ import torch
 
 from deepspeed.comm.codecs.codec import CHUNK, coded_nbytes, decode, decode_add, encode
 from deepspeed.comm.codecs.table import BLOCK, CODECS, BlockCodec, IntegerCodec, SignCodec, WholeSignCodec
-from deepspeed.config.codec_names import GRADIENT_CODECS
+from deepspeed.config.codec_names import GRADIENT_CODECS, PLAIN_CODECS
 
 KINDS = [CODECS[name].make for name in GRADIENT_CODECS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def kinds_of(kind: type[BlockCodec]) -> set[type[BlockCodec]]:
+    """The subclasses that have a name, of any depth."""
+    own = {one for one in kind.__subclasses__() if "name" in vars(one)}
+    return own.union(*map(kinds_of, kind.__subclasses__()))
+
+
+def test_every_codec_has_one_row_under_its_name() -> None:
+    assert {kind.name: kind for kind in kinds_of(BlockCodec)} == {
+        name: type(row.codec()) for name, row in CODECS.items()
+    }
+
+
+def test_the_names_that_a_configuration_may_give_are_those_of_rows() -> None:
+    chosen_by_other_settings = {"loco", "1-bit"}  # zeropp_loco_param, and the optimizers of the 1-bit family
+    assert set(PLAIN_CODECS) <= set(GRADIENT_CODECS) == set(CODECS) - chosen_by_other_settings
 
 
 def through(codec: BlockCodec, values: torch.Tensor, error: torch.Tensor | None = None) -> torch.Tensor:
