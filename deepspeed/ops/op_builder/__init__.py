@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
+from deepspeed.ops.op_builder.builder import BUILDERS
 
 _HERE = "deepspeed.ops.op_builder"
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        **dict.fromkeys(
-            "AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder CUDAOpBuilder "
-            "DeepCompileBuilder EvoformerAttnBuilder "
-            "FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder GDSBuilder InferenceBuilder "
-            "InferenceCoreBuilder InferenceCutlassBuilder OpBuilder QuantizerBuilder RaggedOpsBuilder "
-            "RaggedUtilsBuilder RandomLTDBuilder ShareMemCommBuilder SparseAttnBuilder SpatialInferenceBuilder "
-            "StochasticTransformerBuilder TorchCPUOpBuilder TransformerBuilder UtilsBuilder".split(),
-            f"{_HERE}.builder",
-        ),
+        **dict.fromkeys(("OpBuilder", "CUDAOpBuilder", "TorchCPUOpBuilder", *BUILDERS), f"{_HERE}.builder"),
         "ALL_OPS": f"{_HERE}.all_ops",
     },
     submodules=["all_ops", "builder"],

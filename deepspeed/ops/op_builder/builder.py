@@ -60,156 +60,72 @@ class TorchCPUOpBuilder(CUDAOpBuilder):
     """Base of the builders of operators for the CPU."""
 
 
-class CPUAdamBuilder(TorchCPUOpBuilder):
-    """Adam on the host."""
-
-    NAME, MODULE = "cpu_adam", "deepspeed.ops.adam"
-
-
-class CPUAdagradBuilder(TorchCPUOpBuilder):
-    """Adagrad on the host."""
-
-    NAME, MODULE = "cpu_adagrad", "deepspeed.ops.adagrad"
-
-
-class CPULionBuilder(TorchCPUOpBuilder):
-    """Lion on the host."""
-
-    NAME, MODULE = "cpu_lion", "deepspeed.ops.lion"
-
-
-class FusedAdamBuilder(CUDAOpBuilder):
-    """Adam on the device."""
-
-    NAME, MODULE = "fused_adam", "deepspeed.ops.adam"
-
-
-class FusedLambBuilder(CUDAOpBuilder):
-    """LAMB on the device."""
-
-    NAME, MODULE = "fused_lamb", "deepspeed.ops.lamb"
-
-
-class FusedLionBuilder(CUDAOpBuilder):
-    """Lion on the device."""
-
-    NAME, MODULE = "fused_lion", "deepspeed.ops.lion"
-
-
-class SparseAttnBuilder(OpBuilder):
-    """Attention over chosen blocks."""
-
-    NAME, MODULE = "sparse_attn", "deepspeed.ops.sparse_attention"
-
-
-class AsyncIOBuilder(TorchCPUOpBuilder):
-    """Asynchronous reads and writes of files."""
-
-    NAME, INSTEAD = "async_io", "offload to NVMe needs none: set offload_optimizer.device to nvme"
-
-
-class GDSBuilder(AsyncIOBuilder):
-    """Reads and writes between files and a GPU."""
-
-    NAME = "gds"
-
-
-class UtilsBuilder(OpBuilder):
-    """Flattening of tensors."""
-
-    NAME, MODULE, INSTEAD = "utils", "deepspeed.ops.flattening", "torch._utils flattens tensors"
-
-
-class TransformerBuilder(CUDAOpBuilder):
-    """A fused transformer layer."""
-
-    NAME, INSTEAD = "transformer", "use the model's own layers, with torch.compile"
-
-
-class StochasticTransformerBuilder(TransformerBuilder):
-    """A fused transformer layer with stochastic rounding."""
-
-    NAME = "stochastic_transformer"
-
-
-class InferenceBuilder(CUDAOpBuilder):
-    """Fused layers for inference."""
-
-    NAME, INSTEAD = "transformer_inference", "use deepspeed.init_inference, or a server such as vLLM"
-
-
-class SpatialInferenceBuilder(InferenceBuilder):
-    """Fused layers of diffusion models."""
-
-    NAME = "spatial_inference"
-
-
-class InferenceCoreBuilder(InferenceBuilder):
-    """Kernels of inference v2."""
-
-    NAME = "inference_core_ops"
-
-
-class InferenceCutlassBuilder(InferenceBuilder):
-    """CUTLASS kernels of inference v2."""
-
-    NAME = "cutlass_ops"
-
-
-class RaggedOpsBuilder(InferenceBuilder):
-    """Ragged batches of inference v2."""
-
-    NAME = "ragged_device_ops"
-
-
-class RaggedUtilsBuilder(InferenceBuilder):
-    """Host side of ragged batches."""
-
-    NAME = "ragged_ops"
-
-
-class QuantizerBuilder(CUDAOpBuilder):
-    """Kernels that quantize tensors."""
-
-    NAME, INSTEAD = "quantizer", "zero_quantized_weights and communication_compression quantize without it"
-
-
-class FPQuantizerBuilder(QuantizerBuilder):
-    """Kernels for formats with few bits."""
-
-    NAME, INSTEAD = "fp_quantizer", "deepspeed.linear has weights of few bits"
-
-
-class RandomLTDBuilder(CUDAOpBuilder):
-    """Kernels of random layerwise token dropping."""
-
-    NAME, INSTEAD = "random_ltd", "data_efficiency.data_routing drops tokens without it"
-
-
-class EvoformerAttnBuilder(CUDAOpBuilder):
-    """Attention of AlphaFold-like models."""
-
-    NAME, INSTEAD = "evoformer_attn", "use torch's scaled_dot_product_attention with a bias as attn_mask"
-
-
-class DeepCompileBuilder(CUDAOpBuilder):
-    """Collectives of DeepCompile."""
-
-    NAME, INSTEAD = "dc", "engine.compile() works without it"
-
-
-class ShareMemCommBuilder(TorchCPUOpBuilder):
-    """Collectives of processors in shared memory."""
-
-    NAME, INSTEAD = "deepspeed_shm_comm", "gloo connects the ranks of a processor"
-
-
-class CCLCommBuilder(ShareMemCommBuilder):
-    """Collectives of oneCCL."""
-
-    NAME = "deepspeed_ccl_comm"
+BUILDERS = {
+    "CPUAdamBuilder": ("TorchCPUOpBuilder", "cpu_adam", "Adam on the host."),
+    "CPUAdagradBuilder": ("TorchCPUOpBuilder", "cpu_adagrad", "Adagrad on the host."),
+    "CPULionBuilder": ("TorchCPUOpBuilder", "cpu_lion", "Lion on the host."),
+    "FusedAdamBuilder": ("CUDAOpBuilder", "fused_adam", "Adam on the device."),
+    "FusedLambBuilder": ("CUDAOpBuilder", "fused_lamb", "LAMB on the device."),
+    "FusedLionBuilder": ("CUDAOpBuilder", "fused_lion", "Lion on the device."),
+    "SparseAttnBuilder": ("OpBuilder", "sparse_attn", "Attention over chosen blocks."),
+    "AsyncIOBuilder": ("TorchCPUOpBuilder", "async_io", "Asynchronous reads and writes of files."),
+    "GDSBuilder": ("AsyncIOBuilder", "gds", "Reads and writes between files and a GPU."),
+    "UtilsBuilder": ("OpBuilder", "utils", "Flattening of tensors."),
+    "TransformerBuilder": ("CUDAOpBuilder", "transformer", "A fused transformer layer."),
+    "StochasticTransformerBuilder": ("TransformerBuilder", "stochastic_transformer", "One with stochastic rounding."),
+    "InferenceBuilder": ("CUDAOpBuilder", "transformer_inference", "Fused layers for inference."),
+    "SpatialInferenceBuilder": ("InferenceBuilder", "spatial_inference", "Fused layers of diffusion models."),
+    "InferenceCoreBuilder": ("InferenceBuilder", "inference_core_ops", "Kernels of inference v2."),
+    "InferenceCutlassBuilder": ("InferenceBuilder", "cutlass_ops", "CUTLASS kernels of inference v2."),
+    "RaggedOpsBuilder": ("InferenceBuilder", "ragged_device_ops", "Ragged batches of inference v2."),
+    "RaggedUtilsBuilder": ("InferenceBuilder", "ragged_ops", "Host side of ragged batches."),
+    "QuantizerBuilder": ("CUDAOpBuilder", "quantizer", "Kernels that quantize tensors."),
+    "FPQuantizerBuilder": ("QuantizerBuilder", "fp_quantizer", "Kernels for formats with few bits."),
+    "RandomLTDBuilder": ("CUDAOpBuilder", "random_ltd", "Kernels of random layerwise token dropping."),
+    "EvoformerAttnBuilder": ("CUDAOpBuilder", "evoformer_attn", "Attention of AlphaFold-like models."),
+    "DeepCompileBuilder": ("CUDAOpBuilder", "dc", "Collectives of DeepCompile."),
+    "ShareMemCommBuilder": ("TorchCPUOpBuilder", "deepspeed_shm_comm", "Collectives of processors in shared memory."),
+    "CCLCommBuilder": ("ShareMemCommBuilder", "deepspeed_ccl_comm", "Collectives of oneCCL."),
+}
+"""The base of each builder, the name of its operator, and what the operator is."""
+#: Operators that a module implements.
+_MODULES = {
+    "cpu_adam": "deepspeed.ops.adam",
+    "cpu_adagrad": "deepspeed.ops.adagrad",
+    "cpu_lion": "deepspeed.ops.lion",
+    "fused_adam": "deepspeed.ops.adam",
+    "fused_lamb": "deepspeed.ops.lamb",
+    "fused_lion": "deepspeed.ops.lion",
+    "sparse_attn": "deepspeed.ops.sparse_attention",
+    "utils": "deepspeed.ops.flattening",
+}
+#: What to use instead of the others; builders without an entry inherit it.
+_INSTEAD = {
+    "async_io": "offload to NVMe needs none: set offload_optimizer.device to nvme",
+    "utils": "torch._utils flattens tensors",
+    "transformer": "use the model's own layers, with torch.compile",
+    "transformer_inference": "use deepspeed.init_inference, or a server such as vLLM",
+    "quantizer": "zero_quantized_weights and communication_compression quantize without it",
+    "fp_quantizer": "deepspeed.linear has weights of few bits",
+    "random_ltd": "data_efficiency.data_routing drops tokens without it",
+    "evoformer_attn": "use torch's scaled_dot_product_attention with a bias as attn_mask",
+    "dc": "engine.compile() works without it",
+    "deepspeed_shm_comm": "gloo connects the ranks of a processor",
+}
+
+
+def _make(class_name: str) -> type[OpBuilder]:
+    """Makes the class of a builder; what it does not state it inherits."""
+    base, operator, meaning = BUILDERS[class_name]
+    stated = {"NAME": operator, "MODULE": _MODULES.get(operator), "INSTEAD": _INSTEAD.get(operator)}
+    own = {name: value for name, value in stated.items() if value is not None}
+    return type(class_name, (globals()[base],), {"__doc__": meaning, "__module__": __name__, **own})
+
+
+for _name in BUILDERS:
+    globals()[_name] = _make(_name)
 
 
 def builders() -> list[type[OpBuilder]]:
     """Returns every builder of an operator."""
-    return [kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, OpBuilder) and kind.NAME]
+    return [globals()[name] for name in BUILDERS]
