@@ -10,6 +10,7 @@ Every rank of the channel must call a function, and run its backward, in the sam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -18,17 +19,21 @@ from torch.autograd.function import once_differentiable
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.uncompiled import uncompiled
 
+_Function = Callable[[torch.Tensor], torch.Tensor]
 
-class _CopyFunction(torch.autograd.Function):
+
+class _CollectiveFunction(torch.autograd.Function):
+    """Applies one function to the values in the forward pass, and another one to the gradient in the backward pass."""
+
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
-        ctx.channel, ctx.label = channel, label
-        return values.view_as(values)
+    def forward(ctx: Any, values: torch.Tensor, run: _Function, run_back: _Function) -> torch.Tensor:
+        ctx.run_back = run_back
+        return run(values)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _summed(gradient, ctx.channel, ctx.label), None, None
+        return ctx.run_back(gradient), None, None
 
 
 @uncompiled
@@ -39,18 +44,7 @@ def copy_to(values: torch.Tensor, channel: Channel, label: str = "the gradient o
     """
     if not (torch.is_grad_enabled() and values.requires_grad):
         return values
-    return _CopyFunction.apply(values, channel, label)
-
-
-class _ReduceFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
-        return _summed(values, channel, label)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient, None, None
+    return _CollectiveFunction.apply(values, lambda x: x.view_as(x), lambda gradient: _summed(gradient, channel, label))
 
 
 @uncompiled
@@ -59,19 +53,7 @@ def reduce_from(values: torch.Tensor, channel: Channel, label: str = "the sum of
 
     The result has the shape and dtype of ``values`` (any shape).
     """
-    return _ReduceFunction.apply(values, channel, label)
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
-        ctx.channel, ctx.label = channel, label
-        return _summed(values, channel, label)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _summed(gradient, ctx.channel, f"the gradient of {ctx.label}"), None, None
+    return _CollectiveFunction.apply(values, lambda x: _summed(x, channel, label), lambda gradient: gradient)
 
 
 @uncompiled
@@ -80,7 +62,10 @@ def sum_over(values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor
 
     The result has the shape and dtype of ``values`` (any shape).
     """
-    return _Sum.apply(values, channel, label)
+    back = f"the gradient of {label}"
+    return _CollectiveFunction.apply(
+        values, lambda x: _summed(x, channel, label), lambda gradient: _summed(gradient, channel, back)
+    )
 
 
 class UnequalParts(Protocol):
@@ -93,24 +78,6 @@ class UnequalParts(Protocol):
     def part(self, values: torch.Tensor, place: int) -> torch.Tensor:
         """Returns the part of rank ``place`` of the whole tensor ``values``, contiguous; of as many dimensions."""
         ...
-
-
-class _GatherFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, values: torch.Tensor, channel: Channel, dim: int | UnequalParts, is_partial: bool, label: str
-    ) -> torch.Tensor:
-        ctx.channel, ctx.dim, ctx.is_partial, ctx.label = channel, dim, is_partial, label
-        return _whole(values, channel, dim, label)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        if ctx.is_partial:
-            mine = scatter_along(gradient, ctx.channel, ctx.dim, f"the gradient of {ctx.label}")
-        else:
-            mine = _part(gradient, ctx.channel, ctx.dim)
-        return mine, None, None, None, None
 
 
 @uncompiled
@@ -132,19 +99,14 @@ def gather_from(
             Equal parts only.
         label: What is transferred.
     """
-    return _GatherFunction.apply(values, channel, dim, is_partial, label)
 
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        if is_partial:
+            assert isinstance(dim, int), "gradients that are summands are cut into equal parts"
+            return scatter_along(gradient, channel, dim, f"the gradient of {label}")
+        return _part(gradient, channel, dim)
 
-class _ScatterFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, channel: Channel, dim: int | UnequalParts, label: str) -> torch.Tensor:
-        ctx.channel, ctx.dim, ctx.label = channel, dim, label
-        return _part(values, channel, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _whole(gradient, ctx.channel, ctx.dim, ctx.label), None, None, None
+    return _CollectiveFunction.apply(values, lambda part: _whole(part, channel, dim, label), back)
 
 
 @uncompiled
@@ -162,19 +124,9 @@ def scatter_to(
         dim: The dimension that is cut into equal parts, which the number of ranks divides; or what divides otherwise.
         label: What is transferred in the backward pass.
     """
-    return _ScatterFunction.apply(values, channel, dim, label)
-
-
-class _ReduceScatterFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
-        ctx.channel, ctx.dim, ctx.label = channel, dim, label
-        return scatter_along(values, channel, dim, label)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return gather_along(gradient, ctx.channel, ctx.dim, f"the gradient of {ctx.label}"), None, None, None
+    return _CollectiveFunction.apply(
+        values, lambda x: _part(x, channel, dim), lambda gradient: _whole(gradient, channel, dim, label)
+    )
 
 
 @uncompiled
@@ -189,7 +141,10 @@ def reduce_scatter_to(
         dim: The dimension that is cut.
         label: What is transferred.
     """
-    return _ReduceScatterFunction.apply(values, channel, dim, label)
+    back = f"the gradient of {label}"
+    return _CollectiveFunction.apply(
+        values, lambda x: scatter_along(x, channel, dim, label), lambda grad: gather_along(grad, channel, dim, back)
+    )
 
 
 # -- tensors without gradients ---------------------------------------------------------------------------------------
