@@ -20,15 +20,7 @@ _WIDTH_WITHOUT_TERMINAL = 120
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Starts the ranks with the launcher; in a rank, measures. Rank 0 prints.
-
-    Args:
-        args: The command line; None means that of this process. Unknown options are passed to
-            the launcher. A wrong one ends the process with one sentence.
-
-    Raises:
-        DeepSpeedError: The launcher refuses its options (only when ``args`` is given).
-    """
+    """Starts the ranks with the launcher, which gets unknown options; in a rank, measures. Rank 0 prints."""
     run_command("ds_bench", lambda: _run(list(sys.argv[1:] if args is None else args)), args)
 
 

@@ -1,4 +1,8 @@
-"""Runs the commands of this package: each ends with an exit code, or one sentence about a user's mistake."""
+"""Runs the commands of this package: each ends with an exit code, or one sentence about a user's mistake.
+
+A command is a function ``main(args=None)``. ``args`` is the command line without the command's name; None means that of
+this process. :func:`run_command` states how ``main`` ends.
+"""
 
 from __future__ import annotations
 

@@ -85,14 +85,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Prints the section, the batch and the numbers of ranks that can share it.
-
-    Args:
-        args: The command line; None means that of this process, and then a mistake ends it with one sentence.
-
-    Raises:
-        DeepSpeedError: The configuration cannot be used (only when ``args`` is given).
-    """
+    """Prints the section, the batch and the numbers of ranks that can share it."""
     run_command("ds_elastic", lambda: _show(parse_args(args)), args)
 
 

@@ -21,14 +21,7 @@ _DEFAULTS = IoSettings()
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Measures and prints a table.
-
-    Args:
-        args: The command line; None means that of this process, and then a disk that fails ends it with one sentence.
-
-    Raises:
-        OffloadError: The disk fails (only when ``args`` is given).
-    """
+    """Measures and prints a table."""
     run_command("ds_io", lambda: _measure(parse_args(args)), args)
 
 

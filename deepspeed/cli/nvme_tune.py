@@ -34,14 +34,7 @@ _AS_GOOD = 0.97
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Measures, writes a log, and prints a table and the section.
-
-    Args:
-        args: The command line; None means that of this process, and then a mistake ends it with one sentence.
-
-    Raises:
-        DeepSpeedError: The settings cannot be tried, or a disk fails (only when ``args`` is given).
-    """
+    """Measures, writes a log, and prints a table and the section."""
     run_command("ds_nvme_tune", lambda: _run(_parse(args)), args)
 
 

@@ -41,11 +41,7 @@ _REQUIRED_PACKAGES = ("numpy", "pydantic", "safetensors", "rich", "psutil", "hjs
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Prints the report.
-
-    Args:
-        args: The command line; None means that of this process.
-    """
+    """Prints the report."""
     run_command("ds_report", lambda: _report(_parse_args(args)), args)
 
 

@@ -12,14 +12,7 @@ from deepspeed.run_report.page import write_report
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Writes ``report.html`` and ``report.json`` into the folder of a run.
-
-    Args:
-        args: The command line without the command; None: the process's.
-
-    Raises:
-        DeepSpeedError: The folder holds no run, and ``args`` was given.
-    """
+    """Writes ``report.html`` and ``report.json`` into the folder of a run."""
     run_command("ds_report_run", lambda: _run(args), args)
 
 

@@ -31,15 +31,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command; exits with the largest of the machines' exit codes.
-
-    Args:
-        args: The command line; None means that of this process, and then a wrong one ends it with one sentence.
-
-    Raises:
-        DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
-        SystemExit: The command failed on a machine.
-    """
+    """Runs the command; exits with the largest of the machines' exit codes."""
     run_command("ds_ssh", lambda: _run(parse_args(args)), args)
 
 

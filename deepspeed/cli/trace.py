@@ -28,14 +28,7 @@ _STEP = re.compile(r"step \d+$")
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Merges the traces of a run, or compares those of two.
-
-    Args:
-        args: The command line without the command; None: the process's.
-
-    Raises:
-        DeepSpeedError: A folder holds no trace, and ``args`` was given.
-    """
+    """Merges the traces of a run, or compares those of two."""
     run_command("ds_trace", lambda: _run(parse_args(args)), args)
 
 

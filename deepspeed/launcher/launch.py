@@ -153,15 +153,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the ranks of this machine; exits with the code of the first that failed.
-
-    Args:
-        args: The command line; None means that of this process, and then a wrong one ends it with one sentence.
-
-    Raises:
-        DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
-        SystemExit: A rank failed or the launcher was stopped by a signal.
-    """
+    """Runs the ranks of this machine; exits with the code of the first that failed."""
     run_command("deepspeed", lambda: _launch(parse_args(args)), args, keeps_output=True)
 
 

@@ -39,14 +39,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Executes the script in this process; does not return.
-
-    Args:
-        args: The command line; None means that of this process, and then a wrong one ends it with one sentence.
-
-    Raises:
-        DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
-    """
+    """Executes the script in this process; does not return."""
     run_command("deepspeed", lambda: _become(parse_args(args)), args, keeps_output=True)
 
 

@@ -185,15 +185,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command; exits with the code of the rank that failed first.
-
-    Args:
-        args: The command line; None means that of this process, and then a wrong one ends it with one sentence.
-
-    Raises:
-        DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
-        SystemExit: A rank failed or the launcher was stopped by a signal.
-    """
+    """Runs the command; exits with the code of the rank that failed first."""
     run_command("deepspeed", lambda: _run(parse_args(args)), args, keeps_output=True)
 
 
