@@ -19,12 +19,23 @@ from deepspeed.lazy import lazy_names
 
 ROOT = "deepspeed"
 
+# Names that several paths have.
+_LEAF_MODULES = (
+    "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+    "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
+)
+_OFFLOAD_SECTIONS = "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizer DeepSpeedZeroOffloadParamConfig=OffloadParam"
+_SAFE_ACCESS = (
+    "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
+    "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+    "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
+    "safe_set_local_optimizer_state safe_update_full_grad_vectorized"
+)
+
 # Path below deepspeed -> defining module -> names; "public=defined" if the two names differ. Names of missing features
 # (deepspeed.missing_features) are added automatically.
 PATHS: dict[str, dict[str, str]] = {
-    "accelerator.abstract_accelerator": {
-        "deepspeed.accelerator.base": "DeepSpeedAccelerator",
-    },
+    "accelerator.abstract_accelerator": {"deepspeed.accelerator.base": "DeepSpeedAccelerator"},
     "accelerator.real_accelerator": {
         "deepspeed.accelerator.selection": "get_accelerator is_current_accelerator_supported set_accelerator",
     },
@@ -36,9 +47,7 @@ PATHS: dict[str, dict[str, str]] = {
     "compression.helper": {
         "deepspeed.compression.installing": "convert_conv1d_to_linear recursive_getattr recursive_setattr",
     },
-    "compression.scheduler": {
-        "deepspeed.compression.feature": "compression_scheduler",
-    },
+    "compression.scheduler": {"deepspeed.compression.feature": "compression_scheduler"},
     "datastates": {},
     "datastates.config": {},
     "elasticity.config": {
@@ -51,36 +60,24 @@ PATHS: dict[str, dict[str, str]] = {
             "MINIMUM_DEEPSPEED_VERSION"
         ),
     },
-    "elasticity.utils": {
-        "deepspeed.elasticity.elasticity": "is_torch_elastic_compatible",
-    },
-    "features": {
-        "deepspeed.missing_features": "FEATURES Feature is_missing missing_names unavailable",
-    },
+    "elasticity.utils": {"deepspeed.elasticity.elasticity": "is_torch_elastic_compatible"},
+    "features": {"deepspeed.missing_features": "FEATURES Feature is_missing missing_names unavailable"},
     "inference.v2": {},
     "inference.v2.config_v2": {},
     "inference.v2.engine_factory": {},
     "inference.v2.engine_v2": {},
     "io": {},
     "model_implementations": {},
-    "monitor.comet": {
-        "deepspeed.monitor.monitor": "CometMonitor",
-    },
+    "monitor.comet": {"deepspeed.monitor.monitor": "CometMonitor"},
     "monitor.config": {
         "deepspeed.config.sections.monitor": (
             "CSVConfig=CsvMonitor CometConfig=Comet TensorBoardConfig=TensorBoard WandbConfig=Wandb"
         ),
         "deepspeed.monitor.monitor": "DeepSpeedMonitorConfig get_monitor_config",
     },
-    "monitor.csv_monitor": {
-        "deepspeed.monitor.monitor": "csvMonitor",
-    },
-    "monitor.tensorboard": {
-        "deepspeed.monitor.monitor": "TensorBoardMonitor",
-    },
-    "monitor.wandb": {
-        "deepspeed.monitor.monitor": "WandbMonitor",
-    },
+    "monitor.csv_monitor": {"deepspeed.monitor.monitor": "csvMonitor"},
+    "monitor.tensorboard": {"deepspeed.monitor.monitor": "TensorBoardMonitor"},
+    "monitor.wandb": {"deepspeed.monitor.monitor": "WandbMonitor"},
     "module_inject": {
         "deepspeed.parallel.tensor.linear": "LinearAllreduce=RowLinear LinearLayer=ColumnLinear",
         "deepspeed.parallel.tensor.request": "set_autotp_mode",
@@ -97,9 +94,7 @@ PATHS: dict[str, dict[str, str]] = {
         ),
     },
     "moe": {},
-    "moe.experts": {
-        "deepspeed.parallel.expert.layer": "Experts",
-    },
+    "moe.experts": {"deepspeed.parallel.expert.layer": "Experts"},
     "moe.layer": {
         "deepspeed.parallel.expert.layer": "Experts MOELayer MoE",
         "deepspeed.parallel.expert.gate": "TopKGate",
@@ -121,9 +116,7 @@ PATHS: dict[str, dict[str, str]] = {
     "ops.adam.zenflow_torch_adam": {},
     "ops.deepspeed4science": {},
     "ops.fp_quantizer": {},
-    "ops.lion.cpu_lion": {
-        "deepspeed.ops.lion.fused_lion": "DeepSpeedCPULion",
-    },
+    "ops.lion.cpu_lion": {"deepspeed.ops.lion.fused_lion": "DeepSpeedCPULion"},
     "ops.sparse_attention.bert_sparse_self_attention": {
         "deepspeed.ops.sparse_attention.sparse_self_attention": "BertSparseSelfAttention",
     },
@@ -134,19 +127,13 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.parallel.pipe.spec": "LayerSpec TiedLayerSpec",
         "deepspeed.parallel.pipe.transformers_models": "transformers_state_dict",
     },
-    "runtime": {
-        "deepspeed.zero.update.base_optimizer": "DeepSpeedOptimizer ZeROOptimizer",
-    },
+    "runtime": {"deepspeed.zero.update.base_optimizer": "DeepSpeedOptimizer ZeROOptimizer"},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.config": {
         "deepspeed.config.sections.root": "DeepSpeedActivationCheckpointingConfig=ActivationCheckpointing",
     },
-    "runtime.base_optimizer": {
-        "deepspeed.zero.update.base_optimizer": "DeepSpeedOptimizer ZeROOptimizer",
-    },
-    "runtime.bf16_optimizer": {
-        "deepspeed.zero.update.optimizer": "BF16_Optimizer",
-    },
+    "runtime.base_optimizer": {"deepspeed.zero.update.base_optimizer": "DeepSpeedOptimizer ZeROOptimizer"},
+    "runtime.bf16_optimizer": {"deepspeed.zero.update.optimizer": "BF16_Optimizer"},
     "runtime.checkpoint_engine": {
         "deepspeed.checkpoint.checkpoint_engine": "CheckpointCommitInfo CheckpointEngine TorchCheckpointEngine",
     },
@@ -163,33 +150,21 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.errors": "DeepSpeedConfigError",
         "deepspeed.ops.build": "DEEPSPEED_OPTIMIZERS",
     },
-    "runtime.config_utils": {
-        "deepspeed.config.enums": "DeepSpeedConfigModel get_scalar_param",
-    },
-    "runtime.constants": {
-        "deepspeed.constants": "ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN",
-    },
+    "runtime.config_utils": {"deepspeed.config.enums": "DeepSpeedConfigModel get_scalar_param"},
+    "runtime.constants": {"deepspeed.constants": "ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN"},
     "runtime.data_pipeline": {},
-    "runtime.data_pipeline.curriculum_scheduler": {
-        "deepspeed.data.curriculum.scheduler": "CurriculumScheduler",
-    },
+    "runtime.data_pipeline.curriculum_scheduler": {"deepspeed.data.curriculum.scheduler": "CurriculumScheduler"},
     "runtime.data_pipeline.data_routing": {},
-    "runtime.data_pipeline.data_routing.basic_layer": {
-        "deepspeed.dropping.tokens": "RandomLayerTokenDrop",
-    },
+    "runtime.data_pipeline.data_routing.basic_layer": {"deepspeed.dropping.tokens": "RandomLayerTokenDrop"},
     "runtime.data_pipeline.data_routing.helper": {
         "deepspeed.dropping.tokens": "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd",
     },
-    "runtime.data_pipeline.data_routing.scheduler": {
-        "deepspeed.dropping.tokens": "RandomLTDScheduler",
-    },
+    "runtime.data_pipeline.data_routing.scheduler": {"deepspeed.dropping.tokens": "RandomLTDScheduler"},
     "runtime.data_pipeline.data_sampling": {},
     "runtime.data_pipeline.data_sampling.data_analyzer": {
         "deepspeed.data.analysis.analyzer": "DataAnalyzer DistributedDataAnalyzer",
     },
-    "runtime.data_pipeline.data_sampling.data_sampler": {
-        "deepspeed.data.curriculum.sampler": "DeepSpeedDataSampler",
-    },
+    "runtime.data_pipeline.data_sampling.data_sampler": {"deepspeed.data.curriculum.sampler": "DeepSpeedDataSampler"},
     "runtime.data_pipeline.data_sampling.indexed_dataset": {
         "deepspeed.data.indexed.dataset": "MMapIndexedDataset MMapIndexedDatasetBuilder",
         "deepspeed.data.indexed.format": "data_file_path index_file_path",
@@ -200,46 +175,28 @@ PATHS: dict[str, dict[str, str]] = {
         ),
         "deepspeed.data.batching.packing": "batch_by_seqlens scale_lr",
     },
-    "runtime.dataloader": {
-        "deepspeed.data": "DeepSpeedDataLoader RepeatingLoader",
-    },
+    "runtime.dataloader": {"deepspeed.data": "DeepSpeedDataLoader RepeatingLoader"},
     "runtime.domino": {},
     "runtime.domino.transformer": {},
-    "runtime.eigenvalue": {
-        "deepspeed.compression.eigenvalue": "Eigenvalue",
-    },
+    "runtime.eigenvalue": {"deepspeed.compression.eigenvalue": "Eigenvalue"},
     "runtime.engine": {
         "deepspeed.engine": "DeepSpeedEngine",
         "deepspeed.engine.parts": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
     },
     "runtime.fp16": {},
-    "runtime.fp16.fused_optimizer": {
-        "deepspeed.zero.update.optimizer": "FP16_Optimizer",
-    },
+    "runtime.fp16.fused_optimizer": {"deepspeed.zero.update.optimizer": "FP16_Optimizer"},
     "runtime.fp16.loss_scaler": {
         "deepspeed.precision.loss_scaler": (
             "CONSECUTIVE_HYSTERESIS CreateLossScaler DELAYED_SHIFT DynamicLossScaler INITIAL_LOSS_SCALE "
             "LossScaler LossScalerBase MIN_LOSS_SCALE SCALE_WINDOW"
         ),
     },
-    "runtime.fp16.onebit": {
-        "deepspeed.ops.onebit": "OnebitAdam=OneBitAdam OnebitLamb=OneBitLamb ZeroOneAdam",
-    },
-    "runtime.fp16.onebit.adam": {
-        "deepspeed.ops.onebit.adam": "OnebitAdam=OneBitAdam",
-    },
-    "runtime.fp16.onebit.lamb": {
-        "deepspeed.ops.onebit.lamb": "OnebitLamb=OneBitLamb",
-    },
-    "runtime.fp16.onebit.zoadam": {
-        "deepspeed.ops.onebit.zero_one": "ZeroOneAdam",
-    },
-    "runtime.fp16.unfused_optimizer": {
-        "deepspeed.zero.update.optimizer": "FP16_UnfusedOptimizer",
-    },
-    "runtime.hybrid_engine": {
-        "deepspeed.engine.hybrid": "DeepSpeedHybridEngine",
-    },
+    "runtime.fp16.onebit": {"deepspeed.ops.onebit": "OnebitAdam=OneBitAdam OnebitLamb=OneBitLamb ZeroOneAdam"},
+    "runtime.fp16.onebit.adam": {"deepspeed.ops.onebit.adam": "OnebitAdam=OneBitAdam"},
+    "runtime.fp16.onebit.lamb": {"deepspeed.ops.onebit.lamb": "OnebitLamb=OneBitLamb"},
+    "runtime.fp16.onebit.zoadam": {"deepspeed.ops.onebit.zero_one": "ZeroOneAdam"},
+    "runtime.fp16.unfused_optimizer": {"deepspeed.zero.update.optimizer": "FP16_UnfusedOptimizer"},
+    "runtime.hybrid_engine": {"deepspeed.engine.hybrid": "DeepSpeedHybridEngine"},
     "runtime.lr_schedules": {
         "deepspeed.schedulers": (
             "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments "
@@ -279,12 +236,8 @@ PATHS: dict[str, dict[str, str]] = {
             "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology"
         ),
     },
-    "runtime.progressive_layer_drop": {
-        "deepspeed.dropping.layers": "ProgressiveLayerDrop",
-    },
-    "runtime.rollout": {
-        "deepspeed.engine.hybrid": "HybridEngineRollout RolloutBatch RolloutRequest SamplingConfig",
-    },
+    "runtime.progressive_layer_drop": {"deepspeed.dropping.layers": "ProgressiveLayerDrop"},
+    "runtime.rollout": {"deepspeed.engine.hybrid": "HybridEngineRollout RolloutBatch RolloutRequest SamplingConfig"},
     "runtime.sequence_parallel": {},
     "runtime.sequence_parallel.ulysses_sp": {
         "deepspeed.parallel.sequence.batches": "UlyssesSPDataLoaderAdapter",
@@ -315,20 +268,14 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "runtime.zero.config": {
         "deepspeed.config.enums": "OffloadDeviceEnum ZeroStageEnum",
-        "deepspeed.config.sections.offload": (
-            "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizer DeepSpeedZeroOffloadParamConfig=OffloadParam"
-        ),
+        "deepspeed.config.sections.offload": _OFFLOAD_SECTIONS,
         "deepspeed.config.sections.zero": "DeepSpeedZeroConfig=ZeroOptimization",
     },
     "runtime.zero.offload_config": {
         "deepspeed.config.enums": "OffloadDeviceEnum OffloadStateTypeEnum",
-        "deepspeed.config.sections.offload": (
-            "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizer DeepSpeedZeroOffloadParamConfig=OffloadParam"
-        ),
+        "deepspeed.config.sections.offload": _OFFLOAD_SECTIONS,
     },
-    "runtime.zero.parameter_offload": {
-        "deepspeed.zero.access.parameter_offload": "DeepSpeedZeRoOffload",
-    },
+    "runtime.zero.parameter_offload": {"deepspeed.zero.access.parameter_offload": "DeepSpeedZeRoOffload"},
     "runtime.zero.partition_parameters": {
         "deepspeed.accelerator": "get_accelerator",
         "deepspeed.zero": (
@@ -352,12 +299,8 @@ PATHS: dict[str, dict[str, str]] = {
         ),
         "deepspeed.zero.update.optimizer": "DeepSpeedZeroOptimizer",
     },
-    "runtime.zero.tiling": {
-        "deepspeed.zero.tiled_linear": "TiledLinear TiledLinearReturnBias",
-    },
-    "runtime.zero.utils": {
-        "deepspeed.zero.address": "is_zero_param",
-    },
+    "runtime.zero.tiling": {"deepspeed.zero.tiled_linear": "TiledLinear TiledLinearReturnBias"},
+    "runtime.zero.utils": {"deepspeed.zero.address": "is_zero_param"},
     "sequence": {
         "deepspeed.parallel.sequence.chunked": "chunked_attention",
         "deepspeed.parallel.sequence.exchange": "exchange",
@@ -371,64 +314,34 @@ PATHS: dict[str, dict[str, str]] = {
     "sequence.fpdt_layer": {
         "deepspeed.parallel.sequence.fpdt": "FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss",
     },
-    "sequence.layer": {
-        "deepspeed.parallel.sequence.attention": "DistributedAttention _SeqAllToAll",
-    },
+    "sequence.layer": {"deepspeed.parallel.sequence.attention": "DistributedAttention _SeqAllToAll"},
     "utils": {
         "deepspeed.data": "RepeatingLoader",
         "deepspeed.logging": "log_dist log_dist_once logger set_log_level_from_string",
         "deepspeed.precision.on_device": "OnDevice",
         "deepspeed.profiling.ranges": "instrument_w_nvtx",
-        "deepspeed.utils.z3_leaf_module": (
-            "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
-            "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
-        ),
-        "deepspeed.zero.access.states": (
-            "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
-            "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
-            "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
-            "safe_set_local_optimizer_state safe_update_full_grad_vectorized"
-        ),
+        "deepspeed.utils.z3_leaf_module": _LEAF_MODULES,
+        "deepspeed.zero.access.states": _SAFE_ACCESS,
     },
-    "utils.comms_logging": {
-        "deepspeed.comm.recorder": "CommsLogger=CommsLog",
-    },
+    "utils.comms_logging": {"deepspeed.comm.recorder": "CommsLogger=CommsLog"},
     "utils.exceptions": {
         "deepspeed.errors": (
             "CallOrderError CheckpointError CommunicationError DeepSpeedConfigError DeepSpeedError "
             "DeprecatedException DivergenceError NonFiniteError NotYetSupportedError ShardedAccessError"
         ),
     },
-    "utils.init_on_device": {
-        "deepspeed.precision.on_device": "OnDevice",
-    },
-    "utils.logging": {
-        "deepspeed.logging": "log_dist log_dist_once logger set_log_level_from_string",
-    },
+    "utils.init_on_device": {"deepspeed.precision.on_device": "OnDevice"},
+    "utils.logging": {"deepspeed.logging": "log_dist log_dist_once logger set_log_level_from_string"},
     "utils.numa": {},
-    "utils.nvtx": {
-        "deepspeed.profiling.ranges": "instrument_w_nvtx",
-    },
+    "utils.nvtx": {"deepspeed.profiling.ranges": "instrument_w_nvtx"},
     "utils.tensor_fragment": {
         "deepspeed.checkpoint.upstream.files": "fragment_address=FragmentAddress",
-        "deepspeed.zero.access.states": (
-            "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
-            "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
-            "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
-            "safe_set_local_optimizer_state safe_update_full_grad_vectorized"
-        ),
+        "deepspeed.zero.access.states": _SAFE_ACCESS,
     },
-    "utils.timer": {
-        "deepspeed.profiling.timer": "NoopTimer SynchronizedWallClockTimer ThroughputTimer",
-    },
-    "utils.torch": {
-        "deepspeed.git_version_info": "required_torch_version",
-    },
+    "utils.timer": {"deepspeed.profiling.timer": "NoopTimer SynchronizedWallClockTimer ThroughputTimer"},
+    "utils.torch": {"deepspeed.git_version_info": "required_torch_version"},
     "utils.z3_leaf_module": {
-        "deepspeed.zero.gather.leaf_modules": (
-            "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
-            "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
-        ),
+        "deepspeed.zero.gather.leaf_modules": _LEAF_MODULES,
     },
     "utils.zero_to_fp32": {
         "deepspeed.checkpoint.consolidate": (
