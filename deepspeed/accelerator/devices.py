@@ -103,14 +103,16 @@ class Device:
 _SMI = "memory: nvidia-smi, as listed by github.com/modal-labs/modal-client/pull/2797"
 _A100 = "NVIDIA A100 data sheet r4, as listed by glennklockwood.com/garden/processors/A100; " + _SMI
 _HOPPER_PAPER = "NVIDIA H100 architecture paper, as listed by glennklockwood.com/garden/processors/h100"
+_H100, _H200 = f"{_HOPPER_PAPER}; {_SMI}", _HOPPER_PAPER + "; memory: nvidia-smi"
 _BOOK = "makers' data sheets, as listed by llmbook.apartsin.com/appendices/appendix-g-hardware-compute"
+_L4, _L40S = f"NVIDIA L4 data sheet; {_SMI}", f"{_BOOK}; {_SMI}"
 _B200 = _BOOK + "; memory: nvidia-smi, in github.com/NVIDIA/TensorRT-LLM/issues/10278"
 _MI300X = _BOOK + "; memory: rocminfo, in github.com/ROCm/legacy-rocm-build/issues/4414"
 _MIB = 2**20
 
 _V100 = "NVIDIA V100 data sheet; memory: nvidia-smi"
 _GB200 = "NVIDIA GB200 NVL72 data sheet, per GPU; 72 GPUs share one NVLink domain"
-_GRAND_TETON = "torchtitan benchmarks: H100 with 96 GB of HBM2e and a limit of 500 W (Grand Teton)"
+_TETON = "torchtitan benchmarks: H100 with 96 GB of HBM2e and a limit of 500 W (Grand Teton)"
 
 # Fitted to half of the published runs (benchmarks/scale_fit.py), rounded; none is at a limit of the fit. Blackwell has
 # only three runs, so its shares are those of Hopper, except for fp8. A device without runs has the defaults.
@@ -122,130 +124,19 @@ _BLACKWELL = DeviceEfficiency(matmul=0.65, fp8=0.60, attention=0.35, bandwidth=0
 DEVICES = {
     device.name: device
     for device in (
-        Device(
-            name="v100",
-            memory=32_768 * _MIB,
-            flops=125e12,
-            memory_bandwidth=0.9e12,
-            link=150e9,
-            host_link=16e9,
-            source=_V100,
-        ),
-        Device(
-            name="v100-16",
-            memory=16_384 * _MIB,
-            flops=125e12,
-            memory_bandwidth=0.9e12,
-            link=150e9,
-            host_link=16e9,
-            source=_V100,
-        ),
-        Device(
-            name="a100-40",
-            memory=40_960 * _MIB,
-            flops=312e12,
-            memory_bandwidth=1.555e12,
-            link=300e9,
-            host_link=32e9,
-            source=_A100,
-            efficiency=_AMPERE,
-        ),
-        Device(
-            name="a100",
-            memory=81_920 * _MIB,
-            flops=312e12,
-            memory_bandwidth=2.039e12,
-            link=300e9,
-            host_link=32e9,
-            source=_A100,
-            efficiency=_AMPERE,
-        ),
-        Device(
-            name="h100",
-            memory=81_559 * _MIB,
-            flops=989.4e12,
-            memory_bandwidth=3.35e12,
-            link=450e9,
-            host_link=64e9,
-            source=f"{_HOPPER_PAPER}; {_SMI}",
-            fp8_flops=1978.9e12,
-            efficiency=_HOPPER,
-        ),
-        Device(
-            name="h100-500w",
-            memory=95_830 * _MIB,
-            flops=989.4e12,
-            memory_bandwidth=2.4e12,
-            link=450e9,
-            host_link=64e9,
-            source=_GRAND_TETON,
-            fp8_flops=1978.9e12,
-            efficiency=_HOPPER_500W,
-        ),
-        Device(
-            name="h200",
-            memory=143_771 * _MIB,
-            flops=989.4e12,
-            memory_bandwidth=4.8e12,
-            link=450e9,
-            host_link=64e9,
-            source=_HOPPER_PAPER + "; memory: nvidia-smi",
-            fp8_flops=1978.9e12,
-            efficiency=_HOPPER,
-        ),
-        Device(
-            name="b200",
-            memory=183_359 * _MIB,
-            flops=2250e12,
-            memory_bandwidth=8e12,
-            link=900e9,
-            host_link=64e9,
-            source=_B200,
-            fp8_flops=4500e12,
-            efficiency=_BLACKWELL,
-        ),
-        Device(
-            name="gb200",
-            memory=189_471 * _MIB,
-            flops=2450e12,
-            memory_bandwidth=8e12,
-            link=900e9,
-            host_link=300e9,
-            source=_GB200,
-            fp8_flops=4900e12,
-            domain=72,
-            efficiency=_BLACKWELL,
-        ),
-        Device(
-            name="l4",
-            memory=23_034 * _MIB,
-            flops=121e12,
-            memory_bandwidth=300e9,
-            link=32e9,
-            host_link=32e9,
-            source=f"NVIDIA L4 data sheet; {_SMI}",
-            fp8_flops=242e12,
-        ),
-        Device(
-            name="l40s",
-            memory=46_068 * _MIB,
-            flops=362e12,
-            memory_bandwidth=864e9,
-            link=32e9,
-            host_link=32e9,
-            source=f"{_BOOK}; {_SMI}",
-            fp8_flops=733e12,
-        ),
-        Device(
-            name="mi300x",
-            memory=196_592 * _MIB,
-            flops=1307e12,
-            memory_bandwidth=5.3e12,
-            link=448e9,
-            host_link=64e9,
-            source=_MI300X,
-            fp8_flops=2614.9e12,
-        ),
+        # name, memory, flops, memory_bandwidth, link, host_link, source, fp8_flops, domain
+        Device("v100", 32_768 * _MIB, 125e12, 0.9e12, 150e9, 16e9, _V100),
+        Device("v100-16", 16_384 * _MIB, 125e12, 0.9e12, 150e9, 16e9, _V100),
+        Device("a100-40", 40_960 * _MIB, 312e12, 1.555e12, 300e9, 32e9, _A100, efficiency=_AMPERE),
+        Device("a100", 81_920 * _MIB, 312e12, 2.039e12, 300e9, 32e9, _A100, efficiency=_AMPERE),
+        Device("h100", 81_559 * _MIB, 989.4e12, 3.35e12, 450e9, 64e9, _H100, 1978.9e12, efficiency=_HOPPER),
+        Device("h100-500w", 95_830 * _MIB, 989.4e12, 2.4e12, 450e9, 64e9, _TETON, 1978.9e12, efficiency=_HOPPER_500W),
+        Device("h200", 143_771 * _MIB, 989.4e12, 4.8e12, 450e9, 64e9, _H200, 1978.9e12, efficiency=_HOPPER),
+        Device("b200", 183_359 * _MIB, 2250e12, 8e12, 900e9, 64e9, _B200, 4500e12, efficiency=_BLACKWELL),
+        Device("gb200", 189_471 * _MIB, 2450e12, 8e12, 900e9, 300e9, _GB200, 4900e12, 72, efficiency=_BLACKWELL),
+        Device("l4", 23_034 * _MIB, 121e12, 300e9, 32e9, 32e9, _L4, 242e12),
+        Device("l40s", 46_068 * _MIB, 362e12, 864e9, 32e9, 32e9, _L40S, 733e12),
+        Device("mi300x", 196_592 * _MIB, 1307e12, 5.3e12, 448e9, 64e9, _MI300X, 2614.9e12),
     )
 }
 """Devices by name. Disk and network belong to the node, so they are in :class:`deepspeed.plan.machine.Machine`."""
