@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from deepspeed.config.degrees import data_parallel_size
@@ -21,6 +22,26 @@ def _data_ranks(root: Root, mpu: Any, mesh_device: Any) -> int:
         names = tuple(mesh_device.mesh_dim_names or ())
         return int(mesh_device.size(names.index("data_parallel") if "data_parallel" in names else None))
     return data_parallel_size(root, int(os.environ.get("WORLD_SIZE", "1") or 1))
+
+
+def _at(path: str, meaning: str) -> property:
+    """Returns an attribute of :class:`DeepSpeedConfig`: the key at ``path`` of the configuration."""
+    return property(attrgetter(f"parsed.root.{path}"), doc=meaning)
+
+
+def _size(key: str, field: str, meaning: str) -> property:
+    """Returns an attribute of :class:`DeepSpeedConfig`: a size of the batch.
+
+    A program may set it, and must keep the three sizes consistent.
+    """
+
+    def write(config: DeepSpeedConfig, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise DeepSpeedConfigError(f"DeepSpeedConfig.{key} = {value!r}: expected a positive integer")
+        changed: dict[str, Any] = {field: value}
+        config._batch = replace(config._batch, **changed)
+
+    return property(attrgetter(f"_batch.{field}"), write, doc=meaning)
 
 
 class DeepSpeedConfig:
@@ -50,79 +71,33 @@ class DeepSpeedConfig:
 
     # Attributes whose upstream name differs from the key; all others are the key itself (see __getattr__).
 
-    @property
-    def train_batch_size(self) -> int:
-        """Samples per optimizer step over all data-parallel ranks."""
-        return self._batch.train_batch_size
-
-    @train_batch_size.setter
-    def train_batch_size(self, value: int) -> None:
-        self._set_size("train_batch_size", train_batch_size=value)
-
-    @property
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward pass on one rank."""
-        return self._batch.micro_batch_size
-
-    @train_micro_batch_size_per_gpu.setter
-    def train_micro_batch_size_per_gpu(self, value: int) -> None:
-        self._set_size("train_micro_batch_size_per_gpu", micro_batch_size=value)
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self._batch.accumulation_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        self._set_size("gradient_accumulation_steps", accumulation_steps=value)
-
-    def _set_size(self, key: str, **sizes: Any) -> None:
-        """Replaces one size of a batch; the program must keep the three sizes consistent."""
-        (value,) = sizes.values()
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise DeepSpeedConfigError(f"DeepSpeedConfig.{key} = {value!r}: expected a positive integer")
-        self._batch = replace(self._batch, **sizes)
-
-    @property
-    def zero_config(self) -> Any:
-        """The section ``zero_optimization``."""
-        return self.parsed.root.zero_optimization
-
-    @property
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
-        return self.parsed.root.zero_optimization.stage
+    train_batch_size = _size(
+        "train_batch_size", "train_batch_size", "Samples per optimizer step of all data-parallel ranks."
+    )
+    train_micro_batch_size_per_gpu = _size(
+        "train_micro_batch_size_per_gpu", "micro_batch_size", "Samples of one forward pass."
+    )
+    gradient_accumulation_steps = _size(
+        "gradient_accumulation_steps", "accumulation_steps", "Micro-batches per optimizer step."
+    )
+    zero_config = _at("zero_optimization", "The section ``zero_optimization``.")
+    zero_optimization_stage = _at("zero_optimization.stage", "The ZeRO stage.")
+    float16_config = _at("fp16", "The section ``fp16``.")
+    bfloat16_config = _at("bf16", "The section ``bf16``.")
+    fp16_enabled = _at("fp16.enabled", "Whether the model trains in fp16.")
+    bfloat16_enabled = _at("bf16.enabled", "Whether the model trains in bf16.")
+    fp16_auto_cast = _at("fp16.auto_cast", "Whether inputs are cast to fp16.")
+    grad_accum_dtype = _at("data_types.grad_accum_dtype", "The type in which gradients are summed; None is fp32.")
+    load_universal_checkpoint = _at("checkpoint.load_universal", "Whether checkpoints are loaded in universal layout.")
+    use_node_local_storage = _at("checkpoint.use_node_local_storage", "Whether every node writes what it needs.")
+    monitor_config = property(
+        attrgetter("parsed.root"), doc="Has ``tensorboard``, ``csv_monitor``, ``wandb``, ``comet``."
+    )
 
     @property
     def zero_enabled(self) -> bool:
         """Whether the stage is above 0."""
         return self.zero_optimization_stage > 0
-
-    @property
-    def float16_config(self) -> Any:
-        """The section ``fp16``."""
-        return self.parsed.root.fp16
-
-    @property
-    def bfloat16_config(self) -> Any:
-        """The section ``bf16``."""
-        return self.parsed.root.bf16
-
-    @property
-    def fp16_enabled(self) -> bool:
-        """Whether the model trains in fp16."""
-        return self.parsed.root.fp16.enabled
-
-    @property
-    def bfloat16_enabled(self) -> bool:
-        """Whether the model trains in bf16."""
-        return self.parsed.root.bf16.enabled
-
-    @property
-    def fp16_auto_cast(self) -> bool:
-        """Whether inputs are cast to fp16."""
-        return self.parsed.root.fp16.auto_cast
 
     @property
     def loss_scale(self) -> float:
@@ -161,26 +136,6 @@ class DeepSpeedConfig:
     def elasticity_enabled(self) -> bool:
         """Whether the section ``elasticity`` chooses the batch."""
         return self.parsed.root.elasticity is not None and self.parsed.root.elasticity.enabled
-
-    @property
-    def monitor_config(self) -> Any:
-        """Returns an object with attributes ``tensorboard``, ``csv_monitor``, ``wandb`` and ``comet``."""
-        return self.parsed.root
-
-    @property
-    def grad_accum_dtype(self) -> str | None:
-        """The type in which gradients are summed; None is fp32."""
-        return self.parsed.root.data_types.grad_accum_dtype
-
-    @property
-    def load_universal_checkpoint(self) -> bool:
-        """Whether checkpoints are loaded in the universal layout."""
-        return self.parsed.root.checkpoint.load_universal
-
-    @property
-    def use_node_local_storage(self) -> bool:
-        """Whether every node writes what it needs."""
-        return self.parsed.root.checkpoint.use_node_local_storage
 
     @property
     def checkpoint_tag_validation_enabled(self) -> bool:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -152,6 +153,11 @@ def is_torch_elastic_compatible() -> bool:
     return True
 
 
+def _at(key: str, meaning: str) -> property:
+    """Returns an attribute of :class:`ElasticityConfig`: a key of the section."""
+    return property(attrgetter(f"section.{key}"), doc=meaning)
+
+
 class ElasticityConfig:
     """The validated section, with the attribute names that schedulers read.
 
@@ -175,60 +181,17 @@ class ElasticityConfig:
         assert section is not None, "it was given"
         self.section: Elasticity = section
 
-    @property
-    def enabled(self) -> bool:
-        """Whether the section chooses the batch."""
-        return self.section.enabled
-
-    @property
-    def max_acceptable_batch_size(self) -> int:
-        """``max_train_batch_size``, in samples."""
-        return self.section.max_train_batch_size
-
-    @property
-    def micro_batches(self) -> list[int]:
-        """``micro_batch_sizes``, in samples."""
-        return self.section.micro_batch_sizes
-
-    @property
-    def min_gpus(self) -> int:
-        """Minimum number of ranks."""
-        return self.section.min_gpus
-
-    @property
-    def max_gpus(self) -> int:
-        """Maximum number of ranks."""
-        return self.section.max_gpus
-
-    @property
-    def num_gpus_per_node(self) -> int:
-        """Ranks per node, for version 0.2."""
-        return self.section.num_gpus_per_node
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Model-parallel ranks, which process the same samples; for version 0.2."""
-        return self.section.model_parallel_size
-
-    @property
-    def min_time(self) -> int:
-        """``min_time``, in minutes; without effect."""
-        return self.section.min_time
-
-    @property
-    def version(self) -> float:
-        """Version of the algorithm, 0.1 or 0.2."""
-        return self.section.version
-
-    @property
-    def prefer_larger_batch_size(self) -> bool:
-        """Whether the larger of two equally good batch sizes is chosen."""
-        return self.section.prefer_larger_batch
-
-    @property
-    def ignore_non_elastic_batch_info(self) -> bool:
-        """Whether batch sizes outside of the section are ignored."""
-        return self.section.ignore_non_elastic_batch_info
+    enabled = _at("enabled", "Whether the section chooses the batch.")
+    max_acceptable_batch_size = _at("max_train_batch_size", "``max_train_batch_size``, in samples.")
+    micro_batches = _at("micro_batch_sizes", "``micro_batch_sizes``, in samples.")
+    min_gpus = _at("min_gpus", "Minimum number of ranks.")
+    max_gpus = _at("max_gpus", "Maximum number of ranks.")
+    num_gpus_per_node = _at("num_gpus_per_node", "Ranks per node, for version 0.2.")
+    model_parallel_size = _at("model_parallel_size", "Ranks that process the same samples; for version 0.2.")
+    min_time = _at("min_time", "``min_time``, in minutes; without effect.")
+    version = _at("version", "Version of the algorithm, 0.1 or 0.2.")
+    prefer_larger_batch_size = _at("prefer_larger_batch", "Whether the larger of two equally good sizes is chosen.")
+    ignore_non_elastic_batch_info = _at("ignore_non_elastic_batch_info", "Whether other batch sizes are ignored.")
 
     def repr(self) -> dict[str, Any]:
         """Returns the section as it was given."""
