@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import ParamsT
-from typing_extensions import override
 
 from deepspeed.ops.flat import FlatByRule, UpdateRule, current_step, init_state, run_in_chunks
 from deepspeed.uncompiled import torchs
@@ -43,7 +42,6 @@ class ElementwiseOptimizer(FlatByRule, KeepsStateDtypes):
         ValueError: ``amsgrad`` is requested, or a number is out of range.
     """
 
-    _rule: UpdateRule
     _pickled_attributes: tuple[str, ...] = ("fp32_optimizer_states",)
 
     #: Keep state in fp32 also where the parameter has 16 bit.
@@ -56,11 +54,6 @@ class ElementwiseOptimizer(FlatByRule, KeepsStateDtypes):
         if "betas" in defaults:
             defaults["betas"] = tuple(defaults["betas"])
         super().__init__(params, defaults)
-
-    @property
-    @override
-    def rule(self) -> UpdateRule:
-        return self._rule
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state for pickles and copies: torch's, and the attributes that determine the rule."""

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -73,10 +74,12 @@ class FlatUpdate(Protocol):
 class FlatByRule:
     """A :class:`FlatUpdate` by an update rule; the base class of optimizers that have one."""
 
+    _rule: UpdateRule
+
     @property
     def rule(self) -> UpdateRule:
         """Returns the arithmetic of one step."""
-        raise NotImplementedError
+        return self._rule
 
     def init_flat_state(self, param_group: dict[str, Any], master: Tensor, state: dict[str, Any]) -> None:
         """Adds to ``state`` what it lacks: fp32 tensors of the shape of ``master`` (1-D), and the step counter."""
@@ -119,11 +122,6 @@ class RuleUpdate(FlatByRule):
     def __init__(self, rule: UpdateRule) -> None:
         self._rule = rule
 
-    @property
-    @override
-    def rule(self) -> UpdateRule:
-        return self._rule
-
 
 def init_state(
     rule: UpdateRule, group: dict[str, Any], param: Tensor, state: dict[str, Any], dtype: torch.dtype
@@ -152,18 +150,28 @@ def current_step(rule: UpdateRule, state: dict[str, Any], *, advance: bool) -> f
     return step if step.device.type != "cpu" else float(step)
 
 
-class UpdateRule(Protocol):
-    """An elementwise update rule."""
+class UpdateRule(ABC):
+    """An elementwise update rule; a subclass states the attributes that differ.
 
-    @property
-    def counts_steps(self) -> bool:
-        """Returns whether the rule needs the number of steps taken."""
-        ...
+    Attributes:
+        counts_steps: Whether the rule needs the number of steps taken.
+        starts: The per-element state: name to the value it starts with.
+        is_fused: Whether the kernel handles many tensors in one call without temporary copies of all of them.
+    """
+
+    counts_steps: ClassVar[bool] = True
+    starts: ClassVar[dict[str, float]] = {}
+    is_fused: ClassVar[bool] = False
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """Returns the per-element state: name to the value it starts with."""
-        ...
+        """Returns the per-element state that the hyperparameters of ``group`` need, as :attr:`starts`."""
+        return self.starts
 
+    def runs_lists_at_once(self, device: torch.device) -> bool:
+        """Returns whether the kernel is fused on ``device``."""
+        return self.is_fused
+
+    @abstractmethod
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
         """Returns the arithmetic of update number ``step`` (1 for the first) with the hyperparameters of ``group``.
 
@@ -173,11 +181,6 @@ class UpdateRule(Protocol):
                 it.
             device: Where the update runs.
         """
-        ...
-
-    def runs_lists_at_once(self, device: torch.device) -> bool:
-        """Returns whether the kernel handles many tensors in one call without temporary copies of all of them."""
-        ...
 
 
 #: The step count for which every bias correction is exactly 1: beta ** inf is 0.
@@ -192,18 +195,11 @@ class AdamRule(UpdateRule):
         decoupled: Weight decay apart from the gradient (AdamW); None reads ``decoupled_weight_decay`` of the group.
     """  # noqa: D205 - the title holds its two references
 
-    counts_steps = True
+    starts: ClassVar = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+    is_fused = True
 
     def __init__(self, decoupled: bool | None = None) -> None:
         self._decoupled = decoupled
-
-    @override
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
-
-    @override
-    def runs_lists_at_once(self, device: torch.device) -> bool:
-        return True  # the kernel is fused
 
     @override
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
@@ -241,14 +237,11 @@ class SGDRule(UpdateRule):
     """Stochastic gradient descent with momentum, as torch's (dampening 0, where a buffer may start from zero)."""
 
     counts_steps = False
+    is_fused = True
 
     @override
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         return {"momentum_buffer": 0.0} if group.get("momentum", 0) else {}
-
-    @override
-    def runs_lists_at_once(self, device: torch.device) -> bool:
-        return True  # the kernel is fused
 
     @override
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
@@ -273,8 +266,6 @@ class SGDRule(UpdateRule):
 
 class AdagradRule(UpdateRule):
     """Adagrad: `Duchi et al. <https://jmlr.org/papers/v12/duchi11a.html>`_, as torch's."""
-
-    counts_steps = True
 
     @override
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
@@ -323,14 +314,7 @@ class LionRule(UpdateRule):
     """Lion, the evolved sign momentum: `Chen et al. <https://arxiv.org/abs/2302.06675>`_, algorithm 2."""
 
     counts_steps = False
-
-    @override
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"exp_avg": 0.0}
-
-    @override
-    def runs_lists_at_once(self, device: torch.device) -> bool:
-        return False  # the interpolated direction would need a temporary copy of every tensor
+    starts: ClassVar = {"exp_avg": 0.0}  # not fused: the direction would need a temporary copy of every tensor
 
     @override
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:

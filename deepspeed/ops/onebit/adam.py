@@ -22,18 +22,10 @@ class FrozenAdamRule(UpdateRule):
         frozen_at: Number of updates after which the variance was frozen.
     """
 
-    counts_steps = True
+    starts = AdamRule.starts  # not fused: the denominator would need a temporary copy of every tensor
 
     def __init__(self, frozen_at: int) -> None:
         self._frozen_at = frozen_at
-
-    @override
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
-
-    @override
-    def runs_lists_at_once(self, device: torch.device) -> bool:
-        return False  # the denominator would need a temporary copy of every tensor
 
     @override
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,7 +43,8 @@ class ZeroOneRule(UpdateRule):
         is_bounded: Whether movements are clamped.
     """
 
-    counts_steps = True
+    # Not fused: the denominator would need a temporary copy of every tensor.
+    starts: ClassVar = {"exp_avg": 0.0, "exp_avg_sq": 0.0, "moved": 0.0, "anchor": 0.0}
 
     def __init__(
         self,
@@ -60,14 +61,6 @@ class ZeroOneRule(UpdateRule):
         self._is_bounded = is_bounded
         self._comes_together = comes_together
         self._updates, self._of_variance = updates, of_variance
-
-    @override
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"exp_avg": 0.0, "exp_avg_sq": 0.0, "moved": 0.0, "anchor": 0.0}
-
-    @override
-    def runs_lists_at_once(self, device: torch.device) -> bool:
-        return False  # the denominator would need a temporary copy of every tensor
 
     @override
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
