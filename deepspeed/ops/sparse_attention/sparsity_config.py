@@ -34,6 +34,8 @@ class SparsityConfig:
         ValueError: A number is not positive.
     """
 
+    _fitting: tuple[str, ...] = ()  #: attributes with numbers of blocks that a sequence must have
+
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
         if num_heads < 1 or block < 1:
             raise ValueError(f"num_heads={num_heads}, block={block}: expected positive numbers; correct them")
@@ -59,7 +61,7 @@ class SparsityConfig:
     @property
     def _least_blocks(self) -> int:
         """Number of blocks of the shortest sequence for which there is a layout."""
-        return 1
+        return max([1, *(getattr(self, name) for name in self._fitting)])
 
     def make_layout(self, seq_len: int) -> torch.Tensor:
         """Returns the layout for ``seq_len`` tokens; subclasses implement it."""
@@ -244,6 +246,8 @@ class VariableSparsityConfig(SparsityConfig):
         ValueError: A window has no blocks.
     """
 
+    _fitting = ("num_random_blocks",)
+
     def __init__(
         self,
         num_heads: int,
@@ -268,11 +272,6 @@ class VariableSparsityConfig(SparsityConfig):
         self._ranges = _global_ranges(self.global_block_indices, global_block_end_indices)
         self.attention = attention
         self.horizontal_global_attention = horizontal_global_attention
-
-    @property
-    @override
-    def _least_blocks(self) -> int:
-        return max(self.num_random_blocks, 1)
 
     @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
@@ -314,6 +313,8 @@ class BigBirdSparsityConfig(SparsityConfig):
         attention: ``bidirectional`` or ``unidirectional``.
     """
 
+    _fitting = ("num_random_blocks", "num_sliding_window_blocks", "num_global_blocks")
+
     def __init__(
         self,
         num_heads: int,
@@ -330,11 +331,6 @@ class BigBirdSparsityConfig(SparsityConfig):
         self.num_sliding_window_blocks = num_sliding_window_blocks
         self.num_global_blocks = num_global_blocks
         self.attention = attention
-
-    @property
-    @override
-    def _least_blocks(self) -> int:
-        return max(self.num_random_blocks, self.num_sliding_window_blocks, self.num_global_blocks, 1)
 
     @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
@@ -371,6 +367,8 @@ class BSLongformerSparsityConfig(SparsityConfig):
         attention: ``bidirectional`` or ``unidirectional``.
     """
 
+    _fitting = ("num_sliding_window_blocks",)
+
     def __init__(
         self,
         num_heads: int,
@@ -388,11 +386,6 @@ class BSLongformerSparsityConfig(SparsityConfig):
         self.global_block_end_indices = global_block_end_indices
         self._ranges = _global_ranges(self.global_block_indices, global_block_end_indices)
         self.attention = attention
-
-    @property
-    @override
-    def _least_blocks(self) -> int:
-        return max(self.num_sliding_window_blocks, 1)
 
     @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
@@ -420,6 +413,8 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         attention: ``unidirectional`` or ``bidirectional``.
     """
 
+    _fitting = ("num_sliding_window_blocks",)
+
     def __init__(
         self,
         num_heads: int,
@@ -431,11 +426,6 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         _check_attention(attention)
         self.num_sliding_window_blocks = num_sliding_window_blocks
         self.attention = attention
-
-    @property
-    @override
-    def _least_blocks(self) -> int:
-        return max(self.num_sliding_window_blocks, 1)
 
     @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
