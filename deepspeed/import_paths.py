@@ -15,7 +15,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import homes_of, lazy_names
 
 ROOT = "deepspeed"
 
@@ -32,8 +32,8 @@ _SAFE_ACCESS = (
     "safe_set_local_optimizer_state safe_update_full_grad_vectorized"
 )
 
-# Path below deepspeed -> defining module -> names; "public=defined" if the two names differ. Names of missing features
-# (deepspeed.missing_features) are added automatically.
+# Path below deepspeed -> the table of deepspeed.lazy.lazy_names: defining module -> names; "public=defined" if the two
+# names differ. Names of missing features (deepspeed.missing_features) are added automatically.
 PATHS: dict[str, dict[str, str]] = {
     "accelerator.abstract_accelerator": {"deepspeed.accelerator.base": "DeepSpeedAccelerator"},
     "accelerator.real_accelerator": {
@@ -428,17 +428,13 @@ class KnownPathFinder(MetaPathFinder, Loader):
         if inner in MODULES:
             sys.modules[module.__name__] = importlib.import_module(MODULES[inner])
             return
-        sources = {
-            new: f"{source}:{old or new}"
-            for source, names in PATHS[inner].items()
-            for new, _, old in (name.partition("=") for name in names.split())
-        }
         listed = ", ".join(f":mod:`{source}`" for source in PATHS[inner]) or "the modules below"
         module.__doc__ = f"Re-exports from {listed}; made from the table of :mod:`{__name__}`."
-        children = children_of(inner)
-        find, listing, names = lazy_names(module.__name__, sources, submodules=set(children) - set(sources))
+        children, own = children_of(inner), homes_of(PATHS[inner])
+        below = " ".join(name for name in children if name not in own)
+        find, listing, names = lazy_names(module.__name__, PATHS[inner], submodules=below)
         module.__dict__.update(__getattr__=find, __dir__=listing, __all__=names)
-        for both in sources.keys() & set(children):
+        for both in own.keys() & set(children):
             # A name and a submodule share this attribute: the import sets it once; afterwards the name is used.
             importlib.import_module(f"{module.__name__}.{both}")
             delattr(module, both)

@@ -3,7 +3,7 @@
 ``import deepspeed`` stays fast, and dotted names work: ``deepspeed.runtime.lr_schedules.WarmupLR`` imports the modules
 that it needs. A package states its names once::
 
-    __getattr__, __dir__, __all__ = lazy_names(__name__, {"WarmupLR": "deepspeed.schedulers"}, submodules=["engine"])
+    __getattr__, __dir__, __all__ = lazy_names(__name__, {"deepspeed.schedulers": "WarmupLR"}, submodules="engine")
 
 Names of missing features (:mod:`deepspeed.missing_features`) are added automatically.
 """
@@ -12,14 +12,24 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed.missing_features import is_missing, missing_names, unavailable
 
 
+def homes_of(table: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Returns, by public name, the module that defines it and its name there; empty: it is the module itself.
+
+    Args:
+        table: See :func:`lazy_names`.
+    """
+    entries = ((module, name.partition("=")) for module, names in table.items() for name in names.split())
+    return {name: (module, defined if equals else name) for module, (name, equals, defined) in entries}
+
+
 def lazy_names(
-    package: str, sources: Mapping[str, str] | None = None, *, submodules: Iterable[str] = ()
+    package: str, table: Mapping[str, str] | None = None, *, submodules: str = ""
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns the ``__getattr__``, ``__dir__`` and ``__all__`` of a module.
 
@@ -27,23 +37,23 @@ def lazy_names(
 
     Args:
         package: The module's ``__name__``.
-        sources: The module that defines each public name, or ``module:name`` if its name there differs; ``module:``
-            is the module itself.
-        submodules: Names of the module's submodules.
+        table: By defining module, the public names, separated by spaces: ``public=defined`` if the two differ, and
+            ``public=`` for the module itself.
+        submodules: Names of the module's submodules, separated by spaces.
     """
-    sources = dict(sources or {})
-    submodules = frozenset(submodules)
-    names = sorted({*sources, *submodules, *missing_names(package)})
+    homes = homes_of(table or {})
+    below = frozenset(submodules.split())
+    names = sorted({*homes, *below, *missing_names(package)})
     # Not "torch" and "logging" of deepspeed.utils: `from deepspeed.utils import *` would hide the program's own.
-    exported = [name for name in names if name not in submodules or name not in {"torch", *sys.stdlib_module_names}]
+    exported = [name for name in names if name not in below or name not in {"torch", *sys.stdlib_module_names}]
 
     def find(name: str) -> Any:
-        if name in submodules:
+        if name in below:
             return importlib.import_module(f"{package}.{name}")
-        if name in sources:
-            module_name, colon, other = sources[name].partition(":")
-            module = importlib.import_module(module_name)
-            return module if colon and not other else getattr(module, other or name)
+        if name in homes:
+            home, defined = homes[name]
+            module = importlib.import_module(home)
+            return getattr(module, defined) if defined else module
         if is_missing(f"{package}.{name}"):
             return unavailable(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -23,12 +23,9 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "DeepSpeedAccelerator": "deepspeed.accelerator.base",
-        "cpu_has_bf16": "deepspeed.accelerator.cpu",
-        "cpu_has_fp16": "deepspeed.accelerator.cpu",
-        "get_accelerator": "deepspeed.accelerator.selection",
-        "is_current_accelerator_supported": "deepspeed.accelerator.selection",
-        "set_accelerator": "deepspeed.accelerator.selection",
+        "deepspeed.accelerator.base": "DeepSpeedAccelerator",
+        "deepspeed.accelerator.cpu": "cpu_has_bf16 cpu_has_fp16",
+        "deepspeed.accelerator.selection": "get_accelerator is_current_accelerator_supported set_accelerator",
     },
-    submodules=["base", "cpu", "devices", "host_memory", "selection", "torch_device"],
+    submodules="base cpu devices host_memory selection torch_device",
 )

@@ -8,4 +8,4 @@ from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, {"Autotuner": "deepspeed.autotuning.autotuner"})
+__getattr__, __dir__, __all__ = lazy_names(__name__, {"deepspeed.autotuning.autotuner": "Autotuner"})

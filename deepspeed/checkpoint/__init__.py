@@ -6,6 +6,6 @@ from deepspeed.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
-    {"DeepSpeedCheckpoint": "deepspeed.checkpoint.deepspeed_checkpoint"},
-    submodules=["constants", "utils"],
+    {"deepspeed.checkpoint.deepspeed_checkpoint": "DeepSpeedCheckpoint"},
+    submodules="constants utils",
 )

@@ -7,11 +7,10 @@ from deepspeed.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "compression_scheduler": "deepspeed.compression.feature",
-        "compression_state": "deepspeed.compression.report",
-        "init_compression": "deepspeed.compression.installing",
-        "redundancy_clean": "deepspeed.compression.cleaning",
-        "student_initialization": "deepspeed.compression.installing",
+        "deepspeed.compression.feature": "compression_scheduler",
+        "deepspeed.compression.report": "compression_state",
+        "deepspeed.compression.installing": "init_compression student_initialization",
+        "deepspeed.compression.cleaning": "redundancy_clean",
     },
-    submodules=["basic_layer", "compress", "helper"],
+    submodules="basic_layer compress helper",
 )

@@ -7,10 +7,7 @@ from deepspeed.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "ProgressiveLayerDrop": "deepspeed.dropping.layers",
-        "RandomLTDScheduler": "deepspeed.dropping.tokens",
-        "RandomLayerTokenDrop": "deepspeed.dropping.tokens",
-        "convert_to_random_ltd": "deepspeed.dropping.tokens",
-        "progressive_layer_drop": "deepspeed.dropping.layers",
+        "deepspeed.dropping.layers": "ProgressiveLayerDrop progressive_layer_drop",
+        "deepspeed.dropping.tokens": "RandomLTDScheduler RandomLayerTokenDrop convert_to_random_ltd",
     },
 )

@@ -7,22 +7,14 @@ from deepspeed.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "CopyCost": "deepspeed.elasticity.elastic_run",
-        "DSElasticAgent": "deepspeed.elasticity.elastic_agent",
-        "ELASTICITY": "deepspeed.elasticity.elasticity",
-        "ENABLED": "deepspeed.elasticity.elasticity",
-        "ENABLED_DEFAULT": "deepspeed.elasticity.elasticity",
-        "ElasticStep": "deepspeed.elasticity.steps",
-        "ElasticSteps": "deepspeed.elasticity.steps",
-        "ElasticityConfig": "deepspeed.elasticity.elasticity",
-        "ElasticityConfigError": "deepspeed.errors",
-        "ElasticityError": "deepspeed.errors",
-        "ElasticityIncompatibleWorldSize": "deepspeed.errors",
-        "Recovery": "deepspeed.elasticity.elastic_run",
-        "compute_elastic_config": "deepspeed.elasticity.elasticity",
-        "elasticity_enabled": "deepspeed.elasticity.elasticity",
-        "ensure_immutable_elastic_config": "deepspeed.elasticity.elasticity",
-        "is_torch_elastic_compatible": "deepspeed.elasticity.elasticity",
+        "deepspeed.elasticity.elastic_run": "CopyCost Recovery",
+        "deepspeed.elasticity.elastic_agent": "DSElasticAgent",
+        "deepspeed.elasticity.elasticity": (
+            "ELASTICITY ENABLED ENABLED_DEFAULT ElasticityConfig compute_elastic_config elasticity_enabled "
+            "ensure_immutable_elastic_config is_torch_elastic_compatible"
+        ),
+        "deepspeed.elasticity.steps": "ElasticStep ElasticSteps",
+        "deepspeed.errors": "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize",
     },
-    submodules=["config", "constants", "elastic_agent", "elasticity", "utils"],
+    submodules="config constants elastic_agent elasticity utils",
 )

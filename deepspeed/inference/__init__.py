@@ -7,11 +7,9 @@ from deepspeed.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "DeepSpeedInferenceConfig": "deepspeed.inference.config",
-        "DeepSpeedTPConfig": "deepspeed.inference.config",
-        "InferenceEngine": "deepspeed.inference.engine",
-        "default_inference_config": "deepspeed.inference.initialize",
-        "init_inference": "deepspeed.inference.initialize",
+        "deepspeed.inference.config": "DeepSpeedInferenceConfig DeepSpeedTPConfig",
+        "deepspeed.inference.engine": "InferenceEngine",
+        "deepspeed.inference.initialize": "default_inference_config init_inference",
     },
-    submodules=["config", "engine", "quantization"],
+    submodules="config engine quantization",
 )

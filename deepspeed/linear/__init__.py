@@ -7,14 +7,11 @@ from deepspeed.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "Init": "deepspeed.linear.init",
-        "LoRAConfig": "deepspeed.linear.config",
-        "LoRAOptimizedLinear": "deepspeed.linear.optimized_linear",
-        "OptimizedLinear": "deepspeed.linear.optimized_linear",
-        "QuantizationConfig": "deepspeed.linear.config",
-        "QuantizedLinear": "deepspeed.linear.quantized_linear",
-        "init_lora": "deepspeed.linear.init",
-        "quantize_model": "deepspeed.linear.quantize",
+        "deepspeed.linear.init": "Init init_lora",
+        "deepspeed.linear.config": "LoRAConfig QuantizationConfig",
+        "deepspeed.linear.optimized_linear": "LoRAOptimizedLinear OptimizedLinear",
+        "deepspeed.linear.quantized_linear": "QuantizedLinear",
+        "deepspeed.linear.quantize": "quantize_model",
     },
-    submodules=["config"],
+    submodules="config",
 )

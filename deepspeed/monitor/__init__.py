@@ -9,6 +9,6 @@ from deepspeed.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
-    {"MonitorMaster": "deepspeed.monitor.monitor"},
-    submodules=["comet", "config", "csv_monitor", "monitor", "tensorboard", "wandb"],
+    {"deepspeed.monitor.monitor": "MonitorMaster"},
+    submodules="comet config csv_monitor monitor tensorboard wandb",
 )

@@ -15,9 +15,6 @@ from deepspeed.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
-    {"__compatible_ops__": "deepspeed.ops.op_builder.all_ops:COMPATIBLE"},
-    submodules=[
-        *("adagrad", "adam", "build", "elementwise", "flat"),
-        *("lamb", "lion", "muon", "op_builder", "segments", "sparse_attention", "transformer"),
-    ],
+    {"deepspeed.ops.op_builder.all_ops": "__compatible_ops__=COMPATIBLE"},
+    submodules="adagrad adam build elementwise flat lamb lion muon op_builder segments sparse_attention transformer",
 )

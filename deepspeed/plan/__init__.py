@@ -18,18 +18,14 @@ from deepspeed.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "DEVICES": "deepspeed.accelerator.devices",
-        "Device": "deepspeed.accelerator.devices",
-        "Machine": "deepspeed.plan.machine",
-        "DecoderShape": "deepspeed.plan.decoder",
-        "ParallelLayout": "deepspeed.plan.prediction.layout",
-        "Plan": "deepspeed.plan.result",
-        "PredictedStep": "deepspeed.plan.prediction.step",
-        "Request": "deepspeed.plan.result",
-        "StepSetup": "deepspeed.plan.prediction.step",
-        "plan": "deepspeed.plan.api",
-        "predict_step": "deepspeed.plan.prediction.step",
-        "search_layouts": "deepspeed.plan.prediction.search",
+        "deepspeed.accelerator.devices": "DEVICES Device",
+        "deepspeed.plan.machine": "Machine",
+        "deepspeed.plan.decoder": "DecoderShape",
+        "deepspeed.plan.prediction.layout": "ParallelLayout",
+        "deepspeed.plan.result": "Plan Request",
+        "deepspeed.plan.prediction.step": "PredictedStep StepSetup predict_step",
+        "deepspeed.plan.api": "plan",
+        "deepspeed.plan.prediction.search": "search_layouts",
     },
 )
 

@@ -6,8 +6,5 @@ from deepspeed.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
-    {
-        "DataAnalyzer": "deepspeed.data.analysis.analyzer",
-        "DistributedDataAnalyzer": "deepspeed.data.analysis.analyzer",
-    },
+    {"deepspeed.data.analysis.analyzer": "DataAnalyzer DistributedDataAnalyzer"},
 )

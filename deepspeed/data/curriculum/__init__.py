@@ -7,8 +7,7 @@ from deepspeed.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "CurriculumScheduler": "deepspeed.data.curriculum.scheduler",
-        "DeepSpeedDataSampler": "deepspeed.data.curriculum.sampler",
-        "shortened": "deepspeed.data.curriculum.scheduler",
+        "deepspeed.data.curriculum.scheduler": "CurriculumScheduler shortened",
+        "deepspeed.data.curriculum.sampler": "DeepSpeedDataSampler",
     },
 )

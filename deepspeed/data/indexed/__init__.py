@@ -7,10 +7,7 @@ from deepspeed.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "MMapIndexedDataset": "deepspeed.data.indexed.dataset",
-        "MMapIndexedDatasetBuilder": "deepspeed.data.indexed.dataset",
-        "data_file_path": "deepspeed.data.indexed.format",
-        "index_file_path": "deepspeed.data.indexed.format",
-        "write_dataset": "deepspeed.data.indexed.dataset",
+        "deepspeed.data.indexed.dataset": "MMapIndexedDataset MMapIndexedDatasetBuilder write_dataset",
+        "deepspeed.data.indexed.format": "data_file_path index_file_path",
     },
 )

@@ -6,6 +6,9 @@ from deepspeed.ops.adam.fused_adam import FusedAdam as FusedAdam
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
-    {"DeepSpeedCPUAdam": "deepspeed.ops.adam.cpu_adam", "FusedAdam": "deepspeed.ops.adam.fused_adam"},
-    submodules=["cpu_adam", "fused_adam", "zenflow_cpu_adam", "zenflow_torch_adam"],
+    {
+        "deepspeed.ops.adam.cpu_adam": "DeepSpeedCPUAdam",
+        "deepspeed.ops.adam.fused_adam": "FusedAdam",
+    },
+    submodules="cpu_adam fused_adam zenflow_cpu_adam zenflow_torch_adam",
 )

@@ -7,9 +7,9 @@ from deepspeed.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "OneBitAdam": "deepspeed.ops.onebit.adam",
-        "OneBitLamb": "deepspeed.ops.onebit.lamb",
-        "ZeroOneAdam": "deepspeed.ops.onebit.zero_one",
+        "deepspeed.ops.onebit.adam": "OneBitAdam",
+        "deepspeed.ops.onebit.lamb": "OneBitLamb",
+        "deepspeed.ops.onebit.zero_one": "ZeroOneAdam",
     },
-    submodules=["adam", "lamb", "phases", "zero_one"],
+    submodules="adam lamb phases zero_one",
 )

@@ -8,34 +8,23 @@ older programs), ``matmul`` and ``softmax`` (the two halves of attention on bloc
 
 from deepspeed.lazy import lazy_names
 
-_HERE = "deepspeed.ops.sparse_attention"
-
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        **dict.fromkeys(
-            (
-                "BSLongformerSparsityConfig",
-                "BigBirdSparsityConfig",
-                "DenseSparsityConfig",
-                "FixedSparsityConfig",
-                "LocalSlidingWindowSparsityConfig",
-                "SparsityConfig",
-                "VariableSparsityConfig",
-            ),
-            f"{_HERE}.sparsity_config",
+        "deepspeed.ops.sparse_attention.sparsity_config": (
+            "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig "
+            "LocalSlidingWindowSparsityConfig SparsityConfig VariableSparsityConfig"
         ),
-        "BertSparseSelfAttention": f"{_HERE}.sparse_self_attention",
-        "MatMul": f"{_HERE}.matmul",
-        "Softmax": f"{_HERE}.softmax",
-        "SparseAttentionUtils": f"{_HERE}.sparse_attention_utils",
-        "SparseSelfAttention": f"{_HERE}.sparse_self_attention",
-        "attend": f"{_HERE}.attention",
-        "compile_layout": f"{_HERE}.plan",
-        "use_sparse_attention": f"{_HERE}.transformers_models",
+        "deepspeed.ops.sparse_attention.sparse_self_attention": "BertSparseSelfAttention SparseSelfAttention",
+        "deepspeed.ops.sparse_attention.matmul": "MatMul",
+        "deepspeed.ops.sparse_attention.softmax": "Softmax",
+        "deepspeed.ops.sparse_attention.sparse_attention_utils": "SparseAttentionUtils",
+        "deepspeed.ops.sparse_attention.attention": "attend",
+        "deepspeed.ops.sparse_attention.plan": "compile_layout",
+        "deepspeed.ops.sparse_attention.transformers_models": "use_sparse_attention",
     },
-    submodules=[
-        *("attention", "bert_sparse_self_attention", "bias", "matmul", "plan", "softmax"),
-        *("sparse_attention_utils", "sparse_self_attention", "sparsity_config", "transformers_models"),
-    ],
+    submodules=(
+        "attention bert_sparse_self_attention bias matmul plan softmax "
+        "sparse_attention_utils sparse_self_attention sparsity_config transformers_models"
+    ),
 )

@@ -9,17 +9,11 @@ from deepspeed.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
-    dict.fromkeys(
-        (
-            "FlopsProfiler",
-            "duration_to_string",
-            "flops_to_string",
-            "get_model_profile",
-            "macs_to_string",
-            "number_to_string",
-            "params_to_string",
+    {
+        "deepspeed.profiling.flops_profiler.profiler": (
+            "FlopsProfiler duration_to_string flops_to_string get_model_profile macs_to_string number_to_string "
+            "params_to_string"
         ),
-        "deepspeed.profiling.flops_profiler.profiler",
-    ),
-    submodules=["profile", "profiler"],
+    },
+    submodules="profile profiler",
 )
