@@ -20,6 +20,11 @@ from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 Index = int | str | None
 
 
+def _typed_tensor(dtype: torch.dtype, kind: str) -> property:
+    """Returns an attribute of an accelerator: what builds tensors of one dtype."""
+    return property(lambda device: device._tensor_type(dtype), doc=f"Builds {kind} tensor on this device from data.")
+
+
 class DeepSpeedAccelerator(ABC):
     """One kind of device.
 
@@ -242,40 +247,13 @@ class DeepSpeedAccelerator(ABC):
         """Returns a callable that makes a tensor from data: only cuda and cpu have torch's typed constructors."""
         return functools.partial(torch.tensor, dtype=dtype, device=self._name)
 
-    @property
-    def FloatTensor(self) -> Any:
-        """Builds an fp32 tensor on this device from data."""
-        return self._tensor_type(torch.float)
-
-    @property
-    def HalfTensor(self) -> Any:
-        """Builds an fp16 tensor on this device from data."""
-        return self._tensor_type(torch.half)
-
-    @property
-    def BFloat16Tensor(self) -> Any:
-        """Builds a bf16 tensor on this device from data."""
-        return self._tensor_type(torch.bfloat16)
-
-    @property
-    def DoubleTensor(self) -> Any:
-        """Builds an fp64 tensor on this device from data."""
-        return self._tensor_type(torch.double)
-
-    @property
-    def IntTensor(self) -> Any:
-        """Builds an int32 tensor on this device from data."""
-        return self._tensor_type(torch.int)
-
-    @property
-    def LongTensor(self) -> Any:
-        """Builds an int64 tensor on this device from data."""
-        return self._tensor_type(torch.long)
-
-    @property
-    def ByteTensor(self) -> Any:
-        """Builds a uint8 tensor on this device from data."""
-        return self._tensor_type(torch.uint8)
+    FloatTensor = _typed_tensor(torch.float, "an fp32")
+    HalfTensor = _typed_tensor(torch.half, "an fp16")
+    BFloat16Tensor = _typed_tensor(torch.bfloat16, "a bf16")
+    DoubleTensor = _typed_tensor(torch.double, "an fp64")
+    IntTensor = _typed_tensor(torch.int, "an int32")
+    LongTensor = _typed_tensor(torch.long, "an int64")
+    ByteTensor = _typed_tensor(torch.uint8, "a uint8")
 
     # --- host memory ------------------------------------------------------------------------------------------------
 

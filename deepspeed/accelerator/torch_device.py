@@ -215,10 +215,6 @@ class CUDAAccelerator(TorchDeviceAccelerator):
         """
         return torch.cuda.device_count() > 0
 
-    def memory_stats(self, index: Index = None) -> dict[str, Any]:
-        """Returns the caching allocator's figures."""
-        return dict(torch.cuda.memory_stats(index))
-
     @override
     def total_memory(self, index: Index = None) -> int:
         where = torch.cuda.current_device() if index is None else index

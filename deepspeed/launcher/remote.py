@@ -227,11 +227,5 @@ LAUNCHER_PROGRAMS = {
     "ssh": "ssh",
 }
 BUILDERS: dict[str, Callable[[RemoteRun], list[Command]]] = {
-    "pdsh": pdsh,
-    "openmpi": openmpi,
-    "mpich": mpich,
-    "impi": impi,
-    "mvapich": mvapich,
-    "slurm": slurm,
-    "ssh": ssh,
+    builder.__name__: builder for builder in (pdsh, openmpi, mpich, impi, mvapich, slurm, ssh)
 }

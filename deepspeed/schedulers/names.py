@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from deepspeed.schedulers.arguments import LR_SCHEDULE
-from deepspeed.schedulers.warmup import WARMUP_LINEAR_RATE, WARMUP_LOG_RATE
+from deepspeed.schedulers.arguments import LR_SCHEDULE as LR_SCHEDULE
+from deepspeed.schedulers.warmup import WARMUP_LINEAR_RATE as WARMUP_LINEAR_RATE
+from deepspeed.schedulers.warmup import WARMUP_LOG_RATE as WARMUP_LOG_RATE
 
 LR_RANGE_TEST = "LRRangeTest"
 ONE_CYCLE = "OneCycle"
@@ -36,35 +37,4 @@ WARMUP_TYPE = "warmup_type"
 WARMUP_MIN_RATIO = "warmup_min_ratio"
 COS_MIN_RATIO = "cos_min_ratio"
 
-__all__ = [
-    "COS_MIN_RATIO",
-    "CYCLE_FIRST_STAIR_COUNT",
-    "CYCLE_FIRST_STEP_SIZE",
-    "CYCLE_MAX_LR",
-    "CYCLE_MAX_MOM",
-    "CYCLE_MIN_LR",
-    "CYCLE_MIN_MOM",
-    "CYCLE_SECOND_STAIR_COUNT",
-    "CYCLE_SECOND_STEP_SIZE",
-    "DECAY_LR_RATE",
-    "DECAY_MOM_RATE",
-    "DECAY_STEP_SIZE",
-    "LR_RANGE_TEST",
-    "LR_RANGE_TEST_MIN_LR",
-    "LR_RANGE_TEST_STAIRCASE",
-    "LR_RANGE_TEST_STEP_RATE",
-    "LR_RANGE_TEST_STEP_SIZE",
-    "LR_SCHEDULE",
-    "ONE_CYCLE",
-    "TOTAL_NUM_STEPS",
-    "WARMUP_COSINE_LR",
-    "WARMUP_DECAY_LR",
-    "WARMUP_LINEAR_RATE",
-    "WARMUP_LOG_RATE",
-    "WARMUP_LR",
-    "WARMUP_MAX_LR",
-    "WARMUP_MIN_LR",
-    "WARMUP_MIN_RATIO",
-    "WARMUP_NUM_STEPS",
-    "WARMUP_TYPE",
-]
+__all__ = sorted(name for name in globals() if name.isupper())
