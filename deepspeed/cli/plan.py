@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,13 @@ from deepspeed.cli.predict import (
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES
 from deepspeed.plan.advice import advise
-from deepspeed.plan.api import make_machine
+from deepspeed.plan.api import PlanOptions
 from deepspeed.plan.configs import read_config
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.degrees import DEGREES, at_degrees
 from deepspeed.plan.longest import longest_sequence
-from deepspeed.plan.machine import NETWORKS, Machine, read_machine_file, read_network
-from deepspeed.plan.models import model_source
+from deepspeed.plan.machine import NETWORKS, read_machine_file, read_network
 from deepspeed.plan.picture import step_picture, sweep_svg
-from deepspeed.plan.pipeline import pipeline_of
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Plan, Request
 from deepspeed.plan.sweep import Point, read_axes, sweep, sweep_text
@@ -89,7 +88,7 @@ def main(args: Sequence[str] | None = None) -> int:
             refuse_beside_prediction(options)
             config = read_config(options.config if options.config is not None else _default_config())
             output = PredictionOutput(_show, _width(120), functools.partial(_save, "picture", options.picture))
-            return run_prediction(options, _model(options), _machine(options), config, output)
+            return run_prediction(options, _model(options), _options(options).machine(), config, output)
         return _sweep(options) if options.sweep else _plan(options)
     except DeepSpeedError as error:
         sys.stderr.write(f"ds_plan: {error}\n")
@@ -233,39 +232,20 @@ def _refuse_below_one(options: argparse.Namespace) -> None:
             raise DeepSpeedConfigError(f"--{name.replace('_', '-')}: expected 1 or more, found {value}")
 
 
-def _machine(options: argparse.Namespace) -> Machine:
-    network = None if options.network is None else read_network(options.network, options.devices)
-    return make_machine(
-        options.device if options.machine is None else read_machine_file(options.machine),
-        nodes=options.nodes,
-        devices_per_node=options.devices,
-        device_memory=options.device_memory,
-        host_memory=options.host_memory,
-        flops=options.flops,
-        link=options.link,
-        host_link=options.host_link,
-        network=network,
-        disk=options.disk,
-        headroom=options.headroom,
-        fp8=options.fp8 and not options.predict and options.search is None,
-    )
+def _options(options: argparse.Namespace) -> PlanOptions:
+    """Returns the options of the command as those of :func:`deepspeed.plan`."""
+    given = {entry.name: getattr(options, entry.name) for entry in fields(PlanOptions) if hasattr(options, entry.name)}
+    given["devices_per_node"] = options.devices
+    given["device"] = options.device if options.machine is None else read_machine_file(options.machine)
+    given["network"] = None if options.network is None else read_network(options.network, options.devices)
+    given["fp8"] = options.fp8 and not options.predict and options.search is None
+    return PlanOptions(**given)
 
 
 def _request(options: argparse.Namespace) -> Request:
     _refuse_below_one(options)
-    machine = _machine(options)
-    config = read_config(options.config if options.config is not None else _default_config())
-    request = Request(
-        source=model_source(_model(options)),
-        config=config,
-        machine=machine,
-        sequence_length=options.sequence_length,
-        micro_batch=options.micro_batch,
-        accumulation=options.accumulation,
-        checkpointing=options.activation_checkpointing,
-        kind="cpu" if machine.device.name == "cpu" else "cuda",
-        pipeline=pipeline_of(config, schedule=options.schedule, num_chunks=options.num_chunks),
-    )
+    config = options.config if options.config is not None else _default_config()
+    request = _options(options).request(_model(options), config)
     return at_degrees(request, **{name: getattr(options, name) for name in DEGREES})
 
 

@@ -76,6 +76,14 @@ class PlanOptions:
     num_chunks: int | None = None
     longest: bool = False
 
+    def machine(self) -> Machine:
+        """Returns the machine for the job.
+
+        Raises:
+            DeepSpeedConfigError: See :func:`make_machine`.
+        """
+        return make_machine(**{name: getattr(self, name) for name in signature(make_machine).parameters})
+
     def request(self, model: Any, config: Any) -> Request:
         """Returns the request, with the configured degrees.
 
@@ -88,7 +96,7 @@ class PlanOptions:
         """
         numbers = ("nodes", "devices_per_node", "sequence_length", "micro_batch", "accumulation")
         _refuse_below_one(**{name: getattr(self, name) for name in numbers})
-        machine = make_machine(**{name: getattr(self, name) for name in signature(make_machine).parameters})
+        machine = self.machine()
         if self.rank is not None and self.rank not in range(machine.ranks):
             raise DeepSpeedConfigError(
                 f"plan(rank={self.rank!r}): expected a whole number from 0 to {machine.ranks - 1}"
