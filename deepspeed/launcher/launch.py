@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -250,7 +249,7 @@ def _elastic_workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[l
             f"--elastic_training and {option} exclude each other: torch's agent starts the ranks of a machine itself; "
             "leave one of them out"
         )
-    elastic = Elastic.from_options(args.min_elastic_nodes, args.max_elastic_nodes, world.num_nodes)
+    nodes = elastic_nodes(args.min_elastic_nodes, args.max_elastic_nodes, world.num_nodes)
     devices = find_devices(os.environ)
     common = _common_environment(world, devices.is_cpu, None)
     common.update(_visible(devices, hosts[world.node_rank]))
@@ -262,9 +261,9 @@ def _elastic_workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[l
     flags = [f"--{name}" for name in ("module", "no_python") if getattr(args, name)]
     script = (args.training_script, *args.training_script_args)
     run_id = world.run_id or f"deepspeed-{world.master_port}"
-    command = agent_command(elastic, world.local_size, world.master_addr, world.master_port, run_id, script, flags)
+    command = agent_command(nodes, world.local_size, world.master_addr, world.master_port, run_id, script, flags)
     logger.info(
-        f"elastic run on {elastic.min_nodes} to {elastic.max_nodes} machine(s): torch's elastic agent starts "
+        f"elastic run on {nodes[0]} to {nodes[1]} machine(s): torch's elastic agent starts "
         f"{world.local_size} rank(s) here, rendezvous at {world.master_addr}:{world.master_port}"
     )
     return [Worker(0, 0, command, common, name="torch's elastic agent")]
@@ -412,37 +411,31 @@ def _write_new(path: Path, text: str) -> None:
         file.write(text)
 
 
-@dataclass(frozen=True)
-class Elastic:
-    """The minimum and maximum number of machines of an elastic run.
+def elastic_nodes(min_nodes: int, max_nodes: int, nodes: int) -> tuple[int, int]:
+    """Returns the least and the greatest number of machines of an elastic run.
 
-    Attributes:
-        min_nodes: The run waits for this many.
-        max_nodes: Further machines are not admitted.
+    It waits for the least number, and admits no machines beyond the greatest.
+
+    Args:
+        min_nodes: ``--min_elastic_nodes``; -1: not given.
+        max_nodes: ``--max_elastic_nodes``; -1: not given.
+        nodes: Number of machines.
+
+    Raises:
+        LauncherError: The numbers contradict each other.
     """
-
-    min_nodes: int
-    max_nodes: int
-
-    @classmethod
-    def from_options(cls, min_nodes: int, max_nodes: int, nodes: int) -> Elastic:
-        """Reads ``--min_elastic_nodes`` and ``--max_elastic_nodes`` (-1: not given) for ``nodes`` machines.
-
-        Raises:
-            LauncherError: The numbers contradict each other.
-        """
-        least = 1 if min_nodes == -1 else min_nodes
-        most = max(nodes, least) if max_nodes == -1 else max_nodes
-        if not 1 <= least <= most:
-            raise LauncherError(
-                f"--min_elastic_nodes {least}, --max_elastic_nodes {most}: expected 1 <= minimum <= maximum; correct "
-                "them, or leave them out for 1 up to all machines"
-            )
-        return cls(least, most)
+    least = 1 if min_nodes == -1 else min_nodes
+    most = max(nodes, least) if max_nodes == -1 else max_nodes
+    if not 1 <= least <= most:
+        raise LauncherError(
+            f"--min_elastic_nodes {least}, --max_elastic_nodes {most}: expected 1 <= minimum <= maximum; correct "
+            "them, or leave them out for 1 up to all machines"
+        )
+    return least, most
 
 
 def agent_command(
-    elastic: Elastic,
+    nodes: tuple[int, int],
     local_size: int,
     address: str,
     port: int,
@@ -453,7 +446,7 @@ def agent_command(
     """Returns the command of torch's elastic agent for one machine.
 
     Args:
-        elastic: The number of machines.
+        nodes: The least and the greatest number of machines.
         local_size: Ranks per machine.
         address: Address of the rendezvous: the first machine.
         port: Its port.
@@ -466,7 +459,7 @@ def agent_command(
     local = ["--local-addr=127.0.0.1"] if address in ("127.0.0.1", "localhost") else []
     return (
         sys.executable, "-u", "-m", "torch.distributed.run",
-        f"--nnodes={elastic.min_nodes}:{elastic.max_nodes}", f"--nproc-per-node={local_size}",
+        f"--nnodes={nodes[0]}:{nodes[1]}", f"--nproc-per-node={local_size}",
         "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-id={run_id}",
         *local, f"--max-restarts={MAX_RESTARTS}", *(spelled.get(flag, flag) for flag in flags), *script,
     )  # fmt: skip

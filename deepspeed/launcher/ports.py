@@ -80,9 +80,9 @@ def claim_port(address: str, requested: RequestedPort | None, *, is_shared: bool
     port = DEFAULT_PORT if requested is None else requested.port
     if not is_here(address):
         return PortClaim(port)
-    mark = _mark(port) if is_free(port) else None
-    if mark is not None:
-        return PortClaim(port, mark.socket)
+    claim = _mark(port) if is_free(port) else None
+    if claim is not None:
+        return claim
     if requested is not None and port != DEFAULT_PORT:
         if is_shared:
             raise _port_in_use(requested.source, port)
@@ -108,10 +108,10 @@ def agreed_port(requested: RequestedPort | None, *, holds_rank_0: bool, is_claim
     port = DEFAULT_PORT if requested is None else requested.port
     if not holds_rank_0:
         return PortClaim(port)
-    mark = _PortLock(None) if is_claimed else _mark(port)
-    if mark is None or not is_free(port):
+    claim = PortClaim(port) if is_claimed else _mark(port)
+    if claim is None or not is_free(port):
         raise _port_in_use(requested.source if requested is not None else f"the default port {port}", port)
-    return PortClaim(port, mark.socket)
+    return claim
 
 
 def _port_in_use(source: str, port: int) -> LauncherError:
@@ -125,29 +125,21 @@ def _occupant(port: int) -> str:
     return "a run that is about to start" if is_free(port) else describe_listener(port)
 
 
-@dataclass(frozen=True)
-class _PortLock:
-    """The mark of a claimed port; without a socket on systems that have no abstract ones."""
-
-    socket: socket.socket | None
-
-
-def _mark(port: int) -> _PortLock | None:
-    """Marks the port as claimed; returns None if another process has claimed it."""
+def _mark(port: int) -> PortClaim | None:
+    """Marks the port as claimed; returns None if another process has claimed it. Only Linux has abstract sockets."""
     if not sys.platform.startswith("linux"):
-        return _PortLock(None)
+        return PortClaim(port)
     mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         mark.bind(f"\0deepspeed-launcher-port-{port}")
     except OSError:
         mark.close()
         return None
-    return _PortLock(mark)
+    return PortClaim(port, mark)
 
 
 def _claim_any() -> PortClaim:
     while True:
-        port = free_port()
-        mark = _mark(port)
-        if mark is not None:
-            return PortClaim(port, mark.socket)
+        claim = _mark(free_port())
+        if claim is not None:
+            return claim

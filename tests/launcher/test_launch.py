@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.launcher.launch import Elastic, agent_command
+from deepspeed.launcher.launch import agent_command, elastic_nodes
 from deepspeed.launcher.resources import LauncherError
 from deepspeed.ports import free_port
 from tests.launcher.processes import Launcher, wait_until
 
 
 def test_the_agent_gets_the_options():
-    command = agent_command(Elastic(1, 3), 4, "host-a", 77, "name", ("x.py", "--a"), ("--no_python",))
+    command = agent_command((1, 3), 4, "host-a", 77, "name", ("x.py", "--a"), ("--no_python",))
     assert command[:4] == (sys.executable, "-u", "-m", "torch.distributed.run")
     assert {"--nnodes=1:3", "--nproc-per-node=4", "--rdzv-endpoint=host-a:77", "--no-python"} <= set(command)
     assert command[-2:] == ("x.py", "--a")
 
 
 def test_numbers_of_machines():
-    assert Elastic.from_options(-1, -1, 3) == Elastic(1, 3)
-    assert Elastic.from_options(2, 5, 3) == Elastic(2, 5)
+    assert elastic_nodes(-1, -1, 3) == (1, 3)
+    assert elastic_nodes(2, 5, 3) == (2, 5)
     with pytest.raises(LauncherError, match="--min_elastic_nodes 3, --max_elastic_nodes 2"):
-        Elastic.from_options(3, 2, 3)
+        elastic_nodes(3, 2, 3)
 
 
 def test_a_rank_that_dies_is_started_again_with_the_others(tmp_path):
