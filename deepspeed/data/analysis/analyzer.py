@@ -143,28 +143,32 @@ class DataAnalyzer:
         Raises:
             RuntimeError: Another rank could not map, or rank 0 could not reduce.
         """
-        if not comm.is_initialized():
-            self.run_map()
-            self.run_reduce()
-            return
-        _run_together(self.run_map, comm_group)
-        _run_together(self.run_reduce if comm.get_rank(group=comm_group) == 0 else lambda: None, comm_group)
+        is_first = not comm.is_initialized() or comm.get_rank(group=comm_group) == 0
+        _run_together(self.run_map, comm_group, "run_map_reduce")
+        _run_together(self.run_reduce if is_first else lambda: None, comm_group, "run_map_reduce")
 
 
-def _run_together(step: Callable[[], None], group: Any) -> None:
-    """Calls ``step`` on every rank of ``group``; raises on all of them if it fails on one."""
+def _run_together(step: Callable[[], Any], group: Any, who: str) -> list[Any]:
+    """Calls ``step`` on every rank of ``group``; returns all results, or raises on all of them if it fails on one.
+
+    Without a process group it is called in this process alone. ``who`` names the caller in messages.
+    """
     failure: Exception | None = None
+    result: Any = None
     try:
-        step()
+        result = step()
     except Exception as error:  # the other ranks wait for the outcome
         failure = error
-    failures: list[Any] = [None] * comm.get_world_size(group=group)
-    comm.all_gather_object(failures, None if failure is None else repr(failure), group=group)
+    outcomes: list[Any] = [(None if failure is None else repr(failure), result)]
+    if comm.is_initialized():
+        own, outcomes = outcomes[0], [None] * comm.get_world_size(group=group)
+        comm.all_gather_object(outcomes, own, group=group)
     if failure is not None:
         raise failure
-    for rank, text in enumerate(failures):
+    for rank, (text, _) in enumerate(outcomes):
         if text is not None:
-            raise RuntimeError(f"run_map_reduce: rank {rank} could not continue: {text}")
+            raise RuntimeError(f"{who}: rank {rank} could not continue: {text}")
+    return [result for _, result in outcomes]
 
 
 @dataclass(frozen=True)
@@ -300,37 +304,18 @@ class DistributedDataAnalyzer:
         Raises:
             RuntimeError: Another rank failed; the rank that failed raises its own error.
         """
-        failure: Exception | None = None
-        found: Any = None
-        try:
-            share = self._source.share(self._rank, self._ranks)
-            found = [each.arrays() for each in measure(self._source, share, self._metrics)]
-        except Exception as error:  # the other ranks wait for the outcome
-            failure, found = error, repr(error)
-        gathered = self._gather(found)
-        self._raise_if(failure, gathered)
-        if self._rank == 0:
-            try:
-                for number, (name, kind) in enumerate(zip(self._metrics.names, self._metrics.kinds, strict=True)):
-                    write_metric(self._folder / name, name, kind, [part[number] for part in gathered])
-            except Exception as error:
-                failure = error
-        self._raise_if(failure, self._gather(repr(failure) if failure else None))
+        gathered = _run_together(self._measured, self._group, "DistributedDataAnalyzer")
 
-    def _gather(self, value: Any) -> list[Any]:
-        if self._ranks == 1:
-            return [value]
-        gathered: list[Any] = [None] * self._ranks
-        comm.all_gather_object(gathered, value, group=self._group)
-        return gathered
+        def write() -> None:
+            for number, (name, kind) in enumerate(zip(self._metrics.names, self._metrics.kinds, strict=True)):
+                write_metric(self._folder / name, name, kind, [part[number] for part in gathered])
 
-    @staticmethod
-    def _raise_if(failure: Exception | None, gathered: list[Any]) -> None:
-        if failure is not None:
-            raise failure
-        for rank, result in enumerate(gathered):
-            if isinstance(result, str):
-                raise RuntimeError(f"DistributedDataAnalyzer: rank {rank} could not continue: {result}")
+        _run_together(write if self._rank == 0 else lambda: None, self._group, "DistributedDataAnalyzer")
+
+    def _measured(self) -> list[dict[str, NDArray[Any]]]:
+        """Returns the values of each metric for this rank's share."""
+        share = self._source.share(self._rank, self._ranks)
+        return [each.arrays() for each in measure(self._source, share, self._metrics)]
 
 
 SINGLE, SUM = "single_value_per_sample", "accumulate_value_over_samples"

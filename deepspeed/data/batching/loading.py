@@ -190,9 +190,7 @@ class VariableBatchSizeLR:
         """Returns the present rates of the param groups."""
         return self._last
 
-    def get_lr(self) -> list[float]:
-        """Returns the present rates of the param groups."""
-        return self._last
+    get_lr = get_last_lr
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advances to the next batch; arguments are passed to the wrapped schedule."""
