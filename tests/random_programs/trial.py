@@ -63,7 +63,7 @@ def _attempt(program: Program, timeout: float) -> tuple[str, str]:
                 with contextlib.redirect_stdout(io.StringIO()):  # the lines of every rank's log
                     results = run_ranks(run_phase, phase.layout.world, program, number, folder, timeout=timeout)
             except RanksFailed as error:
-                return _failure(error)
+                return failure_of(error)
             for rank, found in enumerate(results):
                 lines = differences(program, oracle.start, wanted, found)
                 problems += [f"rank {rank}, {line}" for line in lines]
@@ -72,7 +72,8 @@ def _attempt(program: Program, timeout: float) -> tuple[str, str]:
     return "equal", ""
 
 
-def _failure(error: RanksFailed) -> tuple[str, str]:
+def failure_of(error: RanksFailed) -> tuple[str, str]:
+    """Returns how a program ended whose ranks raised: refused if each did so with an error for that, else failed."""
     exceptions = [report.exception for report in error.reports]
     if exceptions and all(isinstance(exception, REFUSALS) for exception in exceptions):
         return "refused", str(exceptions[0])

@@ -1,0 +1,1 @@
+"""Random stacks of features, each compared with the package itself: resumed with straight, sharded with stage 0."""
