@@ -10,6 +10,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 DEFAULT_PORT = 29500
 """Default rendezvous port."""
 
@@ -114,11 +116,15 @@ def describe_listener(port: int) -> str:
         ``"process 4242 on host worker-1 (`python train.py`)"``
     """
     host = socket.gethostname()
-    sockets = dict(_sockets_at(port))
-    for pid in sorted(int(name) for name in _names("/proc") if name.isdecimal()):
-        if _inodes_of(pid) & sockets.keys():
-            return f"process {pid} on host {host} (`{command_of(pid)}`)"
-    owners = {uid for uid in sockets.values() if uid != os.getuid()}
+    try:
+        held = [entry for entry in psutil.net_connections("tcp") if entry.laddr and entry.laddr.port == port]
+    except psutil.Error:  # not permitted on this system
+        held = []
+    listening = [entry for entry in held if entry.status == psutil.CONN_LISTEN]
+    pid = next((entry.pid for entry in listening or held if entry.pid is not None), None)
+    if pid is not None:
+        return f"process {pid} on host {host} (`{command_of(pid)}`)"
+    owners = {uid for uid in _users_at(port) if uid != os.getuid()}
     if owners:
         return f"a process of user {_user(min(owners))} on host {host}"
     return f"another program on host {host}"
@@ -140,8 +146,8 @@ def shortened(words: list[str]) -> str:
     return text if len(text) <= _MAX_COMMAND else f"{text[:half]}...{text[-half:]}"
 
 
-def _sockets_at(port: int) -> Iterator[tuple[int, int]]:
-    """Yields (inode, user) of the sockets at a port: those that listen, or all if none does."""
+def _users_at(port: int) -> Iterator[int]:
+    """Yields the users of the sockets at a port, those that listen, or all if none does: psutil knows its own only."""
     found = []
     for table in ("tcp", "tcp6"):
         try:
@@ -151,29 +157,9 @@ def _sockets_at(port: int) -> Iterator[tuple[int, int]]:
         for line in lines:
             columns = line.split()
             if int(columns[1].rpartition(":")[2], 16) == port and columns[9] != "0":
-                found.append((columns[3], int(columns[9]), int(columns[7])))
-    listening = [(inode, user) for state, inode, user in found if state == _LISTENS]
-    yield from listening or ((inode, user) for _, inode, user in found)
-
-
-def _inodes_of(pid: int) -> set[int]:
-    """Returns the inodes of a process's sockets; empty without the permission to read them."""
-    inodes = set()
-    for name in _names(f"/proc/{pid}/fd"):
-        try:
-            target = os.readlink(f"/proc/{pid}/fd/{name}")
-        except OSError:  # closed meanwhile
-            continue
-        if target.startswith("socket:["):
-            inodes.add(int(target[8:-1]))
-    return inodes
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:  # no permission, or the process has ended
-        return []
+                found.append((columns[3], int(columns[7])))
+    listening = [user for state, user in found if state == _LISTENS]
+    yield from listening or (user for _, user in found)
 
 
 def _user(uid: int) -> str:

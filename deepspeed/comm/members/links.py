@@ -27,8 +27,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from deepspeed.comm.members.member import RunMember
 from deepspeed.errors import CommunicationError
@@ -485,10 +486,9 @@ os.register_at_fork(after_in_child=_close_in_child)
 def is_stopped(pid: int) -> bool:
     """Returns whether a process of this host is stopped by a signal (``SIGSTOP``), where the system reports it."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
         return False
-    return any(line.split()[1] == "T" for line in status.splitlines() if line.startswith("State:"))
 
 
 def join_key(member: dict[str, Any]) -> str:
