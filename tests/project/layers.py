@@ -108,7 +108,7 @@ def page() -> str:
     ]
     for layer in reversed(LAYERS):
         for package in layer.packages:
-            lines += [f"| `{name}` | {job_of(name)} |" for name in _with_parts(package)]
+            lines += [f"| `{name}` | {job_of(name)} |" for name in _with_subpackages(package)]
     return "\n".join(lines) + "\n"
 
 
@@ -121,16 +121,13 @@ def job_of(package: str) -> str:
     return sentence.replace("``", "`").replace(":mod:", "").replace(":func:", "").replace("|", "\\|")
 
 
-def _with_parts(package: str) -> list[str]:
-    """The package, and the four axes where it is the package of them."""
-    found = [package]
-    if package == "parallel":
-        found += sorted(
-            name.removeprefix("deepspeed.")
-            for name, path in modules().items()
-            if name.startswith("deepspeed.parallel.") and name.count(".") == 2 and path.name == "__init__.py"
-        )
-    return found
+def _with_subpackages(package: str) -> list[str]:
+    """Returns the package and all packages inside of it, sorted."""
+    inner = (name for name, path in modules().items() if path.name == "__init__.py")
+    return [
+        package,
+        *sorted(name.removeprefix("deepspeed.") for name in inner if name.startswith(f"deepspeed.{package}.")),
+    ]
 
 
 def _drawing() -> list[str]:

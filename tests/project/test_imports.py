@@ -54,6 +54,12 @@ def test_one_module_chooses_what_serves_ranks_of_one_host():
     assert not wrong, f"only {CHOOSES_FOR_ONE_HOST} imports from {host}:\n" + "\n".join(wrong)
 
 
+def test_every_package_states_its_job():
+    packages = [name.partition(".")[2] for name, path in graph.modules().items() if path.name == "__init__.py"]
+    short = {package: job for package in packages if package and len((job := layers.job_of(package)).split()) < 3}
+    assert not short, f"say in the first line of the docstring what these do: {short}"
+
+
 def test_page_of_the_layers_is_in_step():
     assert layers.PAGE.read_text(encoding="utf-8") == layers.page(), "run: python -m tests.project.layers"
 

@@ -1,1 +1,1 @@
-"""Codecs: values in fewer bits, and collectives that use them."""
+"""Encodes values in fewer bits for sending, and runs collectives on encoded values."""

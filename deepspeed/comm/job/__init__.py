@@ -1,1 +1,1 @@
-"""The job: its mesh and axes, and the process groups made for them."""
+"""Describes the job: lays its ranks out as a mesh with named axes, and creates their process groups."""

@@ -1,1 +1,1 @@
-"""Membership of a run whose ranks may change: links between its processes, and regrouping after a loss."""
+"""Connects the processes of a run whose ranks may change, and agrees on the next job when ranks are lost or join."""

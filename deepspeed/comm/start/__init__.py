@@ -1,1 +1,1 @@
-"""How a process joins its job: environment, rendezvous, admission, the first process group."""
+"""Starts a process of a job: reads the environment, meets the other ranks, creates the default process group."""

@@ -1,1 +1,1 @@
-"""How flat buffers and activations are sent between the ranks of one group, over any backend."""
+"""Sends flat buffers and activations between the ranks of one group, over any backend."""

@@ -1,1 +1,1 @@
-"""The watchdog: waits that can end in a sentence instead of a hang."""
+"""Watches what each rank waits for, and ends a wait that cannot end with an error message on every rank."""

@@ -1,1 +1,1 @@
-"""One module per section of the configuration."""
+"""Declares the keys of the configuration with defaults, ranges and descriptions, one module per section."""

@@ -1,4 +1,4 @@
-"""Datasets of token sequences in two files, in the format that Megatron and DeepSpeed publish."""
+"""Reads and writes datasets of token sequences in two files, in the format that Megatron and DeepSpeed publish."""
 
 from __future__ import annotations
 

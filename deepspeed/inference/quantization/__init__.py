@@ -1,1 +1,1 @@
-"""Weights of few bits for parts of a model, by the section ``weight_quantization``."""
+"""Stores the weights of parts of a model in few bits, as the section ``weight_quantization`` requests."""

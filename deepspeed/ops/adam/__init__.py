@@ -1,4 +1,4 @@
-"""Adam and AdamW."""
+"""The optimizers Adam and AdamW: for the device, and with fp32 states for offload."""
 
 from deepspeed.lazy import lazy_names
 from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam as DeepSpeedCPUAdam

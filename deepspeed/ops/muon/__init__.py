@@ -1,4 +1,4 @@
-"""Muon."""
+"""The optimizer Muon, which orthogonalizes the update of each matrix, also where it is sharded."""
 
 from deepspeed.ops.muon.flags import set_optimizer_flags
 from deepspeed.ops.muon.muon import Muon

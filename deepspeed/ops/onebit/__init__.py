@@ -1,4 +1,4 @@
-"""Optimizers of the 1-bit family, which exchange their momentum with one bit per element."""
+"""The optimizers 1-bit Adam, 1-bit LAMB and 0/1 Adam, which exchange their momentum with one bit per element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builders of operators, with upstream's names; nothing is compiled (see :mod:`deepspeed.ops.op_builder.builder`)."""
+"""The builders of operators under upstream's names, which compile nothing (:mod:`deepspeed.ops.op_builder.builder`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are stored in few bits: the formats, and the product with activations."""
+"""Stores weights of linear layers in few bits, and multiplies activations by them."""
 
 from deepspeed.ops.packed_linear.formats import GroupCodes, PackedFormat, packed_format, packed_linear
 

@@ -1,4 +1,4 @@
-"""Block-sparse attention: attention over selected blocks of a sequence, with memory and time linear in its length.
+"""Computes attention over selected blocks of a sequence, with memory and time linear in its length.
 
 In reading order: ``sparsity_config`` (patterns), ``plan`` (a pattern compiled into units of equal size), ``attention``
 (computes attention), ``bias`` (masks and relative positions). The interfaces: ``sparse_self_attention`` (a module),

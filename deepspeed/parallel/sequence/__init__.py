@@ -1,1 +1,1 @@
-"""Sequence parallelism: ranks hold different parts of the same sequences."""
+"""Sequence parallelism: divides sequences over ranks, and exchanges heads or keys and values for attention."""

@@ -1,1 +1,1 @@
-"""Reaching the states of sharded parameters from a program: ``GatheredParameters``, accessors, ``ds_*`` attributes."""
+"""Gives programs the states of sharded parameters: ``GatheredParameters``, accessors, ``ds_*`` attributes."""

@@ -1,1 +1,1 @@
-"""Building sharded models: ``zero.Init``, first values, and moving them into an engine's buckets."""
+"""Builds models with sharded parameters (``zero.Init``), and moves the parameters into the buckets of an engine."""

@@ -1,1 +1,4 @@
-"""Layouts: which part of which parameter is where. Pure arithmetic, without process groups."""
+"""Computes which part of which parameter lies where: tiles, buckets, slices, fragments and runs.
+
+This is pure arithmetic, without process groups.
+"""

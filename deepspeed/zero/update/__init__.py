@@ -1,1 +1,1 @@
-"""The update: masters, norm, and the loop over them."""
+"""Updates the master weights: gradient norm and clipping, the loop over the masters, publication of the new weights."""

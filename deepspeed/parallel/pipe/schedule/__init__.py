@@ -1,4 +1,4 @@
-"""Schedules of a pipeline: pure lists of what each stage does, and what they cost.
+"""Lists what each pipeline stage does in a step, in order, and computes what a schedule costs.
 
 ``lists`` makes the computations of all stages and derives one stage's instructions from them. ``instructions`` has the
 kinds of instructions, ``published`` the schedules in the form that other programs use.
