@@ -313,7 +313,7 @@ class ZeroRuntime:
                 "this engine cannot be used any more: its model was given to another deepspeed.initialize, and the "
                 "engine made there has it now; use that engine"
             )
-        was_open = self.in_backward or self.schedule.in_segment or self.hooks.in_forward
+        was_open = self.in_backward or self.schedule.in_pass or self.hooks.in_forward
         if was_open:
             is_mixed = self.reducer is not None and self.reducer.is_open and self.reducer.is_mixed
             is_agreed = self._peers_need_open_work

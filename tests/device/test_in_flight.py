@@ -104,7 +104,7 @@ def test_a_peer_that_holds_a_bucket_back_is_not_waited_for() -> None:
         finish, early = gradients.GradientBucket.finish_reduction, []
 
         def recording_finish(self: Any) -> None:
-            early.append(engine._runtime.schedule.in_segment and not engine._runtime.schedule.expects_no_gather)
+            early.append(engine._runtime.schedule.in_pass and not engine._runtime.schedule.expects_no_gather)
             finish(self)
 
         with (

@@ -1,11 +1,11 @@
 """Checks that all ranks gather in the same order, so that they raise instead of hanging or mixing up data.
 
-While an order is recorded, every gather is preceded by a tiny exchange of (segment, position, wish); different wishes
+While an order is recorded, every gather is preceded by a tiny exchange of (pass, position, wish); different wishes
 raise the same ``DivergenceError`` on all ranks before any data moves. A rank that follows an agreed order exchanges
 nothing. A rank about to leave the order enters the exchange; if all ranks do so with the same wish, recording starts
 again. If only some do, the ranks wait for each other, which ``comm.watch.watchdog`` detects.
 
-Where different wishes are *served*, there are two more exchanges per segment: at its start the ranks compare their
+Where different wishes are *served*, there are two more exchanges per pass: at its start the ranks compare their
 records of it, and at its end they exchange requests until there are none. Each exchange contains the requests of all
 ranks, and all take part in the gathers.
 """
@@ -20,7 +20,7 @@ import torch
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DivergenceError
 
-END_OF_SEGMENT = -1
+END_OF_PASS = -1
 
 
 class Agreement:
@@ -39,7 +39,7 @@ class Agreement:
         self._transport = transport
         self._describe = describe
         self.serves = serves
-        self._segment = 0
+        self._pass = 0
         self._kind = "none"
         self._digest = 0
 
@@ -48,34 +48,34 @@ class Agreement:
         """Checksum of everything issued so far; equal on all ranks that kept the order (below 2**32)."""
         return self._digest
 
-    def begin_segment(self, kind: str) -> None:
-        """Opens a segment: one outermost forward or one backward."""
-        self._segment += 1
+    def begin_pass(self, kind: str) -> None:
+        """Opens a pass: one outermost forward or one backward."""
+        self._pass += 1
         self._kind = kind
 
-    def end_segment(self, issued: Sequence[int]) -> None:
-        """Adds what the segment issued to the digest."""
+    def end_pass(self, issued: Sequence[int]) -> None:
+        """Adds what the pass issued to the digest."""
         self._digest = zlib.crc32(f"{self._kind}:{list(issued)}".encode(), self._digest)
 
     def exchange(self, position: int, request: int) -> None:
         """Compares the wishes of all ranks. All call it, while an order is recorded or when they leave one.
 
         Args:
-            position: Gathers issued in this segment so far.
-            request: Index of the wanted bucket, or ``END_OF_SEGMENT``.
+            position: Gathers issued in this pass so far.
+            request: Index of the wanted bucket, or ``END_OF_PASS``.
 
         Raises:
             DivergenceError: The ranks want different things; raised on every rank.
         """
         if self._transport.size == 1:
             return
-        mine = torch.tensor([self._segment, position, request], dtype=torch.int64)
+        mine = torch.tensor([self._pass, position, request], dtype=torch.int64)
         gathered = self._transport.gather_small(mine, channel="order", label=self._words(request))
         if not torch.equal(gathered, mine.expand_as(gathered)):
             rows = gathered.tolist()
             wishes = "; ".join(f"rank {rank}: {self._words(row[2])}" for rank, row in enumerate(rows))
             raise DivergenceError(
-                f"ranks took different branches in the {self._kind} (segment {self._segment}, position {position}): "
+                f"ranks took different branches in the {self._kind} (pass {self._pass}, position {position}): "
                 f"{wishes}. Under ZeRO stage 3 every rank must use the same modules in the same order. Make the branch "
                 "depend on data that is equal on all ranks, mark the module that holds both branches with "
                 "deepspeed.utils.set_z3_leaf_modules so that it is gathered whole, or set zero_optimization.agreement "
@@ -83,19 +83,19 @@ class Agreement:
             )
 
     def is_alike(self, knowledge: int) -> bool:
-        """Returns whether all ranks begin the open segment with equal records. All of them call it, once.
+        """Returns whether all ranks begin the open pass with equal records. All of them call it, once.
 
         Args:
             knowledge: Checksum of this rank's records (below 2**32).
 
         Raises:
-            DivergenceError: The ranks are in different segments; raised on every rank.
+            DivergenceError: The ranks are in different passes; raised on every rank.
         """
-        rows = self._gather([self._segment, zlib.crc32(self._kind.encode()), knowledge], f"the {self._kind}")
+        rows = self._gather([self._pass, zlib.crc32(self._kind.encode()), knowledge], f"the {self._kind}")
         if any(row[:2] != rows[0][:2] for row in rows):
             raise DivergenceError(
-                f"ranks ran different passes: this one is in a {self._kind} (segment {self._segment}), the "
-                f'segments of all ranks are {[row[0] for row in rows]}. zero_optimization.agreement "serve" '
+                f"ranks ran different passes: this one is in a {self._kind} (pass {self._pass}), the "
+                f'passes of all ranks are {[row[0] for row in rows]}. zero_optimization.agreement "serve" '
                 "lets ranks use different modules, but every rank must run the same number of forwards and "
                 "backwards, in the same order"
             )
@@ -108,19 +108,19 @@ class Agreement:
         gathers.
 
         Args:
-            position: Gathers issued in this segment so far.
-            request: Index of the wanted bucket, or ``END_OF_SEGMENT``.
+            position: Gathers issued in this pass so far.
+            request: Index of the wanted bucket, or ``END_OF_PASS``.
 
         Raises:
             DivergenceError: The ranks have issued different gathers; raised on every rank.
         """
-        rows = self._gather([self._segment, position, request], self._words(request))
+        rows = self._gather([self._pass, position, request], self._words(request))
         if any(row[:2] != rows[0][:2] for row in rows):
             raise DivergenceError(
-                f"ranks have issued different gathers in the {self._kind}: segment and number by rank are "
+                f"ranks have issued different gathers in the {self._kind}: pass and number by rank are "
                 f"{[row[:2] for row in rows]}. Every rank must run the same number of forwards and backwards"
             )
-        return sorted({request for _, _, request in rows} - {END_OF_SEGMENT})
+        return sorted({request for _, _, request in rows} - {END_OF_PASS})
 
     def _gather(self, row: list[int], label: str) -> list[list[int]]:
         if self._transport.size == 1:
@@ -130,4 +130,4 @@ class Agreement:
         return found
 
     def _words(self, request: int) -> str:
-        return f"the end of the {self._kind}" if request == END_OF_SEGMENT else self._describe(request)
+        return f"the end of the {self._kind}" if request == END_OF_PASS else self._describe(request)

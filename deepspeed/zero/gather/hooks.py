@@ -2,7 +2,7 @@
 
 A *scope* is one running forward of the root module or of a unit. Entering the scope of a unit makes its buckets FULL
 and counts one user each; leaving it takes the users back and reshards what nothing near needs. The outermost scope
-opens and closes the segment of the schedule and carries the saved-tensor hooks. A hook on what it returns opens the
+opens and closes the pass of the schedule and carries the saved-tensor hooks. A hook on what it returns opens the
 backward that runs through it, regardless of which code calls the module. A module between the root and the units opens
 a scope only where it is the outermost, which lets a program call part of a model by itself (an encoder, before text is
 generated). A forward inside a backward is recomputation: it gathers but does not reshard; the buckets stay until their
@@ -42,7 +42,7 @@ class _Scope:
     Attributes:
         entry: Number of the module.
         buckets: What the module needs.
-        opened_segment: Whether it has begun the open segment of the schedule.
+        opened_pass: Whether it has begun the open pass of the schedule.
         pushed_hooks: Whether it has installed the saved-tensor hooks.
         pushed_guard: Whether it has put a guard over saved-tensor hooks of other libraries.
         held: Buckets of which it is a user.
@@ -50,7 +50,7 @@ class _Scope:
 
     entry: int
     buckets: list[Bucket]
-    opened_segment: bool = False
+    opened_pass: bool = False
     pushed_hooks: bool = False
     pushed_guard: bool = False
     held: list[Bucket] = field(default_factory=list)
@@ -192,9 +192,9 @@ class ForwardHooks:
 
     def _open(self, scope: _Scope) -> None:
         self._scopes.append(scope)
-        if len(self._scopes) == 1 and not self._schedule.in_segment:
+        if len(self._scopes) == 1 and not self._schedule.in_pass:
             self._schedule.begin("forward" if torch.is_grad_enabled() else "evaluation", scope.entry)
-            scope.opened_segment = True
+            scope.opened_pass = True
 
     def _enter_entry(self, entry: int, inputs: Any) -> None:
         self._entered.append(not self._scopes and not self._paused)
@@ -218,7 +218,7 @@ class ForwardHooks:
             return
         bare = not self._scopes[0].pushed_hooks  # hooks of other libraries save plain views
         scope = self._scopes.pop()
-        is_training = scope.opened_segment and self._schedule.kind == "forward"
+        is_training = scope.opened_pass and self._schedule.kind == "forward"
         try:
             self._close(scope, bare)
             if is_training:
@@ -247,8 +247,8 @@ class ForwardHooks:
                 else:
                     self._after_use(bucket)
         scope.held.clear()
-        if scope.opened_segment:
-            scope.opened_segment = False
+        if scope.opened_pass:
+            scope.opened_pass = False
             is_training = self._schedule.kind == "forward"
             self._schedule.end()
             self._free_unused(is_training)

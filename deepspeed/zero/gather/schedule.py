@@ -1,8 +1,8 @@
 """When sharded buckets are gathered: the agreed order, prefetching, and what stays gathered.
 
-Time is divided into *segments*: one outermost forward (training or evaluation) or one backward. What a segment gathers
+Time is divided into *passes*: one outermost forward (training or evaluation) or one backward. What a pass gathers
 depends on its *entry*, the module whose forward is the outermost, or through whose outputs a backward comes in. The
-first time a segment starts in a given situation it is *recorded*: before each gather all ranks compare which bucket
+first time a pass starts in a given situation it is *recorded*: before each gather all ranks compare which bucket
 they want, and at the end that they stopped at the same place. From then on every rank *follows* the recorded order
 without an exchange. A rank that skips part of the order still takes part in the skipped gathers, because the others
 rely on its slices; a rank that wants something that the rest of the order does not hold *leaves* it, which all ranks
@@ -13,9 +13,9 @@ gathered, and what is learned from such passes is put together (:class:`LearnedO
 
 Where the agreement *serves* (``zero_optimization.agreement``), ranks may want different buckets. While an order is
 recorded, each exchange is followed by the gathers of all that the ranks want; those that no rank needs here are given
-back at the end of the segment. A rank that leaves a followed order first takes part in the rest of it, so the others
-find everything that they wait for; it is served when they have come to the end of the segment too. Such gathers are
-not learned: what one rank needs once is not gathered by all for ever. Ranks that begin a segment with other knowledge
+back at the end of the pass. A rank that leaves a followed order first takes part in the rest of it, so the others
+find everything that they wait for; it is served when they have come to the end of the pass too. Such gathers are
+not learned: what one rank needs once is not gathered by all for ever. Ranks that begin a pass with other knowledge
 (they enter by another module, or have kept other buckets) record it, and forget that.
 
 In a backward the first use of any part of a leaf module gathers the whole of it, as its forward did: which part that is
@@ -30,7 +30,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from deepspeed.comm.watch.agreement import END_OF_SEGMENT, Agreement
+from deepspeed.comm.watch.agreement import END_OF_PASS, Agreement
 from deepspeed.logging import warn_once
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.bucket import Bucket, GatherCount, State
@@ -61,7 +61,7 @@ _LEAST_LIVE = 1_000_000_000  # elements that may be gathered at once where nothi
 _UNKNOWN = -1  # entry of a backward that has reached no forward's outputs yet, or never does
 
 Situation = tuple[str, int, frozenset[int]]
-"""Kind of segment, number of its entry, and the buckets that are gathered at its start, or would be if none were left
+"""Kind of pass, number of its entry, and the buckets that are gathered at its start, or would be if none were left
 out: equal on all ranks."""
 
 
@@ -102,10 +102,10 @@ class GatherSchedule:
         self._skipped: frozenset[int] = frozenset()
         self._situation: Situation | None = None
         self._order: list[int] | None = None  # the order being followed; None while recording
-        self._issued: list[int] = []  # in this segment
-        self._is_alone = False  # whether the open segment is independent of other ranks
-        self._has_decided = False  # whether the ranks have compared their records of the open segment
-        self._is_learned = False  # whether the open segment is recorded and will be followed later
+        self._issued: list[int] = []  # in this pass
+        self._is_alone = False  # whether the open pass is independent of other ranks
+        self._has_decided = False  # whether the ranks have compared their records of the open pass
+        self._is_learned = False  # whether the open pass is recorded and will be followed later
         self._kept_after_forward = self._near_their_backward(buckets)
 
     def _limit_of_live(self, limits: GatherLimits) -> int:
@@ -143,33 +143,33 @@ class GatherSchedule:
 
     @property
     def expects_no_gather(self) -> bool:
-        """Returns whether no segment is open, or the rest of it gathers nothing, by the agreed order."""
+        """Returns whether no pass is open, or the rest of it gathers nothing, by the agreed order."""
         if self._situation is None:
             return True
         return self._order is not None and len(self._issued) >= len(self._order) and not self._agreement.serves
 
     @property
-    def in_segment(self) -> bool:
-        """Returns whether a segment is open."""
+    def in_pass(self) -> bool:
+        """Returns whether a pass is open."""
         return self._situation is not None
 
     @property
     def kind(self) -> str:
-        """Kind of the open segment; empty outside."""
+        """Kind of the open pass; empty outside."""
         return self._situation[0] if self._situation else ""
 
     @property
     def num_issued(self) -> int:
-        """Gathers that the open segment has requested."""
+        """Gathers that the open pass has requested."""
         return len(self._issued)
 
     @property
     def has_orders(self) -> bool:
-        """Returns whether some segment has been recorded."""
+        """Returns whether some pass has been recorded."""
         return bool(self._orders)
 
     def forget_orders(self) -> None:
-        """Records every segment again; all ranks must do so together."""
+        """Records every pass again; all ranks must do so together."""
         self._orders.clear()
 
     def skip(self, indices: frozenset[int]) -> None:
@@ -180,20 +180,20 @@ class GatherSchedule:
         """
         self._skipped = indices & self._buckets.keys()
 
-    # -- segments ----------------------------------------------------------------------------------------------------
+    # -- passes --------------------------------------------------------------------------------------------------------
 
     def begin(self, kind: str, entry: int = _UNKNOWN) -> None:
-        """Opens a segment. All ranks must open the same one.
+        """Opens a pass. All ranks must open the same one.
 
         Args:
             kind: ``forward``, ``evaluation`` or ``backward``.
             entry: Number of the module that it enters the model by; a backward learns it from :meth:`enter`.
         """
-        assert self._situation is None, f"segment {self._situation} is still open"
+        assert self._situation is None, f"pass {self._situation} is still open"
         self._issued = []
         if not self._buckets:
             self._situation, self._order = (kind, entry, frozenset()), []
-            self._agreement.begin_segment(kind)
+            self._agreement.begin_pass(kind)
             return
         full = frozenset(index for index, bucket in self._buckets.items() if bucket.state is State.FULL)
         if kind == "backward":
@@ -202,11 +202,11 @@ class GatherSchedule:
         self._order = self._known_order()
         self._has_decided = False
         self._demanded_leaves.clear()
-        # While everything is kept gathered, a segment gathers nothing, so ranks may differ (a rank that generates may
+        # While everything is kept gathered, a pass gathers nothing, so ranks may differ (a rank that generates may
         # stop earlier than others).
         self._is_alone = kind == "evaluation" and all(bucket.pins for bucket in self._buckets.values())
         if not self._is_alone:
-            self._agreement.begin_segment(kind)
+            self._agreement.begin_pass(kind)
         self._show_shapes(True)
 
     def enter(self, entry: int) -> None:
@@ -227,15 +227,15 @@ class GatherSchedule:
 
     @property
     def _left_out(self) -> frozenset[int]:
-        """Buckets that the open segment skips; none in an evaluation."""
+        """Buckets that the open pass skips; none in an evaluation."""
         return frozenset() if self.kind == "evaluation" else self._skipped
 
     def end(self) -> None:
-        """Closes the segment: takes part in skipped gathers, and agrees on the order if it was recorded."""
-        assert self._situation is not None, "no segment is open"
+        """Closes the pass: takes part in skipped gathers, and agrees on the order if it was recorded."""
+        assert self._situation is not None, "no pass is open"
         if not self._buckets:
             self._situation = None
-            self._agreement.end_segment(())
+            self._agreement.end_pass(())
             return
         if self._is_alone:
             self._situation = None
@@ -245,13 +245,13 @@ class GatherSchedule:
         if self._order is not None:
             self._issue_rest()
         elif not self._agreement.serves:
-            self._agreement.exchange(len(self._issued), END_OF_SEGMENT)
-        while self._agreement.serves and self._serve(END_OF_SEGMENT):
+            self._agreement.exchange(len(self._issued), END_OF_PASS)
+        while self._agreement.serves and self._serve(END_OF_PASS):
             continue
         if self._is_learned:
             learned = self._orders.setdefault(self._situation, LearnedOrder())
             learned.learn(self._issued, self._left_out, falls=self.kind == "backward")
-        self._agreement.end_segment(self._issued)
+        self._agreement.end_pass(self._issued)
         keeps = self._kept_after_forward if self._situation[0] == "forward" else frozenset()
         self._situation = None
         self._forget_announced()
@@ -263,7 +263,7 @@ class GatherSchedule:
                 bucket.abandon_gather()
 
     def drop(self) -> None:
-        """Forgets an open segment after an exception; its order is not learned."""
+        """Forgets an open pass after an exception; its order is not learned."""
         self._situation = None
         self._forget_announced()
         self._show_shapes(False)
@@ -344,7 +344,7 @@ class GatherSchedule:
         self._issue(bucket)
 
     def _decide_recording(self) -> None:
-        """Decides, before the first gather or the end of a segment, whether it is recorded."""
+        """Decides, before the first gather or the end of a pass, whether it is recorded."""
         if self._has_decided:
             return
         assert self._situation is not None
@@ -372,7 +372,7 @@ class GatherSchedule:
         """Gathers what all ranks want now; returns whether any does. All ranks must come here.
 
         Args:
-            request: Index of the bucket that this rank wants, or ``END_OF_SEGMENT``.
+            request: Index of the bucket that this rank wants, or ``END_OF_PASS``.
         """
         wanted = self._agreement.collect(len(self._issued), request)
         for index in wanted:

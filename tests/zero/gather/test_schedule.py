@@ -46,7 +46,7 @@ class Gathering:
         )
 
     def run(self, *numbers: int, kind: str = "forward", entry: int = 0) -> list[str]:
-        """A segment that uses these buckets; how the others were when each was used: S, G or F."""
+        """A pass that uses these buckets; how the others were when each was used: S, G or F."""
         self.schedule.begin(kind, entry)
         seen = [self.use(number) for number in numbers]
         self.schedule.end()
@@ -152,9 +152,9 @@ def test_ranks_that_want_other_buckets_all_raise() -> None:
         ranks = Gathering(transport)
         with pytest.raises(DivergenceError, match="rank 0: bucket 1; rank 1: bucket 2") as raised:
             ranks.run(0, 1 + transport.rank)
-        assert ranks.schedule.in_segment
+        assert ranks.schedule.in_pass
         ranks.schedule.drop()
-        assert not ranks.schedule.in_segment and not ranks.schedule.has_orders
+        assert not ranks.schedule.in_pass and not ranks.schedule.has_orders
         with pytest.raises(DivergenceError, match="the end of the forward"):
             ranks.run(*((0, 1) if transport.rank else (0,)))
         return str(raised.value)
@@ -406,13 +406,13 @@ def test_expects_no_gather_once_the_order_is_done() -> None:
         ranks.use(0)
         assert not ranks.schedule.expects_no_gather and ranks.schedule.num_issued == 1
         ranks.use(1)
-        assert ranks.schedule.expects_no_gather and ranks.schedule.in_segment
+        assert ranks.schedule.expects_no_gather and ranks.schedule.in_pass
         ranks.schedule.end()
 
     run_threads(body, 2)
 
 
-def test_a_rank_that_runs_a_segment_more_has_another_digest() -> None:
+def test_a_rank_that_runs_a_pass_more_has_another_digest() -> None:
     def body(transport: LoopbackTransport) -> int:
         ranks = Gathering(transport, count=0)
         ranks.run()

@@ -179,7 +179,7 @@ def test_ranks_with_other_orders_or_written_gradients_are_distinguished() -> Non
         rank = rank_of(transport, 1)
         rank.backward(rank.model(batch(0)))
         if transport.rank:
-            rank.runtime.agreement.end_segment([7])
+            rank.runtime.agreement.end_pass([7])
         with pytest.raises(DivergenceError, match="different numbers of forwards and backwards"):
             rank.optimizer.step()
         rank = rank_of(transport, 1)
