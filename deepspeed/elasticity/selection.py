@@ -21,7 +21,7 @@ class RunShape:
 
     Attributes:
         parts: Number of parts of the model; consecutive ranks hold different parts. A process keeps its part as long as
-            each of the other parts has a holder.
+            each of the other parts has a process.
         multiple: The number of ranks that hold a part must be a multiple of this (the sequence-parallel size).
         sharing: Number of consecutive ranks that share layers (the tensor-parallel size) and draw the same random
             numbers.
@@ -31,7 +31,7 @@ class RunShape:
     multiple: int = 1
     sharing: int = 1
 
-    def holders(self, counts: Sequence[int]) -> int:
+    def replicas(self, counts: Sequence[int]) -> int:
         """Returns the number of ranks per part in the largest possible job, given the processes of each part."""
         return min(counts) // self.multiple * self.multiple
 
@@ -53,46 +53,46 @@ class RunShape:
         """
         by_part = [[member for member in living if member.part == part] for part in range(self.parts)]
         counts = list(map(len, by_part))
-        present = self.holders(counts)
+        present = self.replicas(counts)
         if present == 0:
             return self._assign_again(living, by_part)
-        holders = present
-        while sum(max(holders + self.multiple - count, 0) for count in counts) <= len(joining):
-            holders += self.multiple
+        replicas = present
+        while sum(max(replicas + self.multiple - count, 0) for count in counts) <= len(joining):
+            replicas += self.multiple
         newest = newest_whole(living, ready)
-        chosen, source = self._best(by_part, holders, ready, newest)
-        if source is None and holders > present:  # joining processes need copies to start from
+        chosen, source = self._best(by_part, replicas, ready, newest)
+        if source is None and replicas > present:  # joining processes need copies to start from
             chosen, source = self._best(by_part, present, ready, newest)
-            holders = present
+            replicas = present
         rest = iter(joining)
-        filled = [[*members, *islice(rest, holders - len(members))] for members in chosen]
-        members = numbered([filled[part][place] for place in range(holders) for part in range(self.parts)], self.parts)
+        filled = [[*members, *islice(rest, replicas - len(members))] for members in chosen]
+        members = numbered([filled[part][place] for place in range(replicas) for part in range(self.parts)], self.parts)
         ranked = {member.number for member in members}
         return MemberSelection(members, spares_of(living, ranked), source)
 
     def _assign_again(self, living: Sequence[RunMember], by_part: Sequence[Sequence[RunMember]]) -> MemberSelection:
         """Assigns new parts to as few processes as possible. A checkpoint must be loaded, as no copies are complete."""
-        holders = len(living) // self.parts // self.multiple * self.multiple
-        if holders == 0:
+        replicas = len(living) // self.parts // self.multiple * self.multiple
+        if replicas == 0:
             raise CommunicationError(self._too_few_message(list(map(len, by_part))))
         ordered = [sorted(members, key=lambda one: (one.rank < 0, one.rank)) for members in by_part]
-        kept = [members[:holders] for members in ordered]
-        rest = iter([one for members in ordered for one in members[holders:]])
-        filled = [[*members, *islice(rest, holders - len(members))] for members in kept]
-        members = numbered([filled[part][place] for place in range(holders) for part in range(self.parts)], self.parts)
+        kept = [members[:replicas] for members in ordered]
+        rest = iter([one for members in ordered for one in members[replicas:]])
+        filled = [[*members, *islice(rest, replicas - len(members))] for members in kept]
+        members = numbered([filled[part][place] for place in range(replicas) for part in range(self.parts)], self.parts)
         return MemberSelection(members, spares_of(living, {member.number for member in members}), None)
 
     def _best(
         self,
         by_part: Sequence[Sequence[RunMember]],
-        holders: int,
+        replicas: int,
         ready: Mapping[int, ReadyMember],
         newest: tuple[int, int] | None,
     ) -> tuple[list[list[RunMember]], tuple[int, int] | None]:
         """Returns the first choice with complete newest copies, or else the one with the newest; and their key."""
         best: list[list[RunMember]] = []
         source: tuple[int, int] | None = None
-        for choice in islice(self._choices(by_part, holders), _MOST_CHOICES):
+        for choice in islice(self._choices(by_part, replicas), _MOST_CHOICES):
             found = newest_whole([member for members in choice for member in members], ready)
             if not best or (found or (-1, -1)) > (source or (-1, -1)):
                 best, source = choice, found
@@ -100,7 +100,7 @@ class RunShape:
                 break
         return best, source
 
-    def _choices(self, by_part: Sequence[Sequence[RunMember]], holders: int) -> Iterator[list[list[RunMember]]]:
+    def _choices(self, by_part: Sequence[Sequence[RunMember]], replicas: int) -> Iterator[list[list[RunMember]]]:
         """Yields lists of members by part, first members of replicas that have lost no rank."""
         here = {member.rank for members in by_part for member in members if member.rank >= 0}
 
@@ -109,7 +109,7 @@ class RunShape:
             return member.rank < 0, not here.issuperset(neighbors), member.rank
 
         ordered = [sorted(members, key=key) for members in by_part]
-        sizes = [min(holders, len(members)) for members in ordered]
+        sizes = [min(replicas, len(members)) for members in ordered]
         lists = [
             islice(combinations(members, size), _MOST_OF_A_PART) for members, size in zip(ordered, sizes, strict=True)
         ]

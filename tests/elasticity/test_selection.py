@@ -113,7 +113,7 @@ def test_a_part_that_nobody_holds_any_more_ends_the_run_of_too_few():
 
 
 def test_a_choice_of_many_is_made_at_once():
-    """Of 300 holders of a part 200 get ranks."""
+    """Of 300 processes with one part 200 get ranks."""
     living = [member(number, 2) for number in range(600) if number % 2 or number < 400]
     ready = {one.number: ReadyMember(0, [], []) for one in living}
     chosen = RunShape(2).choose(living, ready, [])

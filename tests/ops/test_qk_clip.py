@@ -200,8 +200,8 @@ def test_logits_in_blocks(monkeypatch):
     torch.manual_seed(1)
     query, key = torch.randn(2, 4, 9, 3), torch.randn(2, 2, 9, 3)
     logits = query @ key.repeat_interleave(2, 1).mT / math.sqrt(3)
-    places = torch.arange(9)
-    window = (places <= places[:, None]) & (places > places[:, None] - 3)
+    positions = torch.arange(9)
+    window = (positions <= positions[:, None]) & (positions > positions[:, None] - 3)
     padding = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
     additive = torch.zeros(2, 1, 9, 9).masked_fill(~window, torch.finfo(torch.float32).min)
     cells = [

@@ -6,12 +6,49 @@ import ast
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tests.project.graph import ROOT, modules, nodes_of, path_of
 
 # Names that still occur twice. The list only shrinks: a test fails when a name in it has become unique.
 DOUBLED: frozenset[str] = frozenset()
+
+# Words that no library or paper of the field uses so. Where a name has one, the glossary explains it.
+OWN = frozenset(
+    "act anatomy channel claim continuation fragment interval island islands lease links listed loan maker "
+    "membership moment pace place places recovery regroup roster run sketch slot spread squares tie tier tile trial "
+    "visible wanted watch wire".split()
+)
+# Words of earlier versions -> the field's.
+REPLACED = {
+    "archipelago": "islands",
+    "begun": "started",
+    "dealt": "assigned, sharded",
+    "holder": "replica, owner, storage",
+    "holders": "replicas, owners",
+    "mail": "message queue",
+    "piece": "fragment, slice",
+    "pieces": "fragments, slices",
+    "rehearsal": "simulation",
+    "room": "buffer",
+    "rooms": "buffers",
+    "segment": "fragment (of a tensor), pass (forward or backward)",
+    "segments": "fragments, passes",
+    "standing": "coordinates",
+    "stretch": "run",
+    "told": "received",
+    "waypoint": "trace point",
+    "wires": "channels",
+}
+KEPT = {
+    "attach_segments",  # a public method of Muon and FusedLamb
+    "_attach_segments",
+    "segment_reduce",  # torch's
+    "_SegmentTree",  # the data structure
+    "is_begun",  # a key in checkpoints
+    "wires",  # a public parameter of PipelineEngine.start_interpreter
+}
 
 _FIELD = Path(__file__).with_name("field_words.txt")  # words of PyTorch, NCCL, MPI, Megatron, Python and papers
 
@@ -87,11 +124,49 @@ def test_last_words_of_class_names_are_explained():
     )
 
 
-def test_the_glossary_explains_no_word_that_is_gone():
-    """Each row of the words of our own has a word that a class, module or public section is named by."""
+def own_words() -> list[str]:
+    """The first column of the glossary's table of words of our own."""
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").partition("## Words of our own")[2]
-    used = {word.lower() for each in classes() for word in re.findall(r"[A-Z]?[a-z]+", each.name)}
-    used |= {word for module in modules() for word in re.split(r"[._]", module)}
-    rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")][1:]
-    gone = [row for row in rows if used.isdisjoint(re.findall(r"[a-z]+", row.lower()))]
+    return [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")][1:]
+
+
+@cache
+def identifiers() -> dict[str, list[str]]:
+    """Names of classes, functions, arguments, variables, attributes and modules -> where they occur."""
+    found: dict[str, list[str]] = {}
+    for module in modules():
+        for name in module.split("."):
+            found.setdefault(name, []).append(module)
+        for node in nodes_of(module, ast.ClassDef, ast.FunctionDef, ast.arg, ast.Name, ast.Attribute):
+            name = next(getattr(node, field) for field in ("name", "arg", "id", "attr") if hasattr(node, field))
+            found.setdefault(name, []).append(f"{path_of(module).relative_to(ROOT)}:{node.lineno}")
+    return found
+
+
+def words_of(name: str) -> list[str]:
+    """The words of an identifier, in small letters."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+
+
+def test_the_glossary_explains_no_word_that_is_gone():
+    """Each row of the words of our own has a word that some name in the code has."""
+    used = {word for name in identifiers() for word in words_of(name)}
+    gone = [row for row in own_words() if used.isdisjoint(re.findall(r"[a-z]+", row.lower()))]
     assert not gone, f"take these rows out of docs/glossary.md: {gone}"
+
+
+def test_words_of_our_own_in_names_are_explained():
+    known = {word for row in own_words() for word in re.findall(r"[a-z]+", row.lower())}
+    used = {word for name in identifiers() for word in words_of(name)}
+    missing = sorted((OWN & used) - known)
+    assert not missing, f"explain these words in docs/glossary.md, or use the field's word: {missing}"
+
+
+def test_words_that_the_field_names_otherwise_are_not_used():
+    found = {
+        f"{name} ({places[0]})": REPLACED[word]
+        for name, places in identifiers().items()
+        for word in words_of(name)
+        if word in REPLACED and name not in KEPT
+    }
+    assert not found, "use the field's word:\n" + "\n".join(f"{name}: {word}" for name, word in sorted(found.items()))

@@ -3,7 +3,7 @@
 Gloo sends through sockets with its own threads, which take processor time from the computation. Here a rank writes
 into shared memory and sends one short message.
 
-Transfers are rounds, which all ranks start in one order. A rank has :data:`PLACES` regions of memory, used in turn. A
+Transfers are rounds, which all ranks start in one order. A rank has :data:`REGIONS` regions of memory, used in turn. A
 region is reused when every receiver has confirmed, in a message, that it has read its part. Messages also name the
 operation of a round, so that diverged ranks raise instead of reading a wrong tensor. The memory and the sockets have no
 names in a file system, so a killed process leaves nothing behind; when a process ends, its sockets wake the ranks that
@@ -27,7 +27,7 @@ from deepspeed.comm.host.sockets import connect_on_host, limit_waits
 from deepspeed.comm.transports.transport import Transport, job_is_over
 from deepspeed.errors import CommunicationError, DivergenceError
 
-PLACES = 2
+REGIONS = 2
 MOST = 64 * 2**20  # most bytes for one receiver; the backend sends larger ones, since this memory stays allocated
 _GRAIN = 2**20  # granularity of a region's size, in bytes
 _MESSAGE = struct.Struct("=qqqq")  # rounds that the sender has started and has read, start and length of the payload
@@ -79,7 +79,7 @@ class RoundMessage(NamedTuple):
     """The message of a rank about one round.
 
     Attributes:
-        start: Byte of the sender's place where it begins.
+        start: Byte of the sender's region where it begins.
         nbytes: Its length there.
         words: The operation; at most :data:`LONGEST_WORDS` bytes.
     """
@@ -93,8 +93,8 @@ class HostPeer:
     """This rank's record of another rank.
 
     Attributes:
-        rank: Its place in the group.
-        places: Where it writes.
+        rank: Its rank in the group.
+        regions: Where it writes.
         started: Rounds that it has begun.
         read: Number of rounds that it has read completely.
     """
@@ -102,18 +102,18 @@ class HostPeer:
     def __init__(self, rank: int, connection: socket.socket, files: list[int]) -> None:
         self.rank = rank
         self.connection = connection
-        self.places = [SharedRegion(file) for file in files]
+        self.regions = [SharedRegion(file) for file in files]
         self.started = self.read = 0
-        self._messages = [RoundMessage(0, 0, b"")] * PLACES
+        self._messages = [RoundMessage(0, 0, b"")] * REGIONS
 
     def round_message(self, number: int) -> RoundMessage:
         """Its message about one of its latest rounds."""
-        return self._messages[number % PLACES]
+        return self._messages[number % REGIONS]
 
     def wrote(self, number: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns what it wrote for this rank in one of its latest rounds, 1-D."""
-        place, round_message = self.places[number % PLACES], self._messages[number % PLACES]
-        return place.of(round_message.nbytes // dtype.itemsize, dtype, start=round_message.start, is_mine=False)
+        region, round_message = self.regions[number % REGIONS], self._messages[number % REGIONS]
+        return region.of(round_message.nbytes // dtype.itemsize, dtype, start=round_message.start, is_mine=False)
 
     def send_progress(self, started: int, read: int, round_message: RoundMessage) -> None:
         """Sends this rank's progress.
@@ -152,7 +152,7 @@ class HostPeer:
 
     def _take(self, message: bytes) -> None:
         self.started, self.read, start, nbytes = _MESSAGE.unpack_from(message)
-        self._messages[self.started % PLACES] = RoundMessage(start, nbytes, message[_MESSAGE.size :])
+        self._messages[self.started % REGIONS] = RoundMessage(start, nbytes, message[_MESSAGE.size :])
 
 
 class Round(Protocol):
@@ -173,7 +173,7 @@ class SameHost:
 
     Args:
         transport: Over these ranks; its watch sees the waits.
-        files: Descriptors of this rank's places.
+        files: Descriptors of this rank's regions.
         peers: The others.
 
     Attributes:
@@ -184,10 +184,10 @@ class SameHost:
     def __init__(self, transport: Transport, files: list[int], peers: list[HostPeer]) -> None:
         self.transport = transport
         self.peers = peers
-        self._places = [SharedRegion(file) for file in files]
+        self._regions = [SharedRegion(file) for file in files]
         self._started = 0
-        self._unread: list[Round | None] = [None] * PLACES
-        self._readers: list[list[HostPeer]] = [[] for _ in range(PLACES)]
+        self._unread: list[Round | None] = [None] * REGIONS
+        self._readers: list[list[HostPeer]] = [[] for _ in range(REGIONS)]
         self._messages = [RoundMessage(0, 0, b"")] * len(peers)
         self._is_closed = False
         if transport.watch is not None:
@@ -195,21 +195,21 @@ class SameHost:
 
     def place(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         """Returns memory for the next round, 1-D; waits until the others have read its former content."""
-        if not self._places:
+        if not self._regions:
             raise job_is_over(label)
         number = self._started + 1
-        earlier = self._unread[number % PLACES]
+        earlier = self._unread[number % REGIONS]
         if earlier is not None:
             earlier.wait()
-        wanted = number - PLACES
+        wanted = number - REGIONS
         for peer in self.peers:
             # A rank does not wait for a peer without data for it, so read its messages here before they fill the
             # socket.
             if peer.started != self._started:
                 peer.receive_pending()
-        if any(peer.read < wanted for peer in self._readers[number % PLACES]):
+        if any(peer.read < wanted for peer in self._readers[number % REGIONS]):
             self._guard(lambda: self._wait_for_readers(number), label, None)
-        return self._places[number % PLACES].of(numel, dtype, is_mine=True)
+        return self._regions[number % REGIONS].of(numel, dtype, is_mine=True)
 
     def next_number(self) -> int:
         """Returns the number of the next round."""
@@ -222,27 +222,27 @@ class SameHost:
             started: The round; its number is the next one.
             messages: For each of :attr:`peers`.
         """
-        if not self._places:
+        if not self._regions:
             raise job_is_over(messages[0].words.decode(errors="replace"))
         if self.transport.watch is not None and self.transport.watch.is_in_vain():
             self.close()  # or this message would complete a wait of a rank that has diverged from this one
-        place = started.number % PLACES
-        self._started, self._unread[place], self._messages = started.number, started, messages
-        self._readers[place] = [
+        region = started.number % REGIONS
+        self._started, self._unread[region], self._messages = started.number, started, messages
+        self._readers[region] = [
             peer for peer, round_message in zip(self.peers, messages, strict=True) if round_message.nbytes
         ]
         self._send_progress()
 
     def wait_for(self, peers: Sequence[HostPeer], number: int, label: str, ticket: tuple[str, int]) -> None:
         """Waits until ``peers`` have begun round ``number``."""
-        if not self._places:  # closed by this rank: not a failed wait whose reason other ranks could report
+        if not self._regions:  # closed by this rank: not a failed wait whose reason other ranks could report
             raise job_is_over(label)
         if self._is_closed or any(peer.started < number for peer in peers):
             self._guard(lambda: self._wait_for_writers(peers, number), label, ticket)
 
     def has_read(self, number: int) -> None:
         """Records that this rank has read its part of round ``number``."""
-        self._unread[number % PLACES] = None
+        self._unread[number % REGIONS] = None
 
     def parted(self, number: int, peer: HostPeer, mine: str, doing: str) -> DivergenceError:
         """Returns the error for a ``peer`` that has started another operation; closes the connections.
@@ -281,8 +281,8 @@ class SameHost:
     def _wait_for_readers(self, number: int) -> None:
         # they may wait for this confirmation, which would otherwise be sent only with the next round
         self._send_progress()
-        for peer in self._readers[number % PLACES]:
-            while peer.read < number - PLACES:
+        for peer in self._readers[number % REGIONS]:
+            while peer.read < number - REGIONS:
                 peer.receive()
 
     def _guard(self, blocking: Callable[[], None], label: str, ticket: tuple[str, int] | None) -> None:
@@ -301,8 +301,8 @@ class SameHost:
         self.close()
         for peer in self.peers:
             peer.connection.close()
-            peer.places = []
-        self._places, self._unread = [], [None] * PLACES
+            peer.regions = []
+        self._regions, self._unread = [], [None] * REGIONS
 
 
 def join_same_host(transport: Transport, label: str) -> SameHost | None:
@@ -328,17 +328,17 @@ def _new_memory() -> int:
 
 def _exchange_memory(transport: Transport, connections: dict[int, socket.socket]) -> SameHost:
     """Exchanges the shared memory of the ranks."""
-    files = [_new_memory() for _ in range(PLACES)]
+    files = [_new_memory() for _ in range(REGIONS)]
     try:
         for made in connections.values():
-            socket.send_fds(made, [b"places"], files)
+            socket.send_fds(made, [b"regions"], files)
         peers = []
         for rank, made in connections.items():
-            _, theirs, _, _ = socket.recv_fds(made, 64, PLACES)
-            if len(theirs) != PLACES:
+            _, theirs, _, _ = socket.recv_fds(made, 64, REGIONS)
+            if len(theirs) != REGIONS:
                 for file in theirs:
                     os.close(file)
-                raise OSError(f"rank {rank} of the group handed over {len(theirs)} files instead of {PLACES}")
+                raise OSError(f"rank {rank} of the group handed over {len(theirs)} files instead of {REGIONS}")
             limit_waits(made, transport)
             peers.append(HostPeer(rank, made, list(theirs)))
     except OSError:

@@ -184,34 +184,34 @@ def largest_logits(
         rows = block.shape[2]
         logits = block.reshape(batch, groups, heads // groups, rows, width) @ transposed
         logits = (logits.float() * scale).reshape(batch, heads, rows, keys)
-        places = torch.arange(first, first + rows, device=query.device).unsqueeze(1)
-        hidden = _hidden(mask, places, keys, is_causal=is_causal and queries > 1, window=window)
+        positions = torch.arange(first, first + rows, device=query.device).unsqueeze(1)
+        hidden = _hidden(mask, positions, keys, is_causal=is_causal and queries > 1, window=window)
         if hidden is not None:
             logits.masked_fill_(hidden, -torch.inf)
         largest = torch.maximum(largest, logits.amax(dim=(0, 2, 3)))
     return largest
 
 
-def _hidden(mask: Any, places: Tensor, keys: int, *, is_causal: bool, window: int | None) -> Tensor | None:
+def _hidden(mask: Any, positions: Tensor, keys: int, *, is_causal: bool, window: int | None) -> Tensor | None:
     """Returns a mask, true for pairs that are masked, that broadcasts to ``[batch, heads, queries, keys]``.
 
     Args:
         mask: See :func:`largest_logits`.
-        places: Positions of the queries, ``[queries, 1]``.
+        positions: Positions of the queries, ``[queries, 1]``.
         keys: Number of keys.
         is_causal: See :func:`largest_logits`.
         window: See :func:`largest_logits`.
     """
     if isinstance(mask, Tensor) and mask.dim() == 4:
-        block = mask[:, :, places.flatten()] if mask.shape[2] > 1 else mask
+        block = mask[:, :, positions.flatten()] if mask.shape[2] > 1 else mask
         seen = block if block.dtype == torch.bool else block > torch.finfo(block.dtype).min / 2
         return ~seen[..., :keys]
     hidden: Tensor | None = None
     if is_causal:
-        others = torch.arange(keys, device=places.device)
-        hidden = others > places
+        others = torch.arange(keys, device=positions.device)
+        hidden = others > positions
         if window is not None:
-            hidden |= others <= places - window
+            hidden |= others <= positions - window
     if isinstance(mask, Tensor) and mask.dim() == 2:
         padding = ~mask.bool()[:, None, None, -keys:]
         hidden = padding if hidden is None else hidden | padding

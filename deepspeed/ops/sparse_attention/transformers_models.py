@@ -23,7 +23,7 @@ from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
 
 NAME = "deepspeed_sparse"
 _MARK = "_deepspeed_sparse_layouts"
-_PLACES = "_deepspeed_sparse_places"
+_POSITIONS = "_deepspeed_sparse_positions"
 #: Arguments of attention functions that change the scores and are not supported here.
 _UNKNOWN = ("softcap", "s_aux")
 
@@ -95,22 +95,22 @@ def _mask(
 
     None if nothing is masked.
     """
-    places = _places_in_cache(mask_function, **kwargs)
-    if is_plain_mask(mask_function) and places is None:
+    positions = _positions_in_cache(mask_function, **kwargs)
+    if is_plain_mask(mask_function) and positions is None:
         if attention_mask is None or bool(attention_mask.all()):
             return None
         return attention_mask
     found = whole_mask(attention_mask=attention_mask, mask_function=mask_function, **kwargs)
-    if found is not None and places is not None:
+    if found is not None and positions is not None:
         found = found.contiguous()  # generate would copy it otherwise, without the attribute
-        setattr(found, _PLACES, places)
+        setattr(found, _POSITIONS, positions)
     return found
 
 
-def _places_in_cache(
+def _positions_in_cache(
     mask_function: Any, q_length: int = 0, kv_length: int = 0, q_offset: Any = 0, kv_offset: int = 0, **_: Any
 ) -> tuple[int, int] | None:
-    """Returns the places in the sequence of the first query and the first key; None if the queries are the last keys.
+    """Returns the positions of the first query and the first key; None if the queries are the last keys.
 
     A static cache has keys after the queries, which are not filled yet; a cache of a window lacks the first keys.
     """
@@ -167,10 +167,10 @@ def _attention(
     if bias is not None:
         bias = bias.expand(*bias.shape[:2], queries, keys)
     block = layouts.config.block
-    places = getattr(attention_mask, _PLACES, None)
-    first_query, first_key = places or (keys - queries, 0)
+    positions = getattr(attention_mask, _POSITIONS, None)
+    first_query, first_key = positions or (keys - queries, 0)
     length = -(-(first_query + queries) // block) * block
-    if queries != keys or places is not None:
+    if queries != keys or positions is not None:
         tokens = torch.arange(first_query, first_query + queries), torch.arange(first_key, first_key + keys)
         hidden = _hidden_by(layouts.layout(length), block, *tokens, is_causal).to(query.device)
         output = _dense(query, key, value, hidden, key_bias, bias, scaling, dropout)

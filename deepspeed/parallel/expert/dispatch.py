@@ -97,22 +97,22 @@ class RoutePlan:
     def by_token(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The kept routes of each token in the order of its choices: three int64 tensors, found without a wait.
 
-        ``[R]`` their places in ``order``, ``[R]`` their numbers in the flattened ``[k, S]``, and ``[S]`` where those of
-        each token begin in both.
+        ``[R]`` their positions in ``order``, ``[R]`` their numbers in the flattened ``[k, S]``, and ``[S]`` where the
+        routes of each token begin in both.
         """
         routes, kept = self.num_choices * self.num_tokens, len(self.order)
-        place = self.order.new_full((routes,), -1)
-        place[self.order] = torch.arange(kept, device=place.device)
-        place = place.view(self.num_choices, self.num_tokens).t().reshape(-1)
-        number = torch.arange(routes, device=place.device)
+        position = self.order.new_full((routes,), -1)
+        position[self.order] = torch.arange(kept, device=position.device)
+        position = position.view(self.num_choices, self.num_tokens).t().reshape(-1)
+        number = torch.arange(routes, device=position.device)
         number = number.view(self.num_choices, self.num_tokens).t().reshape(-1)
         if kept == routes:
-            return place, number, torch.arange(0, routes, self.num_choices, device=place.device)
-        is_kept = place >= 0
+            return position, number, torch.arange(0, routes, self.num_choices, device=position.device)
+        is_kept = position >= 0
         end = is_kept.cumsum(0)
-        target = torch.where(is_kept, end - 1, kept)  # all that are dropped go to one place behind the others
-        places, numbers = (x.new_empty(kept + 1).scatter_(0, target, x)[:kept] for x in (place, number))
-        return places, numbers, (end - is_kept.long()).view(self.num_tokens, self.num_choices)[:, 0].contiguous()
+        target = torch.where(is_kept, end - 1, kept)  # all that are dropped go to one position behind the others
+        positions, numbers = (x.new_empty(kept + 1).scatter_(0, target, x)[:kept] for x in (position, number))
+        return positions, numbers, (end - is_kept.long()).view(self.num_tokens, self.num_choices)[:, 0].contiguous()
 
 
 @dataclass(frozen=True)
@@ -374,8 +374,8 @@ def _send_to_experts(plan: RoutePlan, x: torch.Tensor, fill: Callable[[slice, to
         return _send_to_experts_coded(plan, x, fill, rows)
     leaving = transport.staging_buffer(sum(plan.sent) * width, x, label=label).view(-1, width)
     fill(slice(num_own, None), leaving)
-    places = rows.split([counts[expert] for expert in range(len(plan.load)) for counts in plan.arrived])
-    by_rank = [places[rank :: transport.size] for rank in range(transport.size)]
+    targets = rows.split([counts[expert] for expert in range(len(plan.load)) for counts in plan.arrived])
+    by_rank = [targets[rank :: transport.size] for rank in range(transport.size)]
     own, by_rank[transport.rank] = by_rank[transport.rank], ()  # which stay out of the exchange
     work = transport.exchange([[part] for part in leaving.split(plan.sent)], by_rank, x, label=label)
     staying = own[0] if len(own) == 1 else x.new_empty(num_own, width)
@@ -401,13 +401,13 @@ def _send_to_experts_coded(
     work = transport.exchange(parts, arrivals, leaving, label="tokens sent to experts, in 8 bits")
     staying = x.new_empty(num_own, width)
     fill(slice(num_own), staying)  # while the others are sent
-    places = rows.split([counts[expert] for expert in range(len(plan.load)) for counts in plan.arrived])
-    packing.read(staying, places[transport.rank :: transport.size])
+    targets = rows.split([counts[expert] for expert in range(len(plan.load)) for counts in plan.arrived])
+    packing.read(staying, targets[transport.rank :: transport.size])
     plan.wait(work)
     decoded = decode_rows(arriving, width, x.dtype).split(plan.received)
     for rank, part in enumerate(decoded):
         if rank != transport.rank:
-            packing.read(part, places[rank :: transport.size])
+            packing.read(part, targets[rank :: transport.size])
     return rows
 
 
@@ -446,12 +446,12 @@ def _summed(rows: torch.Tensor, weights: torch.Tensor | None, plan: RoutePlan) -
     """Returns ``[S, M]``: the rows of each token times the weights of its routes, in one pass and one fixed order."""
     if not len(rows):
         return rows.new_zeros(plan.num_tokens, rows.shape[1])
-    places, numbers, begins = plan.by_token
+    positions, numbers, begins = plan.by_token
     factors, wide = None, rows
     if weights is not None:
         wide = rows.to(torch.promote_types(rows.dtype, weights.dtype))
         factors = weights.reshape(-1)[numbers].to(wide.dtype)
-    summed: torch.Tensor = torch.embedding_bag(wide, places, begins, False, 0, False, factors)[0]
+    summed: torch.Tensor = torch.embedding_bag(wide, positions, begins, False, 0, False, factors)[0]
     return summed.to(rows.dtype)
 
 

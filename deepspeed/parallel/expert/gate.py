@@ -266,8 +266,8 @@ def route_topk(logits: torch.Tensor, k: int, capacity: int | None, *, by_weight:
     return Routes(_balance(gates, counts, k), capacity, num_experts, indices, weights, counts)
 
 
-def places(indices: torch.Tensor, num_experts: int, *, by_token: bool = False) -> torch.Tensor:
-    """Returns the slot that each kept route has at its expert: ``[k, S]`` int64, 0 where it is dropped.
+def queue_positions(indices: torch.Tensor, num_experts: int, *, by_token: bool = False) -> torch.Tensor:
+    """Returns the position of each kept route in the queue of its expert: ``[k, S]`` int64, 0 where it is dropped.
 
     Args:
         indices: ``[k, S]``, -1 where a route is dropped.
@@ -391,8 +391,8 @@ def topkgating(
 
 
 def returned(routes: Routes, ep_group: Any, sparse_routes: bool, *, by_token: bool = False) -> tuple[Any, ...]:
-    """Routes in the form that the public functions return; arguments as in :func:`top1gating` and :func:`places`."""
-    locations = places(routes.indices, routes.num_experts, by_token=by_token)
+    """Returns routes as the public functions do; arguments as in :func:`top1gating` and :func:`queue_positions`."""
+    locations = queue_positions(routes.indices, routes.num_experts, by_token=by_token)
     capacity = routes.capacity
     if capacity is None:
         largest = routes.counts.max().clone()

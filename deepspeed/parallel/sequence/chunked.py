@@ -65,7 +65,7 @@ class _ChunkedAttention(torch.autograd.Function):
         rows, tokens = Rows.of(many, value.size(-1)), Tokens(torch.arange(query.size(2)))
         copies = HostChunks(query.device)
         kept: list[torch.Tensor] = []  # key and value of each chunk, alternating
-        for start, stop in _places(key.size(2), chunk_size):
+        for start, stop in _token_ranges(key.size(2), chunk_size):
             near = [tensor[:, :, start:stop] for tensor in (key, value)]
             rows.see(many, near[0], near[1], tokens, tokens.cut(start, stop), rule)
             kept += [copies.put(part) for part in near] if offload else near
@@ -82,10 +82,10 @@ class _ChunkedAttention(torch.autograd.Function):
         many, gradient = grouped(query, heads), grouped(gradients[0].float(), heads)
         delta = (gradient * grouped(out.float(), heads)).sum(-1)
         slopes = Slopes(many, gradient, lse, delta, torch.zeros_like(many, dtype=torch.float32))
-        places = _places(query.size(2), chunk_size)
+        ranges = _token_ranges(query.size(2), chunk_size)
         found = [query.new_empty((*part.shape[:2], query.size(2), part.size(3)), dtype=part.dtype) for part in kept[:2]]
         chunks = [kept[number : number + 2] for number in range(0, len(kept), 2)]
-        for (start, stop), near in zip(places, in_turn(chunks, copies), strict=True):
+        for (start, stop), near in zip(ranges, in_turn(chunks, copies), strict=True):
             sums = [torch.zeros_like(part, dtype=torch.float32) for part in near]
             slopes.see(near[0], near[1], sums[0], sums[1], tokens, tokens.cut(start, stop), rule)
             for whole, part in zip(found, sums, strict=True):
@@ -93,6 +93,6 @@ class _ChunkedAttention(torch.autograd.Function):
         return slopes.of_query.flatten(1, 2).to(query.dtype), *found, None, None, None
 
 
-def _places(tokens: int, size: int) -> list[tuple[int, int]]:
+def _token_ranges(tokens: int, size: int) -> list[tuple[int, int]]:
     """Returns where chunks of ``size`` tokens begin and end; one empty chunk where there are no tokens."""
     return [(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size)]

@@ -284,9 +284,9 @@ def holds_one_sequence_per_rank(positions: torch.Tensor, visible: torch.Tensor, 
         ranks: Number of parts.
     """
     mask = visible.bool().cpu().unflatten(1, (ranks, -1))
-    places = positions.cpu().expand(visible.size(0), -1).unflatten(1, (ranks, -1))
+    by_rank = positions.cpu().expand(visible.size(0), -1).unflatten(1, (ranks, -1))
     first_visible = mask.int().argmax(-1, keepdim=True)
-    begins = (places[..., 0] == 0) | (places.gather(-1, first_visible)[..., 0] == 0)
+    begins = (by_rank[..., 0] == 0) | (by_rank.gather(-1, first_visible)[..., 0] == 0)
     return bool((begins | ~mask.any(-1))[:, 1:].all())
 
 

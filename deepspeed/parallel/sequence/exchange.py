@@ -143,15 +143,15 @@ def _heads_together(x: torch.Tensor, move: _Move) -> torch.Tensor:
     out = _laid_out(x, shape, axes)
     x = x.movedim(move.sequence_axis, 0)
     leaving = [[_at(x, 0, share)] for share in move.tokens]
-    places = [_at(out, move.head_axis, share).movedim(move.sequence_axis, 0) for share in move.heads]
+    targets = [_at(out, move.head_axis, share).movedim(move.sequence_axis, 0) for share in move.heads]
     if sum(map(length_of, move.heads)) == move.heads[-1][1]:
-        transport.exchange(leaving, [[place] for place in places], x, label=_LABEL).wait()
+        transport.exchange(leaving, [[target] for target in targets], x, label=_LABEL).wait()
         return out
-    parts = [x.new_empty(place.shape) for place in places]
+    parts = [x.new_empty(target.shape) for target in targets]
     transport.exchange(leaving, [[part] for part in parts], x, label=_LABEL).wait()
     out.zero_()
-    for place, part in zip(places, parts, strict=True):
-        place.add_(part)
+    for target, part in zip(targets, parts, strict=True):
+        target.add_(part)
     return out
 
 

@@ -120,7 +120,7 @@ class _OfChunks(torch.autograd.Function):
     ) -> torch.Tensor:
         many = grouped(query, parts[0].size(1))
         rows = Rows.of(many, parts[1].size(-1))
-        mine = _places(start, query)
+        mine = _tokens_from(start, query)
         for key, value, tokens in _fetched(parts, copies):
             rows.see(many, key, value, mine, tokens, rule)
         out = rows.out.flatten(1, 2).to(query.dtype)
@@ -138,7 +138,7 @@ class _OfChunks(torch.autograd.Function):
         many, gradient = grouped(query, heads), grouped(gradients[0].float(), heads)
         delta = (gradient * grouped(out.float(), heads)).sum(-1)
         slopes = Slopes(many, gradient, lse, delta, torch.zeros_like(many, dtype=torch.float32))
-        mine, found = _places(start, query), []
+        mine, found = _tokens_from(start, query), []
         for key, value, tokens in _fetched(parts, copies):
             sums = [torch.zeros_like(part, dtype=torch.float32) for part in (key, value)]
             slopes.see(key, value, sums[0], sums[1], mine, tokens, rule)
@@ -148,7 +148,7 @@ class _OfChunks(torch.autograd.Function):
         return slopes.of_query.flatten(1, 2).to(query.dtype), None, None, None, *found
 
 
-def _places(start: int, tensor: torch.Tensor) -> Tokens:
+def _tokens_from(start: int, tensor: torch.Tensor) -> Tokens:
     return Tokens(torch.arange(start, start + tensor.size(2)))
 
 
@@ -156,7 +156,7 @@ def _fetched(parts: Sequence[torch.Tensor], copies: HostChunks) -> Iterator[tupl
     """Yields each chunk on the device with its positions, while the next one is being copied."""
     start = 0
     for key, value in in_turn([parts[number : number + 2] for number in range(0, len(parts), 2)], copies):
-        yield key, value, _places(start, key)
+        yield key, value, _tokens_from(start, key)
         start += key.size(2)
 
 

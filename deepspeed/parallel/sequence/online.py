@@ -19,22 +19,22 @@ class Tokens:
     """The tokens of the whole sequence in one block, kept on the host, so that reading them does not wait.
 
     Attributes:
-        places: Places in the sequence, ``[tokens]``, ascending within runs.
+        positions: Positions in the sequence, ``[tokens]``, ascending within runs.
         documents: Document number of each token, ``[batch, tokens]``, -1 for tokens that see nothing and are not
             seen; None: one document.
     """
 
-    places: torch.Tensor
+    positions: torch.Tensor
     documents: torch.Tensor | None = None
 
     def cut(self, start: int, stop: int) -> Tokens:
         """Returns the tokens ``start`` to ``stop`` of the block."""
         documents = None if self.documents is None else self.documents[:, start:stop]
-        return Tokens(self.places[start:stop], documents)
+        return Tokens(self.positions[start:stop], documents)
 
     def on(self, device: torch.device) -> Tokens:
         """Returns a copy on a device. The host does not wait."""
-        return Tokens(_sent(self.places, device), None if self.documents is None else _sent(self.documents, device))
+        return Tokens(_sent(self.positions, device), None if self.documents is None else _sent(self.documents, device))
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -61,9 +61,9 @@ class MaskRule:
         """Returns whether all queries see all keys (True), none sees any (False), or a mask is needed (None)."""
         sees: bool | None = True
         if self.is_causal:
-            if int(query.places.max()) < int(key.places.min()):
+            if int(query.positions.max()) < int(key.positions.min()):
                 return False
-            is_after = int(query.places.min()) >= int(key.places.max())
+            is_after = int(query.positions.min()) >= int(key.positions.max())
             sees = True if is_after and self.window is None else None
         return None if query.documents is not None and key.documents is not None else sees
 
@@ -74,7 +74,7 @@ class MaskRule:
         """
         found: torch.Tensor | None = None
         if self.is_causal:
-            after = query.places[:, None] - key.places
+            after = query.positions[:, None] - key.positions
             found = after < 0
             if self.window is not None:
                 found = found | (after >= self.window)
@@ -175,13 +175,13 @@ def _tiles(
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int], torch.Tensor | None]]:
     """Yields the bounds of each tile in which something is seen, and its mask of hidden pairs; None: nothing is hidden.
 
-    Masks are built on ``device``, to which the places of the tokens are sent at most once.
+    Masks are built on ``device``, to which the positions of the tokens are sent at most once.
     """
     there: tuple[Tokens, Tokens] | None = None
-    for a in range(0, rows.places.numel(), _TILE):
-        b = min(a + _TILE, rows.places.numel())
-        for c in range(0, columns.places.numel(), _TILE):
-            d = min(c + _TILE, columns.places.numel())
+    for a in range(0, rows.positions.numel(), _TILE):
+        b = min(a + _TILE, rows.positions.numel())
+        for c in range(0, columns.positions.numel(), _TILE):
+            d = min(c + _TILE, columns.positions.numel())
             sees = rule.sees(rows.cut(a, b), columns.cut(c, d))
             if sees is None:
                 there = there if there is not None else (rows.on(device), columns.on(device))

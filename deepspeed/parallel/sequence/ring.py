@@ -77,10 +77,10 @@ def tokens_of(rank: int, transport: Transport, tokens: int, in_zigzag: bool, doc
     """
     if in_zigzag:
         chunks = [_chunk(number, tokens) for number in zigzag(rank, transport.size)]
-        places = torch.cat([torch.arange(start, start + length) for start, length in chunks])
+        positions = torch.cat([torch.arange(start, start + length) for start, length in chunks])
     else:
-        places = torch.arange(rank * tokens, rank * tokens + tokens)
-    return Tokens(places, None if documents is None else documents.cpu()[:, places])
+        positions = torch.arange(rank * tokens, rank * tokens + tokens)
+    return Tokens(positions, None if documents is None else documents.cpu()[:, positions])
 
 
 def _chunk(number: int, tokens: int) -> tuple[int, int]:

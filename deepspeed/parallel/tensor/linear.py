@@ -248,8 +248,8 @@ def take_part(
                 f"{name}: dimension {dim} of its weight has {extent} indices, which {blocks} packed tensors cannot "
                 f"share evenly over the {size} ranks of mp_group. Give the layer whole, or change the group"
             )
-        pieces = Split.evenly(extent, size, parts=blocks).intervals(place)
-        parameter.data = torch.cat([parameter.data.narrow(dim, low, high - low) for low, high in pieces], dim)
+        intervals = Split.evenly(extent, size, parts=blocks).intervals(place)
+        parameter.data = torch.cat([parameter.data.narrow(dim, low, high - low) for low, high in intervals], dim)
         parameter.grad = None
     if size > 1:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
