@@ -103,8 +103,8 @@ def _collect_compute(found: RankCheckpoint, bucket: Bucket, number: int, kept: l
     if all(kept):
         intervals = [(lower, upper)] if upper > lower else []
     else:
-        spans = zip(bucket.layout.tiles, bucket.layout.starts, kept, strict=True)
-        wanted = [(max(start, lower), min(start + tile.numel, upper)) for tile, start, keep in spans if keep]
+        tiles = zip(bucket.layout.tiles, bucket.layout.starts, kept, strict=True)
+        wanted = [(max(start, lower), min(start + tile.numel, upper)) for tile, start, keep in tiles if keep]
         intervals = [(first, last) for first, last in wanted if first < last]
     for first, last in intervals:
         found.runs[COMPUTE].append(BucketRun(number, first, last, (values[first - lower : last - lower],)))
@@ -118,8 +118,8 @@ def _collect_state(
         return
     lower, upper = bucket.share
     base, _ = master.layout.slice_bounds(master.rank)
-    start = base + run.span.start
-    names = tuple(master.layout.tiles[tile].logical for tile, _, _ in master.tile_spans(run.span))
+    start = base + run.interval.start
+    names = tuple(master.layout.tiles[tile].logical for tile, _, _ in master.tile_intervals(run.interval))
     scalars: dict[str, Any] = {}
     for key, value in state.items():
         if is_per_element(value, run.param):

@@ -158,13 +158,13 @@ class OptimizerFiller:
         self._zero.count_state()
 
     def _fill_run(self, master: MasterBucket, run: MasterRun, entries: dict[str, list[FillEntry]]) -> None:
-        tiles = [tile for tile, _, _ in master.tile_spans(run.span)]
+        tiles = [tile for tile, _, _ in master.tile_intervals(run.interval)]
         name = master.layout.tiles[tiles[0]].logical if tiles else ""
         saved = self._states_of(name) if tiles else None
         if saved is None:
             self._optimizer.state.pop(run.param, None)
             return
-        group = self._optimizer.param_groups[run.span.param_group]
+        group = self._optimizer.param_groups[run.interval.param_group]
         old = self._optimizer.state.get(run.param) or {}
         flat = self._zero.flat_update
         state: dict[str, Any] = {}
@@ -188,8 +188,10 @@ class OptimizerFiller:
 
     def _fill_state(self, target: torch.Tensor, run: MasterRun, entries: list[FillEntry]) -> None:
         for entry in entries:
-            if run.span.start <= entry.start < run.span.stop:
-                self._source.read(entry.wanted, target[entry.start - run.span.start : entry.stop - run.span.start])
+            if run.interval.start <= entry.start < run.interval.stop:
+                self._source.read(
+                    entry.wanted, target[entry.start - run.interval.start : entry.stop - run.interval.start]
+                )
 
     # -- hyperparameters and scaler ------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from deepspeed.checkpoint.format import (
 )
 from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.tiling.tiles import Span, Tile, spans
+from deepspeed.zero.tiling.tiles import CommonRun, Tile, common_runs
 
 _FILE_OF_RANK = re.compile(r"rank(\d+)-")
 _THREADS = 4
@@ -324,18 +324,18 @@ class CheckpointReader:
                 return
             yield run, reader
 
-    def _spans(self, wanted: Wanted) -> Iterator[tuple[SavedTile, Span]]:
+    def _common_runs(self, wanted: Wanted) -> Iterator[tuple[SavedTile, CommonRun]]:
         """Yields which part of ``wanted`` lies in which saved tile, and where."""
         if wanted.start >= wanted.stop:
             return
         same = self._same(wanted)
         if same is not None:  # copied unchanged, with its padding
-            yield same, Span(wanted.start, wanted.start, wanted.stop - wanted.start)
+            yield same, CommonRun(wanted.start, wanted.start, wanted.stop - wanted.start)
             return
         tile = self.manifest.tiles[wanted.name][0].tile.whole() if wanted.tile is None else wanted.tile
         for entry in self._sources_of(wanted.name):
-            for span in spans(tile, wanted.start, wanted.stop, entry.tile):
-                yield entry, span
+            for common in common_runs(tile, wanted.start, wanted.stop, entry.tile):
+                yield entry, common
 
     def _same(self, wanted: Wanted) -> SavedTile | None:
         """Returns the saved tile that is cut as the one of ``wanted``, or None."""
@@ -355,14 +355,14 @@ class CheckpointReader:
         Raises:
             CheckpointError: With ``all_of_it``, a part does not exist.
         """
-        for entry, span in self._spans(wanted):
-            low = entry.start + span.other_start
-            position, high = low, low + span.numel
+        for entry, common in self._common_runs(wanted):
+            low = entry.start + common.other_start
+            position, high = low, low + common.numel
             for run, reader in self._overlapping(wanted.kind, entry.bucket, low, high):
                 first, last = max(run.start, low), min(run.stop, high)
                 if all_of_it and first > position:
                     break
-                start = span.start + first - low
+                start = common.start + first - low
                 offset = run.offset + (first - run.start) * run.dtype.itemsize
                 yield FileRun(start, start + last - first, run, reader, offset)
                 position = last

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from deepspeed.checkpoint.format import COMPUTE
-from deepspeed.zero.tiling.tiles import Tile, spans
+from deepspeed.zero.tiling.tiles import Tile, common_runs
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def read_whole(wanted: Wanted, out: torch.Tensor, read: Callable[[int, int, torc
         return
     if tile.is_padded:
         out.zero_()
-    for start, whole_start, numel in spans(tile, wanted.start, wanted.stop, tile.whole()):
+    for start, whole_start, numel in common_runs(tile, wanted.start, wanted.stop, tile.whole()):
         read(whole_start, whole_start + numel, out[start - wanted.start :][:numel])
 
 

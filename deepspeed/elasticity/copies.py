@@ -388,7 +388,7 @@ def _scalars(run_state: RunState) -> Iterator[tuple[tuple[str, ...], dict[str, A
         for run in master.runs:
             state = optimizer.state.get(run.param) or {}
             if state:
-                names = tuple(master.layout.tiles[tile].logical for tile, _, _ in master.tile_spans(run.span))
+                names = tuple(master.layout.tiles[tile].logical for tile, _, _ in master.tile_intervals(run.interval))
                 yield (
                     names,
                     {
@@ -418,7 +418,7 @@ def _of_master(run_state: RunState, bucket: int, master: MasterBucket) -> Iterat
     for run in master.runs:
         for key, value in (run_state.torch_optimizer.state.get(run.param) or {}).items():
             if is_per_element(value, run.param):
-                yield optimizer_kind(key), bucket, lower + run.span.start, value.detach().reshape(-1)
+                yield optimizer_kind(key), bucket, lower + run.interval.start, value.detach().reshape(-1)
 
 
 @torch.no_grad()

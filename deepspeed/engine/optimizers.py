@@ -221,7 +221,7 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer, placement: Placement, 
         DeepSpeedConfigError: It does, and the ZeRO stage cuts parameters.
     """
     verdict = is_elementwise(optimizer)
-    if verdict.kind in (OptimizerKind.ELEMENTWISE, OptimizerKind.SEGMENTS):
+    if verdict.kind in (OptimizerKind.ELEMENTWISE, OptimizerKind.FRAGMENTS):
         return False
     name = type(optimizer).__name__
     if isinstance(optimizer, _UNUSABLE):

@@ -1,7 +1,7 @@
 """Optimizers as torch ``Optimizer`` classes, and the fused update of flat runs that the ZeRO runtime calls.
 
 In reading order: ``flat`` (the update of a flat run, in cache-sized chunks), ``rounding`` (stochastic rounding of its
-results), ``base`` (the update of ordinary parameters), then a package per optimizer; ``segments`` (which tensors a run
+results), ``base`` (the update of ordinary parameters), then a package per optimizer; ``fragments`` (which tensors a run
 holds) and ``exchange`` (collectives) with ``lamb``, ``muon`` and ``onebit``; ``elementwise`` (which optimizers work on
 fragments or have a flat update) and ``build`` (from a config section).
 
@@ -16,5 +16,5 @@ from deepspeed.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {"deepspeed.ops.op_builder.all_ops": "__compatible_ops__=COMPATIBLE"},
-    submodules="adagrad adam build elementwise flat lamb lion muon op_builder segments sparse_attention transformer",
+    submodules="adagrad adam build elementwise flat fragments lamb lion muon op_builder sparse_attention transformer",
 )

@@ -1,7 +1,7 @@
 """Tells which optimizers work on flat fragments instead of whole parameters.
 
 ZeRO cuts parameters anywhere, which is correct only for an elementwise optimizer. This cannot be detected, so there are
-lists: classes that are elementwise, classes that need whole tensors, and this package's classes that need the segment
+lists: classes that are elementwise, classes that need whole tensors, and this package's classes that need the fragment
 table. All others are unknown. Some elementwise optimizers can update a flat run at once (``ops.flat``), which
 :func:`flat_updater` returns.
 """
@@ -22,7 +22,7 @@ class OptimizerKind(Enum):
     """Whether an optimizer depends on the shapes of its parameters."""
 
     ELEMENTWISE = "elementwise"  #: each element by itself: fragments are right
-    SEGMENTS = "segments"  #: needs tensors, but works on fragments after ``attach_segments``
+    FRAGMENTS = "fragments"  #: needs tensors, but works on fragments after ``attach_segments``
     WHOLE = "whole"  #: needs whole tensors, or all of them together
     UNKNOWN = "unknown"  #: not a listed class
 
@@ -73,7 +73,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     if callable(getattr(cls, "attach_segments", None)):
         return ElementwiseResult(
-            OptimizerKind.SEGMENTS, "needs the table of tensors; call attach_segments before the first step"
+            OptimizerKind.FRAGMENTS, "needs the table of tensors; call attach_segments before the first step"
         )
     parent = next((base for base in cls.__mro__ if base in _WHOLE or _is_known(base)), None)
     if parent is None:

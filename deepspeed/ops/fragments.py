@@ -1,7 +1,7 @@
-"""Tables of the segments of tensors that a flat run holds.
+"""Tables of the fragments of tensors that a flat run holds.
 
 Optimizers update 1-D runs. Most do not need to know the tensors in a run. LAMB (a norm per tensor) and Muon (a matrix
-at a time) do; ``attach_segments`` passes them a :class:`SegmentTable`. It also lists the segments of the other ranks
+at a time) do; ``attach_segments`` passes them a :class:`FragmentTable`. It also lists the fragments of the other ranks
 (:class:`SharedTensor`), so they need not be exchanged. This module has no tensors and no communication.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A segment of one tensor inside one run.
+class TensorFragment:
+    """A fragment of one tensor inside one run.
 
     Elements ``[start, stop)`` of the run hold elements ``[tensor_start, tensor_start + stop - start)`` of the
     flattened tensor.
@@ -38,7 +38,7 @@ class Segment:
 
     @property
     def numel(self) -> int:
-        """Returns the number of elements of this segment."""
+        """Returns the number of elements of this fragment."""
         return self.stop - self.start
 
     @property
@@ -60,7 +60,7 @@ class SharedTensor:
 
     Attributes:
         name: The tensor's name, for messages.
-        index: The tensor's number, as in its segments.
+        index: The tensor's number, as in its fragments.
         shape: Full shape of the tensor, as the model has it.
         param_group: Index of the param group of the runs that hold it.
         start: First element within the buffer.
@@ -105,7 +105,7 @@ class CutTensors:
 
     Attributes:
         group: The process group of these ranks.
-        columns: Indices of the tensors in the table of segments. The tensors come in the same order on all ranks;
+        columns: Indices of the tensors in the table of fragments. The tensors come in the same order on all ranks;
             their indices may differ between ranks.
         counts: For each tensor, whether this rank's part is added in sums over ranks. If ranks hold equal parts, only
             one is added.
@@ -117,11 +117,11 @@ class CutTensors:
 
 
 @dataclass(frozen=True)
-class SegmentTable:
-    """All segments of this rank's runs.
+class FragmentTable:
+    """All fragments of this rank's runs.
 
     Attributes:
-        by_param: ``id(run tensor)`` to its segments, in ascending order of ``start``. Gaps are padding.
+        by_param: ``id(run tensor)`` to its fragments, in ascending order of ``start``. Gaps are padding.
         num_tensors: Number of tensors on all ranks together.
         group: The process group over which tensors are cut; None when every tensor is whole on this rank.
         axis: Name of the axis along which the ranks of ``group`` lie, for the traffic counters.
@@ -132,7 +132,7 @@ class SegmentTable:
         cut: The tensors that are parts of larger ones; None if there are none. Their shapes are those of the parts.
     """
 
-    by_param: dict[int, tuple[Segment, ...]]
+    by_param: dict[int, tuple[TensorFragment, ...]]
     num_tensors: int
     group: object | None = None
     shared: tuple[SharedTensor, ...] = ()
@@ -143,16 +143,16 @@ class SegmentTable:
     job_ranks: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        for segments in self.by_param.values():
+        for fragments in self.by_param.values():
             position = 0
-            for segment in segments:
-                problem = _problem(segment, position, self.num_tensors)
+            for fragment in fragments:
+                problem = _problem(fragment, position, self.num_tensors)
                 if problem:
-                    raise ValueError(f"segment {segment}: {problem}")
-                position = segment.stop
+                    raise ValueError(f"fragment {fragment}: {problem}")
+                position = fragment.stop
 
-    def of(self, run: object) -> tuple[Segment, ...]:
-        """Returns the segments of ``run``.
+    def of(self, run: object) -> tuple[TensorFragment, ...]:
+        """Returns the fragments of ``run``.
 
         Raises:
             KeyError: The table does not contain this run.
@@ -161,16 +161,16 @@ class SegmentTable:
             return self.by_param[id(run)]
         except KeyError:
             raise KeyError(
-                f"the segment table has no entry for a run of {getattr(run, 'numel', lambda: '?')()} elements; "
+                f"the fragment table has no entry for a run of {getattr(run, 'numel', lambda: '?')()} elements; "
                 "call attach_segments again after the runs have changed"
             ) from None
 
 
-def _problem(segment: Segment, position: int, num_tensors: int) -> str | None:
-    if segment.start < position or segment.stop < segment.start:
+def _problem(fragment: TensorFragment, position: int, num_tensors: int) -> str | None:
+    if fragment.start < position or fragment.stop < fragment.start:
         return f"expected a start from element {position} on, and no end before it; correct the table"
-    if not 0 <= segment.index < num_tensors:
+    if not 0 <= fragment.index < num_tensors:
         return f"expected an index from 0 to {num_tensors - 1}; correct the table"
-    if segment.tensor_start < 0 or segment.tensor_stop > segment.tensor_numel:
-        return f"expected elements within the {segment.tensor_numel} of its tensor; correct the table"
+    if fragment.tensor_start < 0 or fragment.tensor_stop > fragment.tensor_numel:
+        return f"expected elements within the {fragment.tensor_numel} of its tensor; correct the table"
     return None

@@ -24,7 +24,7 @@ from deepspeed.config.codec_names import GRADIENT_CODECS
 from deepspeed.engine.communication_compression import gradient_bits
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.plan.machine import Machine
-from deepspeed.plan.times import busiest_seconds, count_near, span
+from deepspeed.plan.times import busiest_seconds, count_near, count_spanned
 from deepspeed.zero.gradient.error_feedback import feedback_numel
 
 LAUNCH = 5e-6
@@ -220,11 +220,11 @@ def _to_all(one: PlannedSum, bits: float, machine: Machine) -> tuple[float, floa
 
 def _by_ring(one: PlannedSum, bits: float, machine: Machine) -> tuple[float, float]:
     """Returns half of an all-reduce by the backend, which crosses the network once for all devices of a node."""
-    nodes, devices = span(one.members, machine)
+    nodes, devices = count_spanned(one.members, machine)
     nbytes = one.numel * bits / 8
     inside, between = nbytes * (devices - 1) / devices, nbytes * (nodes - 1) / nodes / devices
     return nbytes * (len(one.members) - 1) / len(one.members), busiest_seconds(inside, between, machine)
 
 
 def _has_links(one: PlannedSum, machine: Machine) -> bool:
-    return machine.network > 0 and (span(one.members, machine)[1] == 1 or machine.device.link > 0)
+    return machine.network > 0 and (count_spanned(one.members, machine)[1] == 1 or machine.device.link > 0)

@@ -50,7 +50,7 @@ class PlannedTransfer:
         return self.name if self.axis == DATA else f"{self.name} ({self.axis})"
 
 
-def span(members: Sequence[int], machine: Machine) -> tuple[int, int]:
+def count_spanned(members: Sequence[int], machine: Machine) -> tuple[int, int]:
     """Returns the link domains (nodes, on most machines) on which ranks lie, and the most of them on one."""
     in_domain = Counter(member // machine.link_domain for member in members)
     return len(in_domain), max(in_domain.values())
@@ -91,7 +91,7 @@ def planned_transfers(
             found.append(PlannedTransfer(name, axis, calls, nbytes, *_to_neighbors(nbytes, machine, mesh, rank)))
             continue
         ranks = (members or {}).get(axis) or range(mesh.world_size)
-        nodes, devices = span(ranks, machine)
+        nodes, devices = count_spanned(ranks, machine)
         if name == "swap" or (name in ("all_to_all", "move") and axis in (EXPERT, SEQUENCE)):
             found.append(PlannedTransfer(name, axis, calls, nbytes, *_to_all(nbytes, machine, ranks, rank)))
             continue

@@ -294,12 +294,12 @@ def test_walks_give_every_element_once(ranks):
         stage_1_and_2(shapes, [total + 3] * ranks, None, "here")
 
 
-def check_walk(extents: dict, numels: dict[str, int]) -> None:
+def check_walk(fragments: dict, numels: dict[str, int]) -> None:
     places = set()
     for name, numel in numels.items():
-        covered = [index for e in extents[name] for index in range(e.start, e.start + e.numel)]
-        assert covered == list(range(numel)) and all(e.numel > 0 for e in extents[name])
-        places |= {(e.rank, e.offset + index) for e in extents[name] for index in range(e.numel)}
+        covered = [index for e in fragments[name] for index in range(e.start, e.start + e.numel)]
+        assert covered == list(range(numel)) and all(e.numel > 0 for e in fragments[name])
+        places |= {(e.rank, e.offset + index) for e in fragments[name] for index in range(e.numel)}
     assert len(places) == sum(numels.values())
 
 

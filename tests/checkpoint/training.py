@@ -147,12 +147,12 @@ def fragments(run: Any) -> Fragments:
         for fragment in master.fragments:
             tile = master.layout.tiles[fragment.tile]
             for one in master.runs:
-                if not one.span.start <= fragment.slice_start < one.span.stop:
+                if not one.interval.start <= fragment.slice_start < one.interval.stop:
                     continue
                 for key, value in run.basic_optimizer.state.get(one.param, {}).items():
                     at = found.setdefault((f"state.{key}", tile.name), [])
                     if isinstance(value, torch.Tensor) and value.dim() > 0:
-                        start = fragment.slice_start - one.span.start
+                        start = fragment.slice_start - one.interval.start
                         at.append((fragment.tile_start, value.view(-1)[start : start + fragment.numel].clone()))
                     else:
                         at.append((-1, torch.as_tensor(value).clone()))

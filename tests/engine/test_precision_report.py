@@ -49,7 +49,7 @@ def _observe(stage, mode, accumulation):
     rows = engine.precision_report()
     assert [row["param_group"] for row in rows] == [0, 1]
     for row in rows:
-        runs = [r for m in engine._runtime.masters for r in m.runs if r.span.param_group == row["param_group"]]
+        runs = [r for m in engine._runtime.masters for r in m.runs if r.interval.param_group == row["param_group"]]
         buckets = [
             m.bucket
             for m in engine._runtime.masters

@@ -9,7 +9,7 @@ import torch
 from deepspeed import comm
 from deepspeed.comm.transports.transport import DoneWork
 from deepspeed.ops import exchange
-from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
+from deepspeed.ops.fragments import FragmentTable, SharedTensor, TensorFragment
 
 ALIGNMENT = 64
 
@@ -110,18 +110,18 @@ class Layout:
     def slice_of(self, tensors, rank):
         return self.flat(tensors)[self.bounds[rank] : self.bounds[rank + 1]].clone()
 
-    def segments(self, rank):
+    def fragments(self, rank):
         first, last = self.bounds[rank], self.bounds[rank + 1]
         found = []
         for index, (start, shape) in enumerate(zip(self.starts, self.shapes, strict=True)):
             begin, end = max(start, first), min(start + math.prod(shape), last)
             if begin < end:
-                found.append(Segment(f"t{index}", index, begin - first, end - first, begin - start, shape))
+                found.append(TensorFragment(f"t{index}", index, begin - first, end - first, begin - start, shape))
         return tuple(found)
 
     def table(self, run, rank, group):
         ranks = range(self.world_size)
-        return SegmentTable({id(run): self.segments(rank)}, len(self.shapes), group, self.shared(), ranks, rank)
+        return FragmentTable({id(run): self.fragments(rank)}, len(self.shapes), group, self.shared(), ranks, rank)
 
     def shared(self):
         return tuple(

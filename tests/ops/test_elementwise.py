@@ -46,8 +46,8 @@ def test_shape_needing_is_named_with_a_reason(name):
 
 
 @pytest.mark.parametrize("cls", [FusedLamb, Muon])
-def test_ours_with_segments(cls):
-    assert is_elementwise(cls).kind is OptimizerKind.SEGMENTS
+def test_ours_with_fragments(cls):
+    assert is_elementwise(cls).kind is OptimizerKind.FRAGMENTS
 
 
 class Tuned(torch.optim.AdamW):

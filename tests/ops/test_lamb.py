@@ -7,8 +7,8 @@ import torch
 
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.ops.elementwise import supports_flat_update
+from deepspeed.ops.fragments import FragmentTable, TensorFragment
 from deepspeed.ops.lamb import FusedLamb
-from deepspeed.ops.segments import Segment, SegmentTable
 from tests.ops.fragments import Layout, ThreadedGroup, use_threaded_collectives
 
 SHAPES = [(70, 3), (5,), (64,), (13, 11), (), (2, 3, 4, 5), (1,), (200,)]
@@ -153,16 +153,16 @@ def test_what_is_refused():
     run = torch.nn.Parameter(torch.zeros(128))
     optimizer = FusedLamb([run])
     with pytest.raises(ValueError, match="multiple of 64"):
-        optimizer.attach_segments(SegmentTable({id(run): (Segment("w", 0, 3, 10, 0, (7,)),)}, 1))
+        optimizer.attach_segments(FragmentTable({id(run): (TensorFragment("w", 0, 3, 10, 0, (7,)),)}, 1))
     with pytest.raises(KeyError, match="attach_segments"):
-        optimizer.attach_segments(SegmentTable({}, 1))
+        optimizer.attach_segments(FragmentTable({}, 1))
     assert not supports_flat_update(optimizer)
 
 
 def test_new_run_without_new_table_is_refused():
     run = torch.nn.Parameter(torch.ones(64))
     optimizer = FusedLamb([run])
-    optimizer.attach_segments(SegmentTable({id(run): (Segment("w", 0, 0, 64, 0, (64,)),)}, 1))
+    optimizer.attach_segments(FragmentTable({id(run): (TensorFragment("w", 0, 0, 64, 0, (64,)),)}, 1))
     replaced = torch.nn.Parameter(torch.ones(64))
     optimizer.param_groups[0]["params"][0] = replaced
     replaced.grad = torch.ones(64)
@@ -173,7 +173,7 @@ def test_new_run_without_new_table_is_refused():
 def test_a_copy_forgets_the_table():
     run = torch.nn.Parameter(torch.ones(64))
     optimizer = FusedLamb([run])
-    optimizer.attach_segments(SegmentTable({id(run): (Segment("w", 0, 0, 64, 0, (64,)),)}, 1))
+    optimizer.attach_segments(FragmentTable({id(run): (TensorFragment("w", 0, 0, 64, 0, (64,)),)}, 1))
     twin = copy.deepcopy(optimizer)
     twin.param_groups[0]["params"][0].grad = torch.ones(64)
     twin.step()
@@ -191,7 +191,7 @@ def test_a_rank_without_runs_takes_part(monkeypatch):
             optimizer.param_groups[0]["params"] = []
         else:
             run.grad = torch.ones(64)
-        optimizer.attach_segments(SegmentTable({id(run): layout.segments(0)} if rank == 0 else {}, 1, group))
+        optimizer.attach_segments(FragmentTable({id(run): layout.fragments(0)} if rank == 0 else {}, 1, group))
         optimizer.step()
         return optimizer.get_lamb_coeffs()
 

@@ -9,9 +9,9 @@ import torch
 
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.elementwise import supports_flat_update
+from deepspeed.ops.fragments import FragmentTable, SharedTensor, TensorFragment
 from deepspeed.ops.muon import Muon, set_optimizer_flags
 from deepspeed.ops.muon.muon import orthogonalize
-from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
 from tests.ecosystem.support import needs_transformers
 from tests.harness import run_ranks
 from tests.ops.fragments import SHAPES, Layout, ThreadedGroup, use_threaded_collectives
@@ -148,9 +148,9 @@ def fragment_steps(layout, weights, gradients, group, rank, **options):
         optimizer.step()
     return run.detach(), sorted(
         {
-            segment.tensor.index
+            fragment.tensor.index
             for exchange_round in optimizer._exchanges[0]._rounds
-            for segment in exchange_round.received
+            for fragment in exchange_round.received
         }
     )
 
@@ -413,9 +413,9 @@ def test_runs_that_do_not_fit_the_table_are_refused():
     run = torch.nn.Parameter(torch.ones(64))
     optimizer = Muon([{"params": [run], "use_muon": True}])
     shared = (SharedTensor("w", 0, (8, 16), 0, 0, range(0, 129, 64)),)
-    segments = (Segment("w", 0, 0, 64, 64, (8, 16)),)
+    fragments = (TensorFragment("w", 0, 0, 64, 64, (8, 16)),)
     with pytest.raises(ValueError, match=r"matrix 0: expected its elements \(0, 64\) .* found \(64, 128\)"):
-        optimizer.attach_segments(SegmentTable({id(run): segments}, 1, None, shared, range(2), 0))
+        optimizer.attach_segments(FragmentTable({id(run): fragments}, 1, None, shared, range(2), 0))
 
 
 class Model(torch.nn.Module):
@@ -482,7 +482,7 @@ def test_what_is_refused():
     run.grad = torch.ones(64)
     with pytest.raises(ValueError, match="attach_segments"):
         optimizer.step()
-    table = SegmentTable({id(run): (Segment("w", 0, 0, 64, 0, (8, 8)),)}, 1)
+    table = FragmentTable({id(run): (TensorFragment("w", 0, 0, 64, 0, (8, 8)),)}, 1)
     optimizer.param_groups[0]["ns_method"] = "standard"
     with pytest.raises(ValueError, match="ns_method: expected the same"):
         optimizer.attach_segments(table)
@@ -510,8 +510,8 @@ def test_the_heaviest_rank_is_that_of_the_largest_matrix_in_any_table(is_first):
     def table(name, rows, job_ranks):
         run = torch.nn.Parameter(torch.empty(rows * 4, device="meta"))
         tensor = SharedTensor(name, 0, (2 * rows, 4), 0, 0, range(0, rows * 8 + 1, rows * 4))
-        segment = Segment(name, 0, 0, rows * 4, 0, tensor.shape)
-        return run, SegmentTable({id(run): (segment,)}, 1, "group", (tensor,), range(2), 0, job_ranks=job_ranks)
+        fragment = TensorFragment(name, 0, 0, rows * 4, 0, tensor.shape)
+        return run, FragmentTable({id(run): (fragment,)}, 1, "group", (tensor,), range(2), 0, job_ranks=job_ranks)
 
     made = [table("experts", 8, (1, 3)), table("dense", 2, (0, 2))]
     runs, tables = zip(*(made if is_first else reversed(made)), strict=True)

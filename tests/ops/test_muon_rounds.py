@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from deepspeed.ops.fragments import SharedTensor
 from deepspeed.ops.muon.fragments import plan_rounds
-from deepspeed.ops.segments import SharedTensor
 from tests.ops.fragments import SHAPES, Layout
 
 
@@ -28,7 +28,7 @@ def test_matrices_that_lie_on_one_rank_are_shared_out():
 
 def test_uncut_balanced_matrices_are_not_sent():
     (found,) = planned(Layout([(64, 64)] * 8, 2))
-    assert all(segment.peer == position for position in range(2) for segment in found.sent_by(position))
+    assert all(fragment.peer == position for position in range(2) for fragment in found.sent_by(position))
 
 
 def test_rounds_are_bounded():
@@ -38,7 +38,7 @@ def test_rounds_are_bounded():
 
 @pytest.mark.parametrize("cuts", [None, [0, 0], [640, 640], [320, 1024]])
 def test_what_is_sent_is_what_is_received(cuts):
-    """Every rank finds out alone; together the segments make up each matrix once."""
+    """Every rank finds out alone; together the fragments make up each matrix once."""
     layout = Layout(SHAPES, 3, cuts)
     (found,) = planned(layout)
     sent = {(p.tensor.index, p.start, p.stop, at, p.peer) for at in range(3) for p in found.sent_by(at)}

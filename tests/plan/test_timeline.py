@@ -16,7 +16,7 @@ from deepspeed.plan.pipeline import Pipeline
 from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.prediction.layout import layout_of
 from deepspeed.plan.prediction.network_model import NetworkModel
-from deepspeed.plan.timeline.replay import COMPUTE, COPY_UP, FILE_READ, ReplayRunner, segments
+from deepspeed.plan.timeline.replay import COMPUTE, COPY_UP, FILE_READ, ReplayRunner, marked_parts
 from deepspeed.plan.timeline.step_trace import (
     COMPUTE_STREAM,
     FINISHING_STREAM,
@@ -197,7 +197,7 @@ def test_the_host_waits_for_files_and_their_two_directions_do_not_queue():
 
 def test_parts_of_a_step():
     events = [MarkEvent("forward", 0), moves(1), MarkEvent("backward", 0), moves(2), moves(1)]
-    assert [(mark.phase, len(part)) for mark, part in segments(events)] == [("forward", 2), ("backward", 3)]
+    assert [(mark.phase, len(part)) for mark, part in marked_parts(events)] == [("forward", 2), ("backward", 3)]
 
 
 # -- a recorded step ---------------------------------------------------------------------------------------------------

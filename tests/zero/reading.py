@@ -46,7 +46,7 @@ def full_states(engine: DeepSpeedEngine) -> dict[str, dict[str, torch.Tensor]]:
         flat = torch.zeros_like(master.flat)
         for run, state in zip(master.runs, states[number], strict=True):
             if isinstance(state.get(key), torch.Tensor):
-                flat[run.span.start : run.span.start + state[key].numel()].copy_(state[key].reshape(-1))
+                flat[run.interval.start : run.interval.start + state[key].numel()].copy_(state[key].reshape(-1))
         flats.append(flat)
         places.append((master.bucket.layout.numel, master.layout.slice_bounds(master.rank)[0]))
     found: dict[str, dict[str, torch.Tensor]] = {}

@@ -37,16 +37,16 @@ class Values:
 
     Attributes:
         tensors: Flat tensors, by rank.
-        extents: Where the parameter lies in them.
+        fragments: Where the parameter lies in them.
     """
 
     tensors: Sequence[torch.Tensor]
-    extents: list[Extent]
+    fragments: list[RankFragment]
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Values:
         """Returns the values of a tensor of any shape that one rank has whole."""
-        return cls([tensor.detach().reshape(-1)], [Extent(0, tensor.numel(), 0, 0)] if tensor.numel() else [])
+        return cls([tensor.detach().reshape(-1)], [RankFragment(0, tensor.numel(), 0, 0)] if tensor.numel() else [])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,11 +56,11 @@ class Values:
     def read(self, start: int, stop: int, out: torch.Tensor) -> bool:
         """Copies elements ``start`` to ``stop`` to ``out`` (1-D, as long); returns whether all were there."""
         copied = 0
-        for extent in self.extents:
-            first, last = max(start, extent.start), min(stop, extent.start + extent.numel)
+        for fragment in self.fragments:
+            first, last = max(start, fragment.start), min(stop, fragment.start + fragment.numel)
             if first < last:
-                offset = extent.offset + first - extent.start
-                out[first - start : last - start].copy_(self.tensors[extent.rank][offset : offset + last - first])
+                offset = fragment.offset + first - fragment.start
+                out[first - start : last - start].copy_(self.tensors[fragment.rank][offset : offset + last - first])
                 copied += last - first
         return copied == stop - start
 
@@ -115,7 +115,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Extent:
+class RankFragment:
     """Elements ``[start, start + numel)`` of a flattened parameter, in one rank's flat tensor.
 
     Attributes:
@@ -133,7 +133,7 @@ class Extent:
 
 def stage_1_and_2(
     shapes: Shapes, lengths: Sequence[int], gaps: Sequence[int] | None, where: str
-) -> dict[str, list[Extent]]:
+) -> dict[str, list[RankFragment]]:
     """Locates the parameters of a group that lie end to end over all ranks; a rank may end anywhere in a parameter.
 
     Args:
@@ -147,18 +147,18 @@ def stage_1_and_2(
     """
     ranks = len(lengths)
     starts = [sum(lengths[:rank]) for rank in range(ranks)]
-    found: dict[str, list[Extent]] = {}
+    found: dict[str, list[RankFragment]] = {}
     position = 0
     for index, (name, shape) in enumerate(shapes.items()):
         numel = prod(shape)
-        extents = []
+        fragments = []
         for rank in range(ranks):
             first, last = max(position, starts[rank]), min(position + numel, starts[rank] + lengths[rank])
             if first < last:
-                extents.append(Extent(first - position, last - first, rank, first - starts[rank]))
-        if sum(extent.numel for extent in extents) != numel:
+                fragments.append(RankFragment(first - position, last - first, rank, first - starts[rank]))
+        if sum(fragment.numel for fragment in fragments) != numel:
             raise CheckpointError(f"{where}: the flat tensors of {ranks} ranks end before {name!r}; files are missing")
-        found[name] = extents
+        found[name] = fragments
         position += numel + (gaps[index] if gaps else 0)
     surplus = sum(lengths) - position
     if surplus > 2 * ranks + sum(gaps or ()):
@@ -169,7 +169,7 @@ def stage_1_and_2(
     return found
 
 
-def stage_3(shapes: Shapes, lengths: Sequence[int], where: str) -> dict[str, list[Extent]]:
+def stage_3(shapes: Shapes, lengths: Sequence[int], where: str) -> dict[str, list[RankFragment]]:
     """Locates the parameters of a sub-group of which every rank holds equal slices.
 
     Args:
@@ -181,13 +181,13 @@ def stage_3(shapes: Shapes, lengths: Sequence[int], where: str) -> dict[str, lis
         CheckpointError: The walk does not end where the tensors do.
     """
     ranks = len(lengths)
-    found: dict[str, list[Extent]] = {}
+    found: dict[str, list[RankFragment]] = {}
     offset = 0
     for name, shape in shapes.items():
         numel = prod(shape)
         share = -(-numel // ranks)
         found[name] = [
-            Extent(rank * share, min(share, numel - rank * share), rank, offset)
+            RankFragment(rank * share, min(share, numel - rank * share), rank, offset)
             for rank in range(ranks)
             if rank * share < numel
         ]

@@ -192,10 +192,10 @@ def _take_group(
 ) -> None:
     """Masters and states of a group that the ranks of ``optim`` share."""
     tensors = [rank["single_partition_of_fp32_groups"][number] for rank in optim]
-    extents = stage_1_and_2(shapes, [t.numel() for t in tensors], gaps, where)
+    fragments = stage_1_and_2(shapes, [t.numel() for t in tensors], gaps, where)
     for name, shape in shapes.items():
         content.shapes[name] = tuple(shape)
-        content.put(MASTER, name, Values(tensors, extents[name]))
+        content.put(MASTER, name, Values(tensors, fragments[name]))
     states, scalars, _ = _group_state(optim, number)
     for state in states[0]:
         slices = [rank[state] for rank in states]
@@ -275,13 +275,13 @@ def _take_sub_group(
     content: CheckpointValues, shapes: Shapes, tensors: list[torch.Tensor], states: list[dict[str, Any]], where: str
 ) -> None:
     """Masters and states of a sub-group that the ranks with these tensors share."""
-    extents = stage_3(shapes, [t.numel() for t in tensors], where)
+    fragments = stage_3(shapes, [t.numel() for t in tensors], where)
     split = [_split_state(state, t.numel()) for state, t in zip(states, tensors, strict=True)]
     for name, shape in shapes.items():
         content.shapes[name] = tuple(shape)
-        content.put(MASTER, name, Values(tensors, extents[name]))
+        content.put(MASTER, name, Values(tensors, fragments[name]))
         for state in split[0][0]:
-            content.put_state(state, name, Values([rank[0][state] for rank in split], extents[name]))
+            content.put_state(state, name, Values([rank[0][state] for rank in split], fragments[name]))
         if split[0][0] or split[0][1]:
             content.state.scalars[name] = dict(split[0][1])
 
@@ -291,9 +291,9 @@ def take_frozen(content: CheckpointValues, model: list[dict[str, Any]], where: s
     shapes = model[0].get("frozen_param_shapes") or {}
     for name, shape in shapes.items():
         slices = [rank["frozen_param_fragments"][name].reshape(-1) for rank in model]
-        extents = stage_3({name: shape}, [part.numel() for part in slices], where)
+        fragments = stage_3({name: shape}, [part.numel() for part in slices], where)
         content.shapes[name] = tuple(shape)
-        content.put(COMPUTE, name, Values(slices, extents[name]))
+        content.put(COMPUTE, name, Values(slices, fragments[name]))
     content.frozen |= set(shapes)
 
 

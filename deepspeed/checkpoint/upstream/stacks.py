@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deepspeed.checkpoint.format import MASTER
-from deepspeed.checkpoint.upstream.content import CheckpointValues, Extent, Shapes, Values, ValueSource
+from deepspeed.checkpoint.upstream.content import CheckpointValues, RankFragment, Shapes, Values, ValueSource
 from deepspeed.errors import CheckpointError
 
 _STACK = re.compile(r"(?P<experts>.*\.experts)\.w(?P<which>[123])(?:\.(?P<number>\d+)|@(?P<place>\d+))")
@@ -100,24 +100,24 @@ def _values(readable: ValueSource) -> Values:
 def _joined(found: list[list[Values]], local: int, numel: int) -> Values:
     """Stacks of ``local`` experts each, of whose ``numel`` elements of every part one expert's follow each other."""
     tensors: list[Any] = []
-    extents: list[Extent] = []
+    fragments: list[RankFragment] = []
     parts = len(found[0])
     for place, stacks in enumerate(found):
         for part, values in enumerate(stacks):
             for expert in range(local):
                 start = ((place * local + expert) * parts + part) * numel
-                extents += _moved(values.extents, expert * numel, numel, start, len(tensors))
+                fragments += _moved(values.fragments, expert * numel, numel, start, len(tensors))
             tensors += values.tensors
-    return Values(tensors, extents)
+    return Values(tensors, fragments)
 
 
-def _moved(extents: list[Extent], first: int, numel: int, start: int, tensors: int) -> Iterator[Extent]:
+def _moved(fragments: list[RankFragment], first: int, numel: int, start: int, tensors: int) -> Iterator[RankFragment]:
     """Returns what lies in ``[first, first + numel)``, moved to ``start``, its tensors behind ``tensors`` others."""
-    for extent in extents:
-        begin, end = max(first, extent.start), min(first + numel, extent.start + extent.numel)
+    for fragment in fragments:
+        begin, end = max(first, fragment.start), min(first + numel, fragment.start + fragment.numel)
         if begin < end:
-            offset = extent.offset + begin - extent.start
-            yield Extent(start + begin - first, end - begin, extent.rank + tensors, offset)
+            offset = fragment.offset + begin - fragment.start
+            yield RankFragment(start + begin - first, end - begin, fragment.rank + tensors, offset)
 
 
 def _rename_routers(content: CheckpointValues, module: Mapping[str, Any]) -> None:

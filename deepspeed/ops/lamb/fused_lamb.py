@@ -19,7 +19,7 @@ from deepspeed.errors import NotYetSupportedError
 from deepspeed.ops.base import KeepsStateDtypes, check_hyperparameters, check_supported, evaluate
 from deepspeed.ops.exchange import add_over_ranks, exchange_device
 from deepspeed.ops.flat import default_chunk_numel, scratch
-from deepspeed.ops.segments import Segment, SegmentTable
+from deepspeed.ops.fragments import FragmentTable, TensorFragment
 from deepspeed.uncompiled import torchs
 
 
@@ -28,7 +28,7 @@ class FusedLamb(KeepsStateDtypes):
 
     `Large Batch Optimization for Deep Learning <https://arxiv.org/abs/1904.00962>`_, algorithm 2, with the ratio kept
     within ``[min_coeff, max_coeff]``. Works on ordinary parameters, and after :meth:`attach_segments` on 1-D runs
-    that hold segments of tensors: norms are then added over the ranks by one all-reduce per step of two numbers per
+    that hold fragments of tensors: norms are then added over the ranks by one all-reduce per step of two numbers per
     tensor. State (``exp_avg``, ``exp_avg_sq``, fp32, and ``step``) is elementwise, as Adam's.
 
     The update direction is computed twice, for its norm and for the step, rather than stored: no buffer of the size
@@ -88,13 +88,13 @@ class FusedLamb(KeepsStateDtypes):
             "max_coeff": max_coeff,
             "min_coeff": min_coeff,
         }
-        self._table: SegmentTable | None = None
+        self._table: FragmentTable | None = None
         self._maps: dict[int, BlockMap] = {}
         self._coeffs: Tensor | None = None
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a copy, without a segment table, because the table refers to runs by id."""
+        """Restores a copy, without a fragment table, because the table refers to runs by id."""
         super().__setstate__(state)
         self._table, self._maps, self._coeffs = None, {}, None
 
@@ -108,15 +108,15 @@ class FusedLamb(KeepsStateDtypes):
             raise ValueError("FusedLamb has no AMSGrad variant; remove amsgrad=True")
         torchs(super().add_param_group)(param_group)
 
-    def attach_segments(self, table: SegmentTable) -> None:
+    def attach_segments(self, table: FragmentTable) -> None:
         """Sets which tensors the parameters (1-D runs) hold. Call again after the runs have changed.
 
         Args:
-            table: Segments start at multiples of 64 elements; padding must hold zeros. With a group, every rank of it
+            table: Fragments start at multiples of 64 elements; padding must hold zeros. With a group, every rank of it
                 must attach, and from then on call :meth:`step` together.
 
         Raises:
-            ValueError: A segment is not aligned.
+            ValueError: A fragment is not aligned.
             KeyError: A parameter is not in the table.
         """
         self._maps = {
@@ -167,8 +167,8 @@ class FusedLamb(KeepsStateDtypes):
                 continue
             check_supported(self, param)
             if self._table is None:
-                segment = Segment(f"parameter {index}", index, 0, param.numel(), 0, tuple(param.shape))
-                block_map = BlockMap((segment,), param.numel(), num_tensors, param.device)
+                fragment = TensorFragment(f"parameter {index}", index, 0, param.numel(), 0, tuple(param.shape))
+                block_map = BlockMap((fragment,), param.numel(), num_tensors, param.device)
             else:
                 if id(param) not in self._maps:
                     raise RuntimeError(
@@ -185,7 +185,7 @@ class FusedLamb(KeepsStateDtypes):
             yield _Update(group, param, param.grad, state, block_map)
 
 
-def _add_over_parts(squares: Tensor, table: SegmentTable) -> None:
+def _add_over_parts(squares: Tensor, table: FragmentTable) -> None:
     """Adds the sums of tensor-parallel parts over their ranks; a collective if there are such tensors.
 
     Args:
@@ -223,7 +223,7 @@ class _Update:
         return any(self.group[name] != defaults[name] for name in ("min_coeff", "max_coeff"))
 
     def holds(self) -> Tensor:
-        """Returns, per tensor, whether this parameter holds a segment of it."""
+        """Returns, per tensor, whether this parameter holds a fragment of it."""
         ones = torch.ones(1, self.block_map.num_blocks, dtype=torch.float64, device=self.param.device)
         return self.block_map.sums(ones)[0] > 0
 
@@ -290,7 +290,7 @@ class BlockMap:
     """Maps each block of a run to the tensor it belongs to.
 
     Args:
-        segments: The run's tensors in order, starting at multiples of 64; gaps and the tail are padding.
+        fragments: The run's tensors in order, starting at multiples of 64; gaps and the tail are padding.
         numel: Elements of the run.
         num_tensors: Number of tensors on all ranks.
         device: The device of the run.
@@ -299,20 +299,22 @@ class BlockMap:
         ValueError: A tensor does not start at a multiple of 64, in the run or of its own elements.
     """
 
-    def __init__(self, segments: tuple[Segment, ...], numel: int, num_tensors: int, device: torch.device) -> None:
+    def __init__(
+        self, fragments: tuple[TensorFragment, ...], numel: int, num_tensors: int, device: torch.device
+    ) -> None:
         self.num_blocks = -(-numel // BLOCK_NUMEL)
         self._num_tensors = num_tensors
         owners: list[int] = []  # per range of blocks: the tensor, or num_tensors for a gap
         lengths: list[int] = []
         position = 0
-        for segment in segments:
-            if segment.start % BLOCK_NUMEL or segment.tensor_start % BLOCK_NUMEL:
+        for fragment in fragments:
+            if fragment.start % BLOCK_NUMEL or fragment.tensor_start % BLOCK_NUMEL:
                 raise ValueError(
-                    f"{segment.name}: expected a segment that starts at a multiple of {BLOCK_NUMEL} elements, in the "
-                    f"run and in the tensor, found {segment.start} and {segment.tensor_start}; align it"
+                    f"{fragment.name}: expected a fragment that starts at a multiple of {BLOCK_NUMEL} elements, in the "
+                    f"run and in the tensor, found {fragment.start} and {fragment.tensor_start}; align it"
                 )
-            first, last = segment.start // BLOCK_NUMEL, -(-segment.stop // BLOCK_NUMEL)
-            owners += [num_tensors, segment.index]
+            first, last = fragment.start // BLOCK_NUMEL, -(-fragment.stop // BLOCK_NUMEL)
+            owners += [num_tensors, fragment.index]
             lengths += [first - position, last - first]
             position = last
         owners.append(num_tensors)

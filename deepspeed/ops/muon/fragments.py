@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.exchange import exchange_device, exchange_parts
-from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
+from deepspeed.ops.fragments import FragmentTable, SharedTensor, TensorFragment
 
 #: Elements per rank and round: bounds each of the two exchange buffers at 256 MiB of fp32.
 ROUND_NUMEL_PER_RANK = 1 << 26
@@ -31,26 +31,26 @@ _FP32 = 4  # bytes of an element that is sent
 
 
 @dataclass(frozen=True)
-class _SegmentInterval:
-    """A segment of a matrix in a flat run of this rank."""
+class _FragmentOfRun:
+    """A fragment of a matrix in a flat run of this rank."""
 
     run: Tensor
-    segment: Segment
+    fragment: TensorFragment
 
 
 class _ExchangeRound:
     """The part of this rank in one round.
 
     Attributes:
-        sent: Segments that this rank sends, in the order of the send buffer.
-        received: Segments of the matrices that it orthogonalizes, in the order of the receive buffer.
+        sent: Fragments that this rank sends, in the order of the send buffer.
+        received: Fragments of the matrices that it orthogonalizes, in the order of the receive buffer.
         send_numels: Numbers of elements for each rank.
         receive_numels: Numbers of elements from each rank.
     """
 
-    def __init__(self, planned: MuonRound, table: SegmentTable) -> None:
-        def by_rank(segment: MatrixSegment) -> tuple[int, int]:
-            return table.ranks[segment.peer], segment.tensor.index
+    def __init__(self, planned: MuonRound, table: FragmentTable) -> None:
+        def by_rank(fragment: MatrixFragment) -> tuple[int, int]:
+            return table.ranks[fragment.peer], fragment.tensor.index
 
         self.sent = sorted(planned.sent_by(table.position), key=by_rank)
         self.received = sorted(planned.received_by(table.position), key=by_rank)
@@ -58,15 +58,15 @@ class _ExchangeRound:
         self.receive_numels = self._numels(self.received, table)
 
     @staticmethod
-    def _numels(segments: list[MatrixSegment], table: SegmentTable) -> list[int]:
+    def _numels(fragments: list[MatrixFragment], table: FragmentTable) -> list[int]:
         numels = [0] * len(table.ranks)
-        for segment in segments:
-            numels[table.ranks[segment.peer]] += segment.numel
+        for fragment in fragments:
+            numels[table.ranks[fragment.peer]] += fragment.numel
         return numels
 
 
 class FragmentExchange:
-    """Gathers and returns the matrices of a segment table.
+    """Gathers and returns the matrices of a fragment table.
 
     Each matrix of a stack has its own owner. The matrices of a stack that a rank owns are orthogonalized in one batch.
 
@@ -82,18 +82,18 @@ class FragmentExchange:
         all_sent_bytes: Bytes that all ranks send in a step.
 
     Args:
-        table: The segment table.
+        table: The fragment table.
         runs: The runs of the matrix groups.
         groups: Indices of the matrix groups.
         stacks: Indices of the matrix groups whose tensors are stacks of matrices.
 
     Raises:
-        ValueError: On every rank: a tensor is not a matrix. On this rank: the runs do not hold the segments that the
+        ValueError: On every rank: a tensor is not a matrix. On this rank: the runs do not hold the fragments that the
             table lists for its position.
     """
 
     def __init__(
-        self, table: SegmentTable, runs: list[Tensor], groups: Collection[int], stacks: Collection[int] = ()
+        self, table: FragmentTable, runs: list[Tensor], groups: Collection[int], stacks: Collection[int] = ()
     ) -> None:
         self._group, self._axis = table.group, table.axis
         self._device = exchange_device(runs, table.group)
@@ -109,11 +109,11 @@ class FragmentExchange:
                 if is_stack:
                     self._stack_of.update((matrix.index, tensor.index) for matrix in found)
         self._locations = {
-            part.index: _SegmentInterval(run, part)
+            part.index: _FragmentOfRun(run, part)
             for run in runs
-            for segment in table.of(run)
-            if segment.numel
-            for part in _matrix_segments(segment, by_tensor.get(segment.index, []))
+            for fragment in table.of(run)
+            if fragment.numel
+            for part in _matrix_fragments(fragment, by_tensor.get(fragment.index, []))
         }
         planned = plan_rounds(matrices, len(table.ranks), ROUND_NUMEL_PER_RANK * len(table.ranks))
         self._rounds = [_ExchangeRound(members, table) for members in planned]
@@ -127,18 +127,18 @@ class FragmentExchange:
 
     def _check_locations(self) -> None:
         planned = {
-            segment.tensor.index: (segment.start, segment.stop)
+            fragment.tensor.index: (fragment.start, fragment.stop)
             for exchange_round in self._rounds
-            for segment in exchange_round.sent
+            for fragment in exchange_round.sent
         }
         present = {
-            index: (location.segment.tensor_start, location.segment.tensor_stop)
+            index: (location.fragment.tensor_start, location.fragment.tensor_stop)
             for index, location in self._locations.items()
         }
         wrong = sorted(index for index in planned.keys() | present.keys() if planned.get(index) != present.get(index))
         if wrong:
             raise ValueError(
-                f"Muon: matrix {wrong[0]}: expected its elements {planned.get(wrong[0])} of the segment table in the "
+                f"Muon: matrix {wrong[0]}: expected its elements {planned.get(wrong[0])} of the fragment table in the "
                 f"runs of the matrix groups, found {present.get(wrong[0])}; call attach_segments again after the runs "
                 "have changed"
             )
@@ -161,34 +161,34 @@ class FragmentExchange:
             self._run(exchange_round, update_of, orthogonalize, apply)
 
     def _run(self, exchange_round: _ExchangeRound, update_of: Any, orthogonalize: Any, apply: Any) -> None:
-        segments = torch.empty(sum(exchange_round.send_numels), dtype=torch.float32, device=self._device)
-        for segment, view in zip(exchange_round.sent, _views(segments, exchange_round.sent), strict=True):
-            location = self._locations[segment.tensor.index]
-            view.copy_(update_of(location.run, slice(location.segment.start, location.segment.stop)))
+        fragments = torch.empty(sum(exchange_round.send_numels), dtype=torch.float32, device=self._device)
+        for fragment, view in zip(exchange_round.sent, _views(fragments, exchange_round.sent), strict=True):
+            location = self._locations[fragment.tensor.index]
+            view.copy_(update_of(location.run, slice(location.fragment.start, location.fragment.stop)))
 
-        matrices = segments if self._group is None else segments.new_empty(sum(exchange_round.receive_numels))
-        self._exchange(matrices, segments, (exchange_round.receive_numels, exchange_round.send_numels))
+        matrices = fragments if self._group is None else fragments.new_empty(sum(exchange_round.receive_numels))
+        self._exchange(matrices, fragments, (exchange_round.receive_numels, exchange_round.send_numels))
         self._orthogonalize_all(
             list(zip(exchange_round.received, _views(matrices, exchange_round.received), strict=True)), orthogonalize
         )
-        self._exchange(segments, matrices, (exchange_round.send_numels, exchange_round.receive_numels))
+        self._exchange(fragments, matrices, (exchange_round.send_numels, exchange_round.receive_numels))
 
-        for segment, view in zip(exchange_round.sent, _views(segments, exchange_round.sent), strict=True):
-            location = self._locations[segment.tensor.index]
-            apply(location.run, slice(location.segment.start, location.segment.stop), view, segment.tensor.shape)
+        for fragment, view in zip(exchange_round.sent, _views(fragments, exchange_round.sent), strict=True):
+            location = self._locations[fragment.tensor.index]
+            apply(location.run, slice(location.fragment.start, location.fragment.stop), view, fragment.tensor.shape)
 
     def _exchange(self, incoming: Tensor, outgoing: Tensor, numels: tuple[list[int], list[int]]) -> None:
         if self._group is not None:
             exchange_parts(incoming, outgoing, numels, self._group, "the matrices of Muon", self._axis)
 
     def _orthogonalize_all(
-        self, segments: list[tuple[MatrixSegment, Tensor]], orthogonalize: Callable[..., Tensor]
+        self, fragments: list[tuple[MatrixFragment, Tensor]], orthogonalize: Callable[..., Tensor]
     ) -> None:
-        """Joins the segments of each matrix, orthogonalizes it, and writes the result back to the segments."""
-        by_matrix: dict[int, list[tuple[MatrixSegment, Tensor]]] = {}
-        for segment, view in segments:
-            by_matrix.setdefault(segment.tensor.index, []).append((segment, view))
-        stacks: dict[int, list[list[tuple[MatrixSegment, Tensor]]]] = {}
+        """Joins the fragments of each matrix, orthogonalizes it, and writes the result back to the fragments."""
+        by_matrix: dict[int, list[tuple[MatrixFragment, Tensor]]] = {}
+        for fragment, view in fragments:
+            by_matrix.setdefault(fragment.tensor.index, []).append((fragment, view))
+        stacks: dict[int, list[list[tuple[MatrixFragment, Tensor]]]] = {}
         for index, parts in by_matrix.items():
             parts.sort(key=lambda part: part[0].start)
             if index in self._stack_of:
@@ -219,15 +219,15 @@ def _matrices_of(tensor: SharedTensor, first: int, *, is_stack: bool) -> list[Sh
     ]
 
 
-def _matrix_segments(segment: Segment, matrices: list[SharedTensor]) -> Iterator[Segment]:
-    """Yields the parts of a non-empty segment of a tensor, cut at the boundaries of its matrices."""
+def _matrix_fragments(fragment: TensorFragment, matrices: list[SharedTensor]) -> Iterator[TensorFragment]:
+    """Yields the parts of a non-empty fragment of a tensor, cut at the boundaries of its matrices."""
     numel = matrices[0].numel if matrices else 0
-    for number in range(segment.tensor_start // numel, -(-segment.tensor_stop // numel)) if numel else ():
-        first, last = max(segment.tensor_start, number * numel), min(segment.tensor_stop, (number + 1) * numel)
-        start = segment.start + first - segment.tensor_start
+    for number in range(fragment.tensor_start // numel, -(-fragment.tensor_stop // numel)) if numel else ():
+        first, last = max(fragment.tensor_start, number * numel), min(fragment.tensor_stop, (number + 1) * numel)
+        start = fragment.start + first - fragment.tensor_start
         matrix = matrices[number]
         yield replace(
-            segment,
+            fragment,
             index=matrix.index,
             start=start,
             stop=start + last - first,
@@ -236,23 +236,23 @@ def _matrix_segments(segment: Segment, matrices: list[SharedTensor]) -> Iterator
         )
 
 
-def _joined(parts: list[tuple[MatrixSegment, Tensor]]) -> Tensor:
+def _joined(parts: list[tuple[MatrixFragment, Tensor]]) -> Tensor:
     """Joins the parts of a matrix, given in order."""
     return torch.cat([view for _, view in parts]).view(parts[0][0].tensor.shape)
 
 
-def _write_back(parts: list[tuple[MatrixSegment, Tensor]], matrix: Tensor) -> None:
+def _write_back(parts: list[tuple[MatrixFragment, Tensor]], matrix: Tensor) -> None:
     flat = matrix.reshape(-1)
-    for segment, view in parts:
-        view.copy_(flat[segment.start : segment.stop])
+    for fragment, view in parts:
+        view.copy_(flat[fragment.start : fragment.stop])
 
 
-def _views(buffer: Tensor, segments: list[MatrixSegment]) -> tuple[Tensor, ...]:
-    return buffer.split([segment.numel for segment in segments]) if segments else ()
+def _views(buffer: Tensor, fragments: list[MatrixFragment]) -> tuple[Tensor, ...]:
+    return buffer.split([fragment.numel for fragment in fragments]) if fragments else ()
 
 
 @dataclass(frozen=True)
-class MatrixSegment:
+class MatrixFragment:
     """Elements ``[start, stop)`` of the flattened ``tensor``, which the rank at position ``peer`` sends or receives."""
 
     tensor: SharedTensor
@@ -280,18 +280,18 @@ class MuonRound:
         """Returns the matrices that a rank orthogonalizes."""
         return [tensor for tensor, owner in self.owners if owner == position]
 
-    def sent_by(self, position: int) -> list[MatrixSegment]:
+    def sent_by(self, position: int) -> list[MatrixFragment]:
         """Returns the part of each matrix that a rank holds; ``peer`` is the owner."""
         return [
-            MatrixSegment(tensor, *tensor.held_by(position), owner)
+            MatrixFragment(tensor, *tensor.held_by(position), owner)
             for tensor, owner in self.owners
             if tensor.numel_at(position)
         ]
 
-    def received_by(self, position: int) -> list[MatrixSegment]:
+    def received_by(self, position: int) -> list[MatrixFragment]:
         """Returns the parts of the matrices that a rank orthogonalizes; ``peer`` is the rank that has the part."""
         return [
-            MatrixSegment(tensor, *tensor.held_by(peer), peer)
+            MatrixFragment(tensor, *tensor.held_by(peer), peer)
             for tensor in self.owned_by(position)
             for peer in tensor.positions()
             if tensor.numel_at(peer)
@@ -358,10 +358,11 @@ def _with_owners(members: list[SharedTensor], world_size: int) -> MuonRound:
     fair = sum(tensor.numel for tensor in members) / world_size
     owners = []
     for tensor in members:
-        holders = tensor.positions()
-        # The first and the last holder, the least loaded of those in between (their parts are equal), and of all ranks.
+        held_at = tensor.positions()
+        # Of the ranks that have a part: the first, the last, and the least loaded in between, whose parts are equal.
+        # Then the least loaded of all ranks.
         candidates = []
-        for positions in (holders[:1], holders[1:-1], holders[-1:], range(world_size)):
+        for positions in (held_at[:1], held_at[1:-1], held_at[-1:], range(world_size)):
             if positions:
                 load, position = loads.least(positions)
                 candidates.append((load, -tensor.numel_at(position), position))

@@ -19,9 +19,9 @@ from torch.optim.optimizer import ParamsT
 from deepspeed.logging import log_dist_once
 from deepspeed.ops.base import KeepsStateDtypes, check_hyperparameters, check_supported, evaluate, update_group
 from deepspeed.ops.flat import AdamRule
+from deepspeed.ops.fragments import FragmentTable
 from deepspeed.ops.muon.flags import is_stack_of_matrices
 from deepspeed.ops.muon.fragments import FragmentExchange
-from deepspeed.ops.segments import SegmentTable
 from deepspeed.uncompiled import torchs
 
 _MATRIX_LR = 0.02
@@ -49,8 +49,8 @@ class Muon(KeepsStateDtypes):
     are stacks of matrices. A matrix group without it is divided too: a parameter with three dimensions is a stack,
     unless its attribute ``muon_stacked`` is false; one with more is a stack if that attribute is true.
 
-    Works on ordinary parameters, and after :meth:`attach_segments` on 1-D runs holding segments of tensors: each matrix
-    is gathered to one rank, orthogonalized there, and its segments are sent back. State is elementwise:
+    Works on ordinary parameters, and after :meth:`attach_segments` on 1-D runs of fragments: each matrix is gathered to
+    one rank, orthogonalized there, and its fragments are sent back. State is elementwise:
     ``momentum_buffer`` for matrices, Adam's for the rest.
 
     Args:
@@ -119,12 +119,12 @@ class Muon(KeepsStateDtypes):
             False: {"lr": rest_lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay},
         }
         self._exchanges: list[FragmentExchange] | None = None
-        self._tables: tuple[SegmentTable, ...] = ()
+        self._tables: tuple[FragmentTable, ...] = ()
         self._scaled_rows: Mapping[str, Sequence[ScaledRows]] | None = None
         super().__init__(params, {})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for pickles and copies, without segment tables, because these refer to runs by id."""
+        """Returns the state for pickles and copies, without fragment tables, because these refer to runs by id."""
         own = {"_part_defaults": self._part_defaults, "qk_clip_threshold": self.qk_clip_threshold}
         return {**super().__getstate__(), **own}
 
@@ -149,14 +149,14 @@ class Muon(KeepsStateDtypes):
             if part or not params:
                 self.add_param_group({**param_group, "params": part, key: value})
 
-    def attach_segments(self, *tables: SegmentTable) -> None:
+    def attach_segments(self, *tables: FragmentTable) -> None:
         """Sets which tensors the parameters (1-D runs) hold. Call again after the runs have changed.
 
         Every rank of a table's group must call it with its own table; they need not do it at the same time.
 
         Args:
-            *tables: The segments, and how the tensors are cut over a group: a table for each group, in an order that is
-                the same on all ranks.
+            *tables: The fragments, and how the tensors are cut over a group: a table for each group, in the same order
+                on all ranks.
 
         Raises:
             ValueError: On every rank alike: a tensor of a matrix group is no matrix. On this rank: the runs do not hold
@@ -193,7 +193,7 @@ class Muon(KeepsStateDtypes):
         """Sets the rows of tensors that the next :meth:`step` multiplies after it has updated them.
 
         Args:
-            rows: The rows by name of the tensor in the segment tables; other names are ignored.
+            rows: The rows by name of the tensor in the fragment tables; other names are ignored.
         """
         self._scaled_rows = rows
 
@@ -206,7 +206,7 @@ class Muon(KeepsStateDtypes):
     def heaviest_rank(self) -> int | None:
         """Returns the global rank that needs most memory for a step; None if all ranks need the same.
 
-        With several segment tables (experts have their own), the one with the largest matrix determines it.
+        With several fragment tables (experts have their own), the one with the largest matrix determines it.
         """
         exchanges = [exchange for exchange in self._exchanges or () if exchange.is_exchanged]
         owned = [exchange for exchange in exchanges if exchange.heaviest_rank is not None]
@@ -244,13 +244,13 @@ class Muon(KeepsStateDtypes):
                 "callable that makes it, to deepspeed.initialize, and call engine.step()"
             )
         for run in (run for group in self.param_groups for run in group["params"] if self._scaled_rows):
-            for segment in _table_of(run, self._tables).of(run):
-                columns = math.prod(segment.shape[1:])
-                for rows in self._scaled_rows.get(segment.name, ()):
-                    first = max(rows.start * columns, segment.tensor_start)
-                    last = min(rows.stop * columns, segment.tensor_stop)
+            for fragment in _table_of(run, self._tables).of(run):
+                columns = math.prod(fragment.shape[1:])
+                for rows in self._scaled_rows.get(fragment.name, ()):
+                    first = max(rows.start * columns, fragment.tensor_start)
+                    last = min(rows.stop * columns, fragment.tensor_stop)
                     if first < last:
-                        offset = segment.start - segment.tensor_start
+                        offset = fragment.start - fragment.tensor_start
                         run[first + offset : last + offset].mul_(rows.factor)
         self._scaled_rows = {}
 
@@ -279,7 +279,7 @@ class Muon(KeepsStateDtypes):
             for param in group["params"]
             if param.grad is not None
         }
-        # An owner may hold no segment of its matrix, so all groups share the settings of the orthogonalization.
+        # An owner may hold no fragment of its matrix, so all groups share the settings of the orthogonalization.
         settings = self._part_defaults[True]
 
         def update_of(run: Tensor, elements: slice) -> Tensor:
@@ -312,7 +312,7 @@ class Muon(KeepsStateDtypes):
         return lambda elements: torch.lerp(grad[elements], momentum[elements], group["momentum"])
 
 
-def _table_of(run: Tensor, tables: tuple[SegmentTable, ...]) -> SegmentTable:
+def _table_of(run: Tensor, tables: tuple[FragmentTable, ...]) -> FragmentTable:
     """Returns the table that contains a run.
 
     Raises:
@@ -321,7 +321,7 @@ def _table_of(run: Tensor, tables: tuple[SegmentTable, ...]) -> SegmentTable:
     found = next((table for table in tables if id(run) in table.by_param), None)
     if found is None:
         raise KeyError(
-            f"Muon: no segment table has an entry for a run of {run.numel()} elements; call attach_segments again "
+            f"Muon: no fragment table has an entry for a run of {run.numel()} elements; call attach_segments again "
             "after the runs have changed"
         )
     return found

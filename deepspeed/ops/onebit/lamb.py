@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.exchange import add_over_ranks, exchange_device, largest_over_ranks
+from deepspeed.ops.fragments import FragmentTable, TensorFragment
 from deepspeed.ops.lamb.fused_lamb import BLOCK_NUMEL, BlockMap, FusedLamb, block_most, block_squares, multiply_blocks
 from deepspeed.ops.onebit.adam import check_family
 from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, refuse_step
-from deepspeed.ops.segments import Segment, SegmentTable
 
 _MEMORY = "onebit_lamb"
 """Key of the param groups. By tensor: its scaling coefficient, its average trust ratio, and its last factor."""
@@ -170,8 +170,8 @@ class OneBitLamb(FusedLamb):
                 squares = torch.zeros(2, block_map.num_blocks, dtype=torch.float64, device=param.device)
                 block_squares(state["exp_avg"].view(-1), squares[0])
                 sums[0] += block_map.sums(squares)[0].to(device)
-                for segment in table.of(param):
-                    sums[1, segment.index] += segment.numel
+                for fragment in table.of(param):
+                    sums[1, fragment.index] += fragment.numel
         add_over_ranks(sums, table.group, "1-bit LAMB's sizes of momenta", table.axis)
         roots = (sums[0] / sums[1].clamp(min=1)).sqrt()
         remembered = self._remembered()
@@ -181,7 +181,7 @@ class OneBitLamb(FusedLamb):
             one.scaling = 1.0 / root if root > 0 else 1.0
         self._remember(remembered)
 
-    def _attached(self) -> SegmentTable:
+    def _attached(self) -> FragmentTable:
         if self._table is None:
             refuse_step(self)
         assert self._table is not None
@@ -220,7 +220,7 @@ class OneBitLamb(FusedLamb):
                 one.average = self.coeff_beta * one.average + (1 - self.coeff_beta) * ratios[index]
         self._remember(remembered)
 
-    def _step_frozen(self, table: SegmentTable) -> None:
+    def _step_frozen(self, table: FragmentTable) -> None:
         updates = [
             _FrozenUpdate(group, param, param.grad, self.state[param], self._maps[id(param)], table.of(param))
             for group in self.param_groups
@@ -273,7 +273,7 @@ class _FrozenUpdate:
     momentum: Tensor
     state: dict[str, Any]
     block_map: BlockMap
-    segments: tuple[Segment, ...]
+    fragments: tuple[TensorFragment, ...]
 
     def advance(self) -> tuple[Tensor, Tensor]:
         """Stores the new momentum and updates the second variance.
@@ -298,8 +298,8 @@ class _FrozenUpdate:
         exp_avg.copy_(momentum)
         frozen = self._denominator()
         excess = frozen.div(fresh.sqrt().add_(eps)).masked_fill_(frozen.isinf(), 0.0)
-        for segment in self.segments:  # the rest of a tensor's last block is padding
-            excess[segment.stop : -(-segment.stop // BLOCK_NUMEL) * BLOCK_NUMEL] = 0.0
+        for fragment in self.fragments:  # the rest of a tensor's last block is padding
+            excess[fragment.stop : -(-fragment.stop // BLOCK_NUMEL) * BLOCK_NUMEL] = 0.0
         largest = self.block_map.most(block_most(excess))
         squares = torch.zeros(2, self.block_map.num_blocks, dtype=torch.float64, device=self.param.device)
         direction = exp_avg / frozen

@@ -444,7 +444,7 @@ def _name_of(stream: int) -> str:
     return COMPUTE if stream == COMPUTE_STREAM else f"stream {stream}"
 
 
-def segments(events: Sequence[TraceEvent]) -> list[tuple[MarkEvent, Sequence[TraceEvent]]]:
+def marked_parts(events: Sequence[TraceEvent]) -> list[tuple[MarkEvent, Sequence[TraceEvent]]]:
     """Returns the parts of a step, each with the mark that begins it."""
     starts = [place for place, event in enumerate(events) if isinstance(event, MarkEvent)]
     found: list[tuple[MarkEvent, Sequence[TraceEvent]]] = []

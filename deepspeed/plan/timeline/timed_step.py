@@ -24,7 +24,7 @@ from deepspeed.plan.timeline.predicted_streams import (
     moved,
     place_passes,
 )
-from deepspeed.plan.timeline.replay import COMPUTE, ReplayRunner, ReplayTimes, SpanFlow, StreamSpan, segments
+from deepspeed.plan.timeline.replay import COMPUTE, ReplayRunner, ReplayTimes, SpanFlow, StreamSpan, marked_parts
 from deepspeed.plan.timeline.step_trace import TraceEvent
 
 
@@ -88,7 +88,7 @@ def time_step(events: Sequence[TraceEvent], machine: Machine, accumulation: int,
         is_asynchronous: The device works beside the host.
     """
     replay = _replay(machine, is_asynchronous=is_asynchronous)
-    parts = segments(events)
+    parts = marked_parts(events)
     simulated = max((mark.micro_batch for mark, _ in parts), default=0) + 1
     whole = replay.run(events)
     found = replace(TimedStep().plus(whole), spans=whole.spans, flows=whole.flows)
@@ -235,7 +235,7 @@ def _scaled(step: TimedStep, by: float) -> TimedStep:
 
 
 def _time_stage(replay: ReplayRunner, events: Sequence[TraceEvent], accumulation: int, transfer: float) -> _TimedStage:
-    marked = [(mark, part) for mark, part in segments(events) if mark.phase in _COMPUTATIONS]
+    marked = [(mark, part) for mark, part in marked_parts(events) if mark.phase in _COMPUTATIONS]
     # The last backward of a chunk also reduces gradients, so the first represents all.
     first = {(mark.chunk, mark.phase): part for mark, part in reversed(marked)}
     parts = {key: replay.run(part) for key, part in first.items()}

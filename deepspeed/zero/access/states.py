@@ -93,7 +93,7 @@ class _TrainedParam:
         fragment = self.master.fragment(self.address.tile)
         if fragment is None:
             return None
-        return next((r for r in self.master.runs if r.span.start <= fragment.slice_start < r.span.stop), None)
+        return next((r for r in self.master.runs if r.interval.start <= fragment.slice_start < r.interval.stop), None)
 
     def states(self) -> dict[str, Any]:
         """Returns the optimizer state of that run."""
@@ -120,7 +120,7 @@ class _TrainedParam:
         """Returns this rank's part of a per-element state, as a view."""
         run, fragment = self.run(), self.master.fragment(self.address.tile)
         assert run is not None and fragment is not None
-        start = fragment.slice_start - run.span.start
+        start = fragment.slice_start - run.interval.start
         return value.view(-1)[start : start + fragment.numel]
 
 

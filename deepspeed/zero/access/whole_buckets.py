@@ -127,7 +127,7 @@ def _states(runtime: ZeroRuntime, master: MasterBucket, key: str, dtype: torch.d
     for run in master.runs:
         value = runtime.optimizer.optimizer.state.get(run.param, {}).get(key)
         if isinstance(value, torch.Tensor) and value.dim() > 0:
-            flat[run.span.start : run.span.start + value.numel()].copy_(value.view(-1))
+            flat[run.interval.start : run.interval.start + value.numel()].copy_(value.view(-1))
     return flat
 
 
@@ -319,7 +319,7 @@ def _contents(runtime: ZeroRuntime, bucket: Bucket, kind: str) -> list[int]:
         value = states.get(kind)
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             code = max(code, 1 + _number(value.dtype))
-            for tile, _, _ in master.tile_spans(run.span):
+            for tile, _, _ in master.tile_intervals(run.interval):
                 flags[tile] = 1
         elif states:
             code = len(DTYPES) + 1

@@ -62,7 +62,7 @@ class BucketMomentum:
         ends = [0]
         for tile in trained:
             ends.append(ends[-1] + layout.tiles[tile].numel)
-        self._tensors = [_Tensor(tile, *span) for tile, span in zip(trained, _spans(ends), strict=True)]
+        self._tensors = [_Tensor(tile, *interval) for tile, interval in zip(trained, _intervals(ends), strict=True)]
         self.numel = ends[-1]
         size = self._transport.size
         padded = padded_numel(self.numel, size)
@@ -124,7 +124,7 @@ class BucketMomentum:
         for run in master.runs:
             state = self._optimizer.state.get(run.param) or {}
             if key in state:
-                flat[lower + run.span.start : lower + run.span.stop] = state[key].view(-1)
+                flat[lower + run.interval.start : lower + run.interval.stop] = state[key].view(-1)
         self.rounds += 1
         owners = master.transport
         owners.all_gather(flat, key=self._key(owners.owner), label=f"the momentum of {master.bucket.label}").wait()
@@ -230,8 +230,8 @@ class BucketMomentum:
         for run in self.master.runs:
             state = self._optimizer.state.get(run.param) or {}
             if key in state:
-                for tile, start, _ in self.master.tile_spans(run.span):
-                    offset = start - run.span.start
+                for tile, start, _ in self.master.tile_intervals(run.interval):
+                    offset = start - run.interval.start
                     numel = self.master.layout.tiles[tile].numel
                     found[tile] = state[key].view(-1)[offset : offset + numel]
         return found
@@ -396,5 +396,5 @@ class BucketMomentum:
             self.momentum.tensor.copy_(message)
 
 
-def _spans(ends: Sequence[int]) -> list[tuple[int, int]]:
+def _intervals(ends: Sequence[int]) -> list[tuple[int, int]]:
     return [(start, stop - start) for start, stop in pairwise(ends)]

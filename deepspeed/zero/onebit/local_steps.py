@@ -117,7 +117,7 @@ class LocalSteps(MomentumExchange):
             for run in master.runs:
                 state = optimizer.state[run.param]
                 if "anchor" not in state:
-                    group = optimizer.param_groups[run.span.param_group]
+                    group = optimizer.param_groups[run.interval.param_group]
                     optimizer.init_flat_state(group, run.param.data, state)
                     state["anchor"].copy_(run.param.data)
 
@@ -260,17 +260,17 @@ class LocalSteps(MomentumExchange):
         steps = torch.zeros(master.layout.numel, device=master.bucket.device)
         momenta = torch.zeros_like(steps)
         for run in master.runs:
-            place = slice(run.span.start, run.span.stop)
+            place = slice(run.interval.start, run.interval.stop)
             momenta[place] = optimizer.state[run.param]["exp_avg"]
             steps[place] = self._from_anchor(run)
         steps, momenta = self._mean(bucket, steps), self._mean(bucket, momenta)
         for run in master.runs:
-            state, group = optimizer.state[run.param], optimizer.param_groups[run.span.param_group]
+            state, group = optimizer.state[run.param], optimizer.param_groups[run.interval.param_group]
             denominator = denominator_of(state["exp_avg_sq"], group, optimizer.variance_updates)
             denominator.masked_fill_(denominator.isinf(), 0.0)
-            for tile, start, stop in master.tile_spans(run.span):
+            for tile, start, stop in master.tile_intervals(run.interval):
                 if flags[tile]:
-                    part, place = slice(start - run.span.start, stop - run.span.start), slice(start, stop)
+                    part, place = slice(start - run.interval.start, stop - run.interval.start), slice(start, stop)
                     state["exp_avg"][part] = momenta[place]
                     state["moved"][part] = steps[place] * denominator[part]
             torch.sub(state["anchor"], self._from_anchor(run), out=run.param.data.view(-1))
@@ -280,7 +280,7 @@ class LocalSteps(MomentumExchange):
     def _from_anchor(self, run: MasterRun) -> torch.Tensor:
         """Returns this rank's weights minus those at the last exchange."""
         optimizer = self.optimizer
-        state, group = optimizer.state[run.param], optimizer.param_groups[run.span.param_group]
+        state, group = optimizer.state[run.param], optimizer.param_groups[run.interval.param_group]
         farthest = farthest_of(group, optimizer.variance_updates) if optimizer.precondition else math.inf
         denominator = denominator_of(state["exp_avg_sq"], group, optimizer.variance_updates)
         return apart(state["moved"], denominator, farthest)
@@ -300,8 +300,8 @@ class LocalSteps(MomentumExchange):
                 if self.optimizer.phase is not Phase.LOCAL or not torch.equal(stand, weights):
                     state["anchor"].copy_(weights)
                     state["moved"].zero_()
-                for tile, start, stop in bucket.master.tile_spans(run.span):
-                    part = slice(start - run.span.start, stop - run.span.start)
+                for tile, start, stop in bucket.master.tile_intervals(run.interval):
+                    part = slice(start - run.interval.start, stop - run.interval.start)
                     flags[tile] = flags[tile] or bool(state["moved"][part].any())
             is_apart = is_apart or any(flags)
         if not is_apart:

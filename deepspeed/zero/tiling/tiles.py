@@ -6,7 +6,7 @@ in the tile: one for a cut of rows or columns; several where one tensor packs se
 of a gated MLP), where heads are uneven, or where experts are not side by side. Elements of a tile that lie in no region
 are padding (a vocabulary that was rounded up): they belong to no logical parameter.
 
-Regions suffice to find the elements of one tiling in another: :func:`spans`.
+Regions suffice to find the elements of one tiling in another: :func:`common_runs`.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def in_common(one: TileRegion, other: TileRegion) -> tuple[tuple[slice, ...], tu
     return _slices(tuple(places[0]), shape), _slices(tuple(places[1]), shape)
 
 
-class Span(NamedTuple):
+class CommonRun(NamedTuple):
     """Elements that are contiguous in two flattened tiles.
 
     Attributes:
@@ -233,21 +233,21 @@ class Span(NamedTuple):
     numel: int
 
 
-def spans(tile: Tile, start: int, stop: int, other: Tile) -> Iterator[Span]:
+def common_runs(tile: Tile, start: int, stop: int, other: Tile) -> Iterator[CommonRun]:
     """Yields where elements ``[start, stop)`` of the flattened ``tile`` lie in the flattened ``other``.
 
     Both are tiles of one logical parameter, cut in any way; what ``other`` does not have, and padding, is left out.
-    The spans of two regions come in order.
+    The runs of two regions come in order.
     """
     if start < stop:
         for mine in tile.regions:
             for theirs in other.regions:
-                yield from _spans(mine, tile.shape, start, stop, theirs, other.shape)
+                yield from _common_runs(mine, tile.shape, start, stop, theirs, other.shape)
 
 
-def _spans(
+def _common_runs(
     mine: TileRegion, shape: tuple[int, ...], start: int, stop: int, theirs: TileRegion, other_shape: tuple[int, ...]
-) -> Iterator[Span]:
+) -> Iterator[CommonRun]:
     common = _common((mine.whole, mine.shape), (theirs.whole, theirs.shape))
     if common is None:
         return
@@ -263,11 +263,11 @@ def _spans(
         if not extents[inner] == shape[inner] == other_shape[inner]:
             break
 
-    def walk(dim: int, here: int, there: int) -> Iterator[Span]:
+    def walk(dim: int, here: int, there: int) -> Iterator[CommonRun]:
         if dim == inner:
             low, high = max(here, start), min(here + length, stop)
             if low < high:
-                yield Span(low, there + low - here, high - low)
+                yield CommonRun(low, there + low - here, high - low)
             return
         stride, other_stride = strides[dim], other_strides[dim]
         for index in range(max(0, (start - here) // stride), min(extents[dim], -((here - stop) // stride))):

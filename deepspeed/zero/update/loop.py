@@ -224,11 +224,11 @@ class ChunkUpdater:
         """Returns the chunks of a master to be updated: none if other ranks own all parameters with a gradient."""
         numel = master.flat.numel()
         step = self._strategies[master.tier].chunk_numel or numel
-        spans = [run.span for run in master.runs if used[master.tile_spans(run.span)[0][0]]]
+        intervals = [run.interval for run in master.runs if used[master.tile_intervals(run.interval)[0][0]]]
         return [
             UpdateSlice(master, gradients, used, start, min(start + step, numel))
             for start in range(0, numel, step or 1)
-            if any(span.start < start + step and start < span.stop for span in spans)
+            if any(interval.start < start + step and start < interval.stop for interval in intervals)
         ]
 
     def _keep_states(self, work: Sequence[tuple[MasterBucket, GradientBucket, list[bool]]]) -> None:
@@ -238,11 +238,11 @@ class ChunkUpdater:
             if master.tier is Tier.DEVICE:
                 continue
             for run in master.runs:
-                if not used[master.tile_spans(run.span)[0][0]]:
+                if not used[master.tile_intervals(run.interval)[0][0]]:
                     continue
-                key = (run.span.param_group, master.flat.dtype)
+                key = (run.interval.param_group, master.flat.dtype)
                 if key not in initial:
-                    group = self._optimizer.param_groups[run.span.param_group]
+                    group = self._optimizer.param_groups[run.interval.param_group]
                     initial[key] = first_state(self._flat, group, master.flat.dtype)
                 master.keep_state(run, self._optimizer.state[run.param], initial[key])
 
@@ -278,26 +278,26 @@ def update_chunk(
     master = chunk.master
     updated: list[slice] = []
     for run in master.runs:
-        span = run.span
-        start, stop = max(span.start, chunk.start), min(span.stop, chunk.stop)
-        if start >= stop or not chunk.used[master.tile_spans(span)[0][0]]:
+        interval = run.interval
+        start, stop = max(interval.start, chunk.start), min(interval.stop, chunk.stop)
+        if start >= stop or not chunk.used[master.tile_intervals(interval)[0][0]]:
             continue
         state = states[run.param]
         part = slice(start - chunk.start, stop - chunk.start)
-        is_whole = (start, stop) == (span.start, span.stop) and operands.states is None
-        local = state if is_whole else _state_part(state, span.numel, start - span.start, stop - start)
+        is_whole = (start, stop) == (interval.start, interval.stop) and operands.states is None
+        local = state if is_whole else _state_part(state, interval.numel, start - interval.start, stop - start)
         if operands.states is not None:
             local.update((key, tensor[part]) for key, tensor in operands.states.items() if key in state)
         # Passed only if needed: a program's own optimizer may lack the argument.
         rounding = {} if number is None else {"rounding": ElementRounding(number, master.intervals(run, start, stop))}
         flat.flat_update(
-            groups[span.param_group],
+            groups[interval.param_group],
             operands.master[part],
             operands.grad[part],
             local,
             grad_scale=factor,
             out=None if operands.out is None else operands.out[part],
-            advance_step=start == span.start,
+            advance_step=start == interval.start,
             **rounding,
         )
         if local is not state and "step" in local:

@@ -17,7 +17,7 @@ from deepspeed.zero.storage import MemoryTracker, StorageKind, storage_key
 from deepspeed.zero.tiling.layout import DATA
 from deepspeed.zero.update.base_optimizer import ZeROOptimizer
 from deepspeed.zero.update.driver import UpdateDriver
-from deepspeed.zero.update.masters import MasterBucket, MasterRun, PublishWork, cut_state, segment_tables, split_state
+from deepspeed.zero.update.masters import MasterBucket, MasterRun, PublishWork, cut_state, fragment_tables, split_state
 from deepspeed.zero.update.speculation import SpeculativeUpdater
 
 
@@ -70,7 +70,7 @@ class MasterOptimizer(ZeROOptimizer):
         self._reload: Callable[..., None] | None = None
         self._steps = 0
         self._skipped_in_a_row = 0
-        self._needs_segments = callable(getattr(optimizer, "attach_segments", None))
+        self._needs_fragments = callable(getattr(optimizer, "attach_segments", None))
         self._attach_segments()
 
     @property
@@ -213,7 +213,7 @@ class MasterOptimizer(ZeROOptimizer):
             "optimizer": torchs(self.optimizer.state_dict)(),
             "loss_scaler": self.loss_scaler.state_dict() if self.loss_scaler is not None else None,
             "masters": [master.flat.clone() for master in self._masters],
-            "runs": self._spans_of_groups(),
+            "runs": self._intervals_of_groups(),
             "skipped_in_a_row": self._skipped_in_a_row,
             "steps": self._steps,
         }
@@ -246,10 +246,10 @@ class MasterOptimizer(ZeROOptimizer):
         self._skipped_in_a_row = state_dict["skipped_in_a_row"]
         self.steps = state_dict.get("steps", self._steps)  # earlier versions did not save it
 
-    def _spans_of_groups(self) -> list[list[tuple[int, int, int]]]:
+    def _intervals_of_groups(self) -> list[list[tuple[int, int, int]]]:
         """Returns ``(master, start, stop)`` of every run, in the order of the params lists of the groups."""
         places = {
-            id(run.param): (number, run.span.start, run.span.stop)
+            id(run.param): (number, run.interval.start, run.interval.stop)
             for number, master in enumerate(self._masters)
             for run in master.runs
         }
@@ -266,24 +266,26 @@ class MasterOptimizer(ZeROOptimizer):
         if "runs" not in state_dict:  # earlier versions did not save it
             return saved
         indices = [index for group in saved["param_groups"] for index in group["params"]]
-        spans = [span for of_group in state_dict["runs"] for span in of_group]
+        intervals = [interval for of_group in state_dict["runs"] for interval in of_group]
         by_master: dict[int, list[tuple[int, int, int]]] = {}
-        for index, (number, start, stop) in zip(indices, spans, strict=True):
+        for index, (number, start, stop) in zip(indices, intervals, strict=True):
             by_master.setdefault(number, []).append((start, stop, index))
 
         def origin(number: int, start: int) -> tuple[int, int, int] | None:
-            return next((span for span in by_master.get(number, ()) if span[0] <= start < span[1]), None)
+            return next(
+                (interval for interval in by_master.get(number, ()) if interval[0] <= start < interval[1]), None
+            )
 
         labels: list[list[Any]] = []
         for number, master in enumerate(self._masters):
             labels.append([None] * len(master.layout.tiles))
             for run in master.runs:
-                for tile, start, _ in master.tile_spans(run.span):
+                for tile, start, _ in master.tile_intervals(run.interval):
                     labels[number][tile] = origin(number, start)
         self.cut_runs(labels)
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
-        for group, of_group in zip(saved["param_groups"], self._spans_of_groups(), strict=True):
+        for group, of_group in zip(saved["param_groups"], self._intervals_of_groups(), strict=True):
             first = sum(len(made["params"]) for made in groups)
             groups.append({**group, "params": list(range(first, first + len(of_group)))})
             for position, (number, start, stop) in enumerate(of_group, first):
@@ -365,7 +367,7 @@ class MasterOptimizer(ZeROOptimizer):
         """
         for master in masters:
             for run in master.runs:
-                self.optimizer.param_groups[run.span.param_group]["params"].append(run.param)
+                self.optimizer.param_groups[run.interval.param_group]["params"].append(run.param)
         if self.speculation is not None:
             self.speculation.add_masters()
         self._attach_segments()
@@ -379,7 +381,7 @@ class MasterOptimizer(ZeROOptimizer):
         self.driver.end()
 
     def _replace_run(self, run: MasterRun, cut: list[MasterRun]) -> None:
-        params = self.optimizer.param_groups[run.span.param_group]["params"]
+        params = self.optimizer.param_groups[run.interval.param_group]["params"]
         position = next(index for index, param in enumerate(params) if param is run.param)
         params[position : position + 1] = [new.param for new in cut]
         state = self.optimizer.state.pop(run.param, None)
@@ -388,8 +390,8 @@ class MasterOptimizer(ZeROOptimizer):
                 self.optimizer.state[new.param] = split_state(state, run, new)
 
     def _attach_segments(self) -> None:
-        if self._needs_segments:
-            tables = segment_tables(self._masters, self._groups.other_parts)
+        if self._needs_fragments:
+            tables = fragment_tables(self._masters, self._groups.other_parts)
             self.optimizer.attach_segments(*tables)  # type: ignore[attr-defined]
 
     def count_state(self) -> int:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from deepspeed.comm.transports.transport import Transport, Work
+from deepspeed.ops.fragments import CutTensors, FragmentTable, SharedTensor, TensorFragment
 from deepspeed.ops.rounding import ParameterInterval
-from deepspeed.ops.segments import CutTensors, Segment, SegmentTable, SharedTensor
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import Memory, MemoryTracker, StorageKind
@@ -31,11 +31,11 @@ class MasterRun:
 
     Attributes:
         param: 1-D view of the master (in the shape of its one parameter if the optimizer needs shapes).
-        span: Where it lies in the master.
+        interval: Where it lies in the master.
     """
 
     param: torch.nn.Parameter
-    span: Run
+    interval: Run
 
 
 class MasterBucket:
@@ -93,10 +93,10 @@ class MasterBucket:
             memory.settle()
             self.out = compute
         self.states: dict[str, torch.Tensor] = {}
-        self._spans: dict[Run, list[tuple[int, int, int]]] = {}
+        self._tile_intervals: dict[Run, list[tuple[int, int, int]]] = {}
         self.fragments: tuple[Fragment, ...] = self.layout.fragments(self.rank)
-        spans = self._tensor_spans() if whole_tensors else list(self.layout.runs(self.rank))
-        self.runs = [self._run(span, whole_tensors) for span in spans]
+        runs = self._runs_of_tensors() if whole_tensors else list(self.layout.runs(self.rank))
+        self.runs = [self._run(run, whole_tensors) for run in runs]
 
     @property
     def is_sharded(self) -> bool:
@@ -152,7 +152,7 @@ class MasterBucket:
                     state[key] = first.clone() if isinstance(first, torch.Tensor) else first
                 continue
             place = self.state_tensor(key, first.dtype if present is None else present.dtype)
-            place = place[run.span.start : run.span.stop]
+            place = place[run.interval.start : run.interval.stop]
             if present is None:
                 self.memory.initialize(place, float(first[0]))
             elif present.data_ptr() == place.data_ptr():
@@ -161,14 +161,14 @@ class MasterBucket:
                 place.copy_(present)
             state[key] = place
 
-    def _run(self, span: Run, whole_tensor: bool = False) -> MasterRun:
-        view = self.flat[span.start : span.stop]
+    def _run(self, interval: Run, whole_tensor: bool = False) -> MasterRun:
+        view = self.flat[interval.start : interval.stop]
         if whole_tensor:
-            tile = self.layout.tiles[self.tile_spans(span)[0][0]]
+            tile = self.layout.tiles[self.tile_intervals(interval)[0][0]]
             view = view[: tile.numel].view(tile.shape)
-        return MasterRun(torch.nn.Parameter(view), span)
+        return MasterRun(torch.nn.Parameter(view), interval)
 
-    def _tensor_spans(self) -> list[Run]:
+    def _runs_of_tensors(self) -> list[Run]:
         ends = (*self.layout.starts[1:], self.layout.numel)
         return [
             Run(tile.param_group, start, end)
@@ -176,13 +176,13 @@ class MasterBucket:
             if tile.param_group >= 0 and tile.numel
         ]
 
-    def tile_spans(self, run: Run) -> list[tuple[int, int, int]]:
+    def tile_intervals(self, run: Run) -> list[tuple[int, int, int]]:
         """Returns ``(tile, start, stop)`` for each tile inside ``run``, padding included, in elements of the master."""
-        if run not in self._spans:
-            self._spans[run] = self._find_tile_spans(run)
-        return self._spans[run]
+        if run not in self._tile_intervals:
+            self._tile_intervals[run] = self._find_tile_intervals(run)
+        return self._tile_intervals[run]
 
-    def _find_tile_spans(self, run: Run) -> list[tuple[int, int, int]]:
+    def _find_tile_intervals(self, run: Run) -> list[tuple[int, int, int]]:
         lower, _ = self.layout.slice_bounds(self.rank)
         ends = (*self.layout.starts[1:], self.layout.numel)
         found = []
@@ -196,7 +196,7 @@ class MasterBucket:
         """Returns which parameters lie where in elements ``[start, stop)`` of the master, all of them in ``run``."""
         lower, _ = self.layout.slice_bounds(self.rank)
         found = []
-        for tile, first, last in self.tile_spans(run.span):
+        for tile, first, last in self.tile_intervals(run.interval):
             begin, end = max(first, start), min(last, stop)
             if begin < end:
                 place = begin + lower - self.layout.starts[tile]
@@ -214,14 +214,14 @@ class MasterBucket:
             The new runs; ``[run]`` itself if no cut is needed.
         """
         ranges: list[tuple[Any, int, int]] = []
-        for tile, start, stop in self.tile_spans(run.span):
+        for tile, start, stop in self.tile_intervals(run.interval):
             if ranges and ranges[-1][0] == labels[tile]:
                 ranges[-1] = (labels[tile], ranges[-1][1], stop)
             else:
                 ranges.append((labels[tile], start, stop))
         if len(ranges) <= 1:
             return [run]
-        cut = [self._run(Run(run.span.param_group, start, stop)) for _, start, stop in ranges]
+        cut = [self._run(Run(run.interval.param_group, start, stop)) for _, start, stop in ranges]
         position = self.runs.index(run)
         self.runs[position : position + 1] = cut
         return cut
@@ -298,7 +298,7 @@ class MasterBucket:
                 self._memory_tracker.add(StorageKind.MASTER, tier, nbytes)
                 self.flat = copy(self.flat)
         for run in self.runs:
-            run.param.data = self.flat[run.span.start :][: run.param.numel()].view(run.param.shape)
+            run.param.data = self.flat[run.interval.start :][: run.param.numel()].view(run.param.shape)
 
     def _compute(self) -> torch.Tensor:
         """Returns the compute tensor that belongs to this master."""
@@ -351,7 +351,7 @@ class PublishWork:
 
 def split_state(state: dict[str, Any], old: MasterRun, new: MasterRun) -> dict[str, Any]:
     """Returns the optimizer state of ``new``, a part of ``old``: views of per-element tensors, copies of the rest."""
-    return cut_state(state, old.span.numel, new.span.start - old.span.start, new.span.numel)
+    return cut_state(state, old.interval.numel, new.interval.start - old.interval.start, new.interval.numel)
 
 
 def cut_state(state: dict[str, Any], of: int, offset: int, numel: int) -> dict[str, Any]:
@@ -368,7 +368,7 @@ def cut_state(state: dict[str, Any], of: int, offset: int, numel: int) -> dict[s
     return made
 
 
-def segment_tables(masters: list[MasterBucket], other_parts: object | None = None) -> list[SegmentTable]:
+def fragment_tables(masters: list[MasterBucket], other_parts: object | None = None) -> list[FragmentTable]:
     """Returns which parts of which parameters every run holds, for optimizers that need whole-tensor information.
 
     Args:
@@ -382,27 +382,27 @@ def segment_tables(masters: list[MasterBucket], other_parts: object | None = Non
     together: dict[int | None, list[MasterBucket]] = {}
     for master in masters:
         together.setdefault(id(master.transport) if master.is_sharded else None, []).append(master)
-    return [_segment_table(members, other_parts) for members in together.values() or [[]]]
+    return [_fragment_table(members, other_parts) for members in together.values() or [[]]]
 
 
-def _segment_table(masters: list[MasterBucket], other_parts: object | None) -> SegmentTable:
+def _fragment_table(masters: list[MasterBucket], other_parts: object | None) -> FragmentTable:
     """Returns the table of masters that are cut over the same ranks."""
-    by_param: dict[int, tuple[Segment, ...]] = {}
+    by_param: dict[int, tuple[TensorFragment, ...]] = {}
     shared: list[SharedTensor] = []
     first = 0
     for master in masters:
         for run in master.runs:
-            by_param[id(run.param)] = tuple(_segments(master, run, first))
+            by_param[id(run.param)] = tuple(_fragments(master, run, first))
         shared += _shared_tensors(master.layout, first)
         first += len(master.layout.tiles)
     parts = None if other_parts is None else _cut_tensors(masters, other_parts)
     if not masters or not masters[0].is_sharded:
-        return SegmentTable(by_param, first, None, tuple(shared), cut=parts)
+        return FragmentTable(by_param, first, None, tuple(shared), cut=parts)
     transport, owners = masters[0].transport, masters[0].bucket.group
     along = owners.owners if owners.is_spread else owners.reduce
     ranks = tuple(transport.rank_at(position) for position in range(transport.size))
     in_job = tuple(transport.ranks[rank] for rank in ranks) if transport.ranks else ()
-    return SegmentTable(by_param, first, along.group, tuple(shared), ranks, transport.rank, parts, along.axis, in_job)
+    return FragmentTable(by_param, first, along.group, tuple(shared), ranks, transport.rank, parts, along.axis, in_job)
 
 
 def _cut_tensors(masters: list[MasterBucket], group: object) -> CutTensors | None:
@@ -421,14 +421,14 @@ def _cut_tensors(masters: list[MasterBucket], group: object) -> CutTensors | Non
     return CutTensors(group, columns, counts)
 
 
-def _segments(master: MasterBucket, run: MasterRun, first: int) -> Iterator[Segment]:
-    """Returns the segments of a run; ``first`` is the number of the bucket's first tensor."""
+def _fragments(master: MasterBucket, run: MasterRun, first: int) -> Iterator[TensorFragment]:
+    """Returns the fragments of a run; ``first`` is the number of the bucket's first tensor."""
     for fragment in master.fragments:
-        start = fragment.slice_start - run.span.start
-        if 0 <= start < run.span.numel:
+        start = fragment.slice_start - run.interval.start
+        if 0 <= start < run.interval.numel:
             tile = master.layout.tiles[fragment.tile]
             index, stop = first + fragment.tile, start + fragment.numel
-            yield Segment(tile.name, index, start, stop, fragment.tile_start, tile.shape)
+            yield TensorFragment(tile.name, index, start, stop, fragment.tile_start, tile.shape)
 
 
 def _shared_tensors(layout: BucketLayout, first: int) -> Iterator[SharedTensor]:
@@ -458,7 +458,7 @@ def move_to_runs(optimizer: torch.optim.Optimizer, masters: list[MasterBucket]) 
         for run in list(master.runs):
             master.split(run, counters)
         for run in master.runs:
-            optimizer.param_groups[run.span.param_group]["params"].append(run.param)
+            optimizer.param_groups[run.interval.param_group]["params"].append(run.param)
             state = _cut_state(master, run, states, master.whole_tensors)
             if state:
                 optimizer.state[run.param] = state
@@ -477,7 +477,7 @@ def _cut_state(master: MasterBucket, run: MasterRun, states: dict[int, Any], who
     """Returns the state of a run, put together from the state of the parameters it holds."""
     made: dict[str, Any] = {}
     for fragment in master.fragments:
-        if not run.span.start <= fragment.slice_start < run.span.stop:
+        if not run.interval.start <= fragment.slice_start < run.interval.stop:
             continue
         parameter = master.bucket.params[fragment.tile]
         tile = master.layout.tiles[fragment.tile]
@@ -486,9 +486,11 @@ def _cut_state(master: MasterBucket, run: MasterRun, states: dict[int, Any], who
                 if whole_tensors:
                     made[key] = value.to(run.param.device)
                     continue
-                whole = made.setdefault(key, torch.zeros(run.span.numel, dtype=value.dtype, device=run.param.device))
+                whole = made.setdefault(
+                    key, torch.zeros(run.interval.numel, dtype=value.dtype, device=run.param.device)
+                )
                 part = value.reshape(-1)[fragment.tile_start : fragment.tile_start + fragment.numel]
-                offset = fragment.slice_start - run.span.start
+                offset = fragment.slice_start - run.interval.start
                 whole[offset : offset + fragment.numel].copy_(part)
             else:
                 made.setdefault(key, value.clone() if isinstance(value, torch.Tensor) else value)

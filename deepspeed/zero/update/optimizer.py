@@ -278,10 +278,10 @@ class DeepSpeedZeroOptimizer(MasterOptimizer):
         for master, gradients, flags in zip(self._masters, self._reducer.buckets, used, strict=True):
             grad = gradients.result
             for run in master.runs:
-                if grad is None or not flags[master.tile_spans(run.span)[0][0]]:
+                if grad is None or not flags[master.tile_intervals(run.interval)[0][0]]:
                     run.param.grad = None
                     continue
-                part = grad[run.span.start : run.span.stop].to(run.param.dtype)
+                part = grad[run.interval.start : run.interval.stop].to(run.param.dtype)
                 if factor is not None:
                     part = part * factor
                 run.param.grad = part[: run.param.numel()].view(run.param.shape)

@@ -134,7 +134,7 @@ class ShadowMaster:
             for key, value in state.get(run.param, {}).items():
                 if not isinstance(value, torch.Tensor) or value.dim() == 0:
                     continue
-                if key not in self.states or value.data_ptr() != places[key][run.span.start :].data_ptr():
+                if key not in self.states or value.data_ptr() != places[key][run.interval.start :].data_ptr():
                     return False
         return all(state.get(run.param) for run in runs)
 
@@ -152,7 +152,7 @@ class ShadowMaster:
         else:
             master.flat, self.flat = self.flat, master.flat
             for run in master.runs:
-                run.param.data = master.flat[run.span.start :][: run.param.numel()].view(run.param.shape)
+                run.param.data = master.flat[run.interval.start :][: run.param.numel()].view(run.param.shape)
         for key in self.states:
             master.states[key], self.states[key] = self.states[key], master.states[key]
 
@@ -279,7 +279,7 @@ class SpeculativeUpdate:
         places = shadow.master.states
         # Including runs that were not updated: their states have been copied to the other set.
         for run in shadow.master.runs:
-            state, part = optimizer.state.get(run.param, {}), slice(run.span.start, run.span.stop)
+            state, part = optimizer.state.get(run.param, {}), slice(run.interval.start, run.interval.stop)
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     if key in places and value.data_ptr() == shadow.states[key][part].data_ptr():
@@ -356,7 +356,7 @@ class SpeculativeUpdater:
             return
         used, state = list(gradients.used), self._optimizer.state
         runs = _used_runs(shadow.master, used)
-        whole = all(len({used[tile] for tile, _, _ in shadow.master.tile_spans(run.span)}) == 1 for run in runs)
+        whole = all(len({used[tile] for tile, _, _ in shadow.master.tile_intervals(run.interval)}) == 1 for run in runs)
         if not runs or not whole or not shadow.fits(state, runs):
             return
         started = SpeculativeUpdate(
@@ -451,11 +451,11 @@ class SpeculativeUpdater:
 
 
 def _used_runs(master: MasterBucket, used: Sequence[bool]) -> list[MasterRun]:
-    return [run for run in master.runs if used[master.tile_spans(run.span)[0][0]]]
+    return [run for run in master.runs if used[master.tile_intervals(run.interval)[0][0]]]
 
 
 def _groups_of(runs: Sequence[MasterRun]) -> list[int]:
-    return sorted({run.span.param_group for run in runs})
+    return sorted({run.interval.param_group for run in runs})
 
 
 def _copy_of_group(group: dict[str, Any]) -> dict[str, Any]:
@@ -477,7 +477,7 @@ def _shadow_state(shadow: ShadowMaster, run: MasterRun, state: dict[str, Any]) -
     made: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            made[key] = shadow.states[key][run.span.start : run.span.stop] if value.dim() else value.clone()
+            made[key] = shadow.states[key][run.interval.start : run.interval.stop] if value.dim() else value.clone()
         else:
             made[key] = value
     return made

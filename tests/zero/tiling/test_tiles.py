@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.zero.tiling.parts import part_of_placements
-from deepspeed.zero.tiling.tiles import Span, Tile, TilePart, TileRegion, first_overlap, spans
+from deepspeed.zero.tiling.tiles import CommonRun, Tile, TilePart, TileRegion, common_runs, first_overlap
 
 SHAPES = st.one_of(
     st.just(()),
@@ -88,7 +88,9 @@ def test_spans_equal_those_of_the_elements(both, data):
                 for place, number in enumerate(here.tolist())
                 if start <= place < stop and number in there
             }
-            found = [(s.start + i, s.other_start + i) for s in spans(tile, start, stop, other) for i in range(s.numel)]
+            found = [
+                (s.start + i, s.other_start + i) for s in common_runs(tile, start, stop, other) for i in range(s.numel)
+            ]
             assert len(found) == len(set(found)) and set(found) == expected
 
 
@@ -109,9 +111,9 @@ def test_any_tiling_is_filled_from_any_other(both, data):
         out = torch.zeros(tile.numel)
         for rank in range(ranks):
             for other, values in zip(theirs, held, strict=True):
-                for span in spans(tile, rank * length, min((rank + 1) * length, tile.numel), other):
-                    part = values[span.other_start : span.other_start + span.numel]
-                    out[span.start : span.start + span.numel] = part
+                for run in common_runs(tile, rank * length, min((rank + 1) * length, tile.numel), other):
+                    part = values[run.other_start : run.other_start + run.numel]
+                    out[run.start : run.start + run.numel] = part
         expected = torch.zeros(tile.shape)
         for region in tile.regions:
             expected[region.in_tile] = whole[region.in_whole]
@@ -141,10 +143,10 @@ def test_how_many_spans_a_cut_costs():
     whole = Tile("w", (8, 6))
     rows = Tile("w", (4, 6), part=TilePart.cut("w", (8, 6), 0, [(4, 8)]))
     columns = Tile("w", (8, 3), part=TilePart.cut("w", (8, 6), 1, [(3, 6)]))
-    assert list(spans(whole, 5, 40, whole)) == [Span(5, 5, 35)]
-    assert list(spans(rows, 0, 24, whole)) == [Span(0, 24, 24)]
-    assert list(spans(columns, 2, 8, whole)) == [Span(2, 5, 1), Span(3, 9, 3), Span(6, 15, 2)]
-    assert list(spans(rows, 0, 24, columns)) == [Span(3 + 6 * row, 12 + 3 * row, 3) for row in range(4)]
+    assert list(common_runs(whole, 5, 40, whole)) == [CommonRun(5, 5, 35)]
+    assert list(common_runs(rows, 0, 24, whole)) == [CommonRun(0, 24, 24)]
+    assert list(common_runs(columns, 2, 8, whole)) == [CommonRun(2, 5, 1), CommonRun(3, 9, 3), CommonRun(6, 15, 2)]
+    assert list(common_runs(rows, 0, 24, columns)) == [CommonRun(3 + 6 * row, 12 + 3 * row, 3) for row in range(4)]
 
 
 def test_packed_uneven_and_padded():
@@ -153,11 +155,11 @@ def test_packed_uneven_and_padded():
     assert [region.whole for region in first.regions] == [(0, 0), (3, 0), (6, 0)]
     assert [region.tile for region in first.regions] == [(0, 0), (2, 0), (4, 0)]
     tile = Tile("qkv", (6, 2), part=first)
-    assert not tile.is_padded and [s.other_start for s in spans(tile, 0, 12, tile.whole())] == [0, 6, 12]
+    assert not tile.is_padded and [s.other_start for s in common_runs(tile, 0, 12, tile.whole())] == [0, 6, 12]
     last = Tile("wte", (4, 2), part=TilePart.cut("wte", (7, 2), 0, [(4, 7)]))
-    assert last.is_padded and list(spans(last, 0, 8, last.whole())) == [Span(0, 8, 6)]
+    assert last.is_padded and list(common_runs(last, 0, 8, last.whole())) == [CommonRun(0, 8, 6)]
     nothing = Tile("wte", (0, 2), part=TilePart.cut("wte", (7, 2), 0, [(7, 7)]))
-    assert nothing.regions == () and list(spans(nothing, 0, 0, last)) == []
+    assert nothing.regions == () and list(common_runs(nothing, 0, 0, last)) == []
 
 
 @pytest.mark.parametrize(
