@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -263,7 +264,7 @@ def peer_environment(ranks: int) -> Iterator[PeerOperations]:
             for context in (
                 mock.patch.object(torch, "meta", RecordingDevice(count.trace), create=True),
                 mock.patch.object(FSDPParamGroup, "_validate_no_meta_params"),
-                mock.patch("torch.optim.adam._device_dtype_check_for_fused"),
+                mock.patch.object(import_module("torch.optim.adam"), "_device_dtype_check_for_fused"),
                 count.counting(),
             ):
                 stack.enter_context(context)

@@ -112,18 +112,18 @@ def test_describe_what_python_prints():
         "class A:\n  def f(self):\n    class OwnError(Exception): ...\n    raise OwnError('boom')\n"
         "try: A().f()\nexcept Exception as error:\n  first = error\n"
     )
-    ends = {
-        "raise first": (b"A.f.<locals>.OwnError: boom", "<string>:4 in f"),
-        "raise ExceptionGroup('several', [ValueError(1), ExceptionGroup('more', [first])])": (
+    ends = {"raise first": (b"A.f.<locals>.OwnError: boom", "<string>:4 in f")}
+    if sys.version_info >= (3, 11):
+        ends["raise ExceptionGroup('several', [ValueError(1), ExceptionGroup('more', [first])])"] = (
             b"ExceptionGroup: several (2 sub-exceptions)\n"
             b"  +-+---------------- 1 ----------------\n    | ValueError: 1",
             "<string>:8 in <module>",
-        ),
-    }
+        )
     for end, (exception, place) in ends.items():
         done = subprocess.run([sys.executable, "-c", code + end], capture_output=True, timeout=60)
         report = describe(done.stderr.splitlines())
-        assert report is not None and report.exception.startswith(exception) and report.place == place
+        assert report is not None and report.place == place
+        assert report.exception.removeprefix(b"__main__.").startswith(exception)  # Python 3.10 names the module
 
 
 def test_a_native_error_at_shutdown_does_not_hide_the_exception():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,7 @@ def run(folder: Path, script: str, *, forked: bool) -> tuple[int, str, str]:
         capture_output=True,
         text=True,
         start_new_session=not forked,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job of a shell ignores it
         env={**os.environ, "ADDED": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
         timeout=60,
     )

@@ -106,9 +106,8 @@ LLAMA = {
 
 
 def _llama(tied: bool) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**LLAMA, tie_word_embeddings=tied)
+    transformers = pytest.importorskip("transformers")
+    return transformers.LlamaConfig(**LLAMA, tie_word_embeddings=tied)
 
 
 TRANSFORMERS = [

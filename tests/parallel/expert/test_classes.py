@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from huggingface_hub.errors import StrictDataclassError
 
 from deepspeed.models.stacked_experts import lacks, takes_all
 from deepspeed.parallel.expert.spread import Spread, is_stack, spread
+
+transformers = pytest.importorskip("transformers")
+errors = pytest.importorskip("huggingface_hub.errors")
 
 _SMALL = {
     "hidden_size": 16, "moe_latent_size": None,
@@ -54,12 +55,12 @@ def _built(kind: Any, configs: list[Any]) -> Any:
             config = config_class()
             for key, value in _SMALL.items():
                 if hasattr(config, key):
-                    with contextlib.suppress(StrictDataclassError):  # one number per layer, say: stays as it is
+                    with contextlib.suppress(errors.StrictDataclassError):  # one number per layer, say: stays as it is
                         setattr(config, key, value)
             config._experts_implementation = "eager"
             wants = list(inspect.signature(kind.__init__).parameters)[2:]
             return kind(config, 12) if any("size" in name for name in wants) else kind(config)
-        except (AttributeError, TypeError, ValueError, StrictDataclassError):
+        except (AttributeError, TypeError, ValueError, errors.StrictDataclassError):
             continue  # the configuration of another part
     return None
 
