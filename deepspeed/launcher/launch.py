@@ -34,6 +34,7 @@ from deepspeed.launcher.failures import find_failure_file
 from deepspeed.launcher.placing import PROGRAMS, find_placed
 from deepspeed.launcher.ports import PortClaim, RequestedPort, agreed_port, claim_port
 from deepspeed.launcher.resources import LauncherError, decode_world_info
+from deepspeed.launcher.screen import open_standard_streams
 from deepspeed.launcher.selection import hosts_of_step
 from deepspeed.logging import logger, set_log_level_from_string
 from deepspeed.ports import DEFAULT_PORT
@@ -161,6 +162,7 @@ def _launch(args: argparse.Namespace) -> int:
         raise NotYetSupportedError(
             "the launcher needs a POSIX system; here, start each rank with RANK and WORLD_SIZE set"
         )
+    open_standard_streams()  # before any socket
     set_log_level_from_string("error" if args.quiet else args.log_level)
     _check_script(args)
     hosts = _hosts(args)

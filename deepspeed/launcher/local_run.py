@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any
 
 from deepspeed.exit_notes import NOTES, ExitNotes
 from deepspeed.launcher import processes
@@ -85,7 +85,6 @@ class LocalRun:
         grace: float | None = None,
         stop_signal: int | None = None,
     ) -> None:
-        _open_standard_streams()
         self._handed_on = handed_on_signals(stop_signal)
         self._stop_signal = stop_signal
         self._stop_at: float | None = None  # when the ranks must have ended after it
@@ -107,7 +106,7 @@ class LocalRun:
         self._states = {
             worker.rank: RankState(worker.rank, errors) for worker, errors in zip(workers, self._errors, strict=True)
         }
-        self._logs: list[BinaryIO] = [path.open("ab", buffering=0) for path in logs or ()]
+        self._logs = dict(enumerate(path.open("ab", buffering=0) for path in logs or ()))
         self._selector = selectors.DefaultSelector()
         self._received = b""
         self._first: Failure | None = None
@@ -155,7 +154,7 @@ class LocalRun:
             processes.adopt_orphans(False)
             self._selector.close()
             self._channel.close()
-            for log in self._logs:
+            for log in self._logs.values():
                 log.close()
             shutil.rmtree(notes, ignore_errors=True)
 
@@ -292,8 +291,13 @@ class LocalRun:
             os.close(key.fd)
             return False
         stream.feed(data)
-        if self._logs:
-            self._logs[index].write(data)
+        if index in self._logs:
+            try:
+                self._logs[index].write(data)
+            except OSError as error:  # such as a full disk, which is no reason to end the ranks
+                log = self._logs.pop(index)
+                self._print_line(f"{log.name}: cannot write: {error.strerror}; it ends here, the ranks continue")
+                log.close()
         return True
 
     def _drain(self, rank: int | None = None) -> None:
@@ -573,13 +577,6 @@ def _write_run_report(folder: Path) -> str:
     if done.returncode:
         return f"run report: ds_report_run {folder} failed: {(done.stderr.splitlines() or ['no message'])[-1]}"
     return f"run report: {done.stdout.strip()}"
-
-
-def _open_standard_streams() -> None:
-    """Opens descriptors 0 to 2 if the caller closed them: new pipes must not get these numbers."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
 
 
 def _become_supervisor(supervisor: Supervisor) -> None:

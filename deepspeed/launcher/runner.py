@@ -40,6 +40,7 @@ from deepspeed.launcher.resources import (
     parse_inclusion_exclusion,
     parse_resource_filter,
 )
+from deepspeed.launcher.screen import open_standard_streams
 from deepspeed.launcher.selection import RankSelection, processor_options, select_slots
 from deepspeed.logging import logger, set_log_level_from_string
 from deepspeed.ports import DEFAULT_PORT
@@ -190,6 +191,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    open_standard_streams()  # before any socket
     set_log_level_from_string("error" if args.quiet else args.log_level)
     _take_place_in_cluster(args)
     _check_options(args)

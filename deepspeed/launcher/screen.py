@@ -26,6 +26,13 @@ _PARTIAL_SECONDS = 0.3
 _LONGEST_LINE = 1 << 20
 
 
+def open_standard_streams() -> None:
+    """Opens descriptors 0 to 2 if the caller closed them: new pipes must not get these numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
 class Output:
     """A queue of bytes for stdout and stderr, written in order without ever blocking on a pipe.
 
@@ -36,6 +43,7 @@ class Output:
         self._queue: deque[tuple[int, bytes]] = deque()
         self._queued = 0
         self._broken: set[int] = set()
+        self._failed: set[int] = set()
 
     def put(self, descriptor: int, data: bytes) -> None:
         """Queues ``data`` and writes what can be written now."""
@@ -52,11 +60,14 @@ class Output:
                 return
             try:
                 written = os.write(descriptor, data[:_CHUNK])
-            except BrokenPipeError:
+            except ConnectionError:  # the reader has closed the pipe or connection
                 self._give_up(descriptor)
                 continue
             except BlockingIOError:  # another process made the descriptor non-blocking and filled it
                 return
+            except OSError as error:  # such as a full disk, which is no reason to end the ranks
+                self._report_loss(descriptor, error)
+                written = len(data)
             self._queued -= written
             if written == len(data):
                 self._queue.popleft()
@@ -70,6 +81,15 @@ class Output:
             self.flush(seconds)
             if self._queue and self._queue[0][0] == blocked:
                 self._give_up(blocked)
+
+    def _report_loss(self, descriptor: int, error: OSError) -> None:
+        """Queues a line for stderr, once for each descriptor, that output of it is lost."""
+        if descriptor not in self._failed:
+            self._failed.add(descriptor)
+            stream = "standard error" if descriptor == 2 else "standard output"
+            line = f"deepspeed: cannot write to {stream}: {error.strerror}; lines are lost until it can be written\n"
+            self._queue.append((2, line.encode()))
+            self._queued += len(line.encode())
 
     def _give_up(self, descriptor: int) -> None:
         self._broken.add(descriptor)

@@ -240,11 +240,13 @@ class Supervisor:
         else:
             processes.send_groups(self._sessions, number)
         deadline = time.monotonic() + grace
+        commands = select.poll()  # select() fails on a descriptor of 1024 or more, as many ranks have
+        commands.register(self._channel, select.POLLIN)
         self._reap()
         while self._running and time.monotonic() < deadline:
             if not self._front_is_alive:
                 time.sleep(_POLL_SECONDS)
-            elif select.select([self._channel], [], [], _POLL_SECONDS)[0]:
+            elif commands.poll(_POLL_SECONDS * 1000):
                 insisted = self._read_command() is not None
                 if insisted and self._front_is_alive:
                     break

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -291,11 +292,39 @@ def test_a_rank_that_a_signal_ends(tmp_path, number):
     assert lines[-1].startswith(f"deepspeed: exit code {128 + number}")
 
 
-def test_closed_standard_streams_do_no_harm(tmp_path):
+@pytest.mark.parametrize("closed", [(0, 1, 2), (1,)])
+def test_closed_standard_streams_do_no_harm(closed, tmp_path):
     script = "import pathlib; print('lost'); pathlib.Path(f'ran{rank}').touch()"
-    launcher = Launcher(tmp_path, script, "--num_gpus=2", preexec_fn=lambda: [os.close(end) for end in (0, 1, 2)])
+    launcher = Launcher(tmp_path, script, "--num_gpus=2", preexec_fn=lambda: [os.close(end) for end in closed])
     assert launcher.process.wait(timeout=150) == 0
     assert (tmp_path / "ran0").exists() and (tmp_path / "ran1").exists()
+
+
+def test_descriptors_above_1024_do_no_harm(tmp_path):
+    """So many does a launcher have with 256 ranks."""
+
+    def open_many():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        for number in range(3, 1100):
+            os.dup2(0, number)
+
+    script = "sys.exit('no') if rank else time.sleep(300)"
+    launcher = Launcher(tmp_path, script, "--num_gpus=2", "-q", preexec_fn=open_many, close_fds=False)
+    code, _, err = launcher.finish()
+    assert code == 1 and "rank 1" in err.splitlines()[-2] and "Traceback" not in err
+    assert not launcher.processes()
+
+
+def test_a_full_log_of_a_rank_does_not_end_it(tmp_path):
+    def limit_files():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+
+    script = "print('x' * 1500, flush=True); time.sleep(0.1); print('end')"
+    launcher = Launcher(tmp_path, script, "--num_gpus=1", "--enable_each_rank_log=logs", preexec_fn=limit_files)
+    code, out, err = launcher.finish()
+    assert code == 0 and out.endswith("x\nend\n")
+    assert "cannot write: File too large; it ends here, the ranks continue" in err
 
 
 def test_a_silent_exit_is_still_explained(tmp_path):

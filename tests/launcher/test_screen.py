@@ -1,5 +1,6 @@
 """Lines of several ranks on one screen."""
 
+import errno
 import io
 import os
 import time
@@ -148,6 +149,29 @@ def test_finishing_gives_up_on_a_stuck_reader_and_keeps_the_other():
     assert os.read(reader, 100) == b"summary"
     for end in (stuck_reader, stuck, reader, writer):
         os.close(end)
+
+
+def test_a_full_disk_loses_lines_only(monkeypatch):
+    written, write = [], os.write
+    is_full = True
+
+    def write_or_fail(descriptor, data):
+        if is_full and descriptor == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append((descriptor, bytes(data)))
+        return len(data)
+
+    monkeypatch.setattr("deepspeed.launcher.screen.os.write", write_or_fail)
+    monkeypatch.setattr("deepspeed.launcher.screen.select.select", lambda _, ready, *rest: ([], ready, []))
+    output = Output()
+    for line in (b"one\n", b"two\n"):
+        output.put(1, line)
+    is_full = False
+    output.put(1, b"three\n")
+    monkeypatch.setattr("deepspeed.launcher.screen.os.write", write)
+    sentence = b"deepspeed: cannot write to standard output: No space left on device; lines are lost until it can be "
+    assert written == [(2, sentence + b"written\n"), (1, b"three\n")]
+    assert not output._queue and output._queued == 0 and not output.is_broken
 
 
 def test_warnings_have_color_on_a_terminal_only(surface, monkeypatch):
