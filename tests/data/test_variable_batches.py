@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from deepspeed.data.batching.loading import _read_lengths
 from deepspeed.engine import initialize
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger
@@ -169,6 +171,9 @@ def _trained(folder):
     assert arguments["batch_size"] == max(own)
     with pytest.raises(DeepSpeedConfigError, match="expected the lengths of 5 samples, found 12"):
         get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(samples[:5], engine)
+    local = SimpleNamespace(metrics_path=str(folder / f"disk-of-rank-{dist.get_rank()}"))
+    for _ in range(2):  # measured, then read
+        assert _read_lengths(samples, local, None) == LENGTHS
     logger.removeHandler(handler)
     assert bool(lines) == (dist.get_rank() == 0)
     assert not any("row(s)" in line for line in lines), "micro-batches of other sizes are no mistake here"
