@@ -85,9 +85,9 @@ def _torch_runtime(environ: Mapping[str, str]) -> ClusterNode | None:
 
 def _skypilot(environ: Mapping[str, str]) -> ClusterNode | None:
     source = "SkyPilot's variables"
-    if not environ.get("SKYPILOT_NODE_IPS"):
+    hosts = tuple(environ.get("SKYPILOT_NODE_IPS", "").split())
+    if not hosts:
         return None
-    hosts = tuple(environ["SKYPILOT_NODE_IPS"].split())
     devices = environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "")
     return ClusterNode(
         index=_number(environ, "SKYPILOT_NODE_RANK", source),

@@ -44,6 +44,7 @@ def test_one_machine_is_no_cluster():
     assert find_cluster_node({}) is None
     assert find_cluster_node({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"}) is None
     assert find_cluster_node({**SKY, "SKYPILOT_NODE_IPS": "10.0.0.7", "SKYPILOT_NODE_RANK": "0"}) is None
+    assert find_cluster_node({**SKY, "SKYPILOT_NODE_IPS": " "}) is None
     assert find_cluster_node({**SAGEMAKER, "SM_HOSTS": '["algo-2"]'}) is None
 
 
