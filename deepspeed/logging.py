@@ -66,11 +66,16 @@ def _create_logger() -> logging.Logger:
 
 def set_default_log_level() -> None:
     """Sets the level to that of ``DEEPSPEED_LOG_LEVEL``, or to info without it."""
-    logger.setLevel(_LEVELS.get(os.environ.get("DEEPSPEED_LOG_LEVEL", "info").lower(), logging.INFO))
+    text = os.environ.get("DEEPSPEED_LOG_LEVEL") or "info"
+    logger.setLevel(_LEVELS.get(text.lower(), logging.INFO))
+    if text.lower() not in _LEVELS:
+        log_dist(
+            f"DEEPSPEED_LOG_LEVEL={printable(text)}: expected one of {', '.join(_LEVELS)}; info is used. Correct it",
+            level=logging.WARNING,
+        )
 
 
 logger = _create_logger()
-set_default_log_level()
 
 
 def _rank() -> int:
@@ -134,3 +139,6 @@ def quiet() -> Iterator[None]:
 def printable(text: str) -> str:
     """Returns ``text`` with "?" in place of control characters other than line feed and tab."""
     return _CONTROL.sub("?", text)
+
+
+set_default_log_level()
