@@ -163,6 +163,25 @@ def test_products_of_samples_of_different_lengths():
     assert macs == sum(n * (4 * HIDDEN**2 + 2 * n * HIDDEN + 2 * HIDDEN * WIDE) for n in (3, 5))
 
 
+class Pairs(nn.Bilinear):
+    def forward(self, x):
+        return super().forward(x, x)
+
+
+def test_bilinear_layers_and_distances():
+    x = torch.randn(3, 5, 4)
+    for model, macs in (
+        (Pairs(4, 4, 6), 3 * 5 * 6 * 4 * 4),
+        (Calls(lambda _, x: torch.cdist(x, x[:, :2])), 3 * 5 * 2 * 4),
+        (Calls(lambda _, x: torch.cdist(x, x, p=1)), 3 * 5 * 5 * 4),
+        (Calls(lambda _, x: torch.cdist(x.repeat(1, 6, 1), x)), 3 * 30 * 5 * 4),
+        (Calls(lambda _, x: torch.pdist(x[0])), 10 * 4),
+    ):
+        for mode in (torch.enable_grad, torch.inference_mode):
+            with mode():
+                assert get_model_profile(model, args=[x], print_profile=False, as_string=False)[1] == macs
+
+
 def test_products_by_groups():
     rows, weights = torch.randn(8, 16).bfloat16(), torch.randn(2, 16, 32).bfloat16()
     model = Calls(lambda _, rows, weights: F.grouped_mm(rows, weights, offs=torch.tensor([3, 8], dtype=torch.int32)))

@@ -3,14 +3,15 @@
 :func:`cost` returns the floating-point operations and multiply-accumulates of one call, computed from shapes.
 
 Matrix products, convolutions and attention are counted by torch's own table (``torch.utils.flop_counter``), with one
-multiply-accumulate as two operations. Operators that it lacks are added here: products by groups and by vectors, and
-whole recurrent and encoder layers in one kernel, of which only the products are counted. Element-wise functions cost
-one operation per element of the result; normalizations and softmax cost :data:`PER_ELEMENT`. Copies, casts, fills and
-views cost nothing.
+multiply-accumulate as two operations. Operators that it lacks are added here: products by groups and by vectors,
+bilinear layers, distances, and whole recurrent and encoder layers in one kernel, of which only the products are
+counted. Element-wise functions cost one operation per element of the result; normalizations and softmax cost
+:data:`PER_ELEMENT`. Copies, casts, fills and views cost nothing.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -235,6 +236,22 @@ def _backward_of_grouped_product(one: Any, other: Any, *_args: Any, **_kwargs: A
     return 2 * _grouped_product(one, other)
 
 
+def _trilinear(one: Any, weight: Any, other: Any, *expanded: Any, **_kwargs: Any) -> int:
+    """Returns the operations of a bilinear layer: a multiply-accumulate for each weight and sample."""
+    shapes = []
+    for tensor, dims in zip((one, weight, other), expanded[:3], strict=True):
+        shape = list(tensor.shape)
+        for dim in sorted(dims):
+            shape.insert(dim, 1)
+        shapes.append(shape)
+    return 2 * math.prod(torch.broadcast_shapes(*shapes))
+
+
+def _distances(points: Any, *_args: Any, out_val: Any, **_kwargs: Any) -> int:
+    """Returns the operations of distances between points: a multiply-accumulate for each pair and coordinate."""
+    return 2 * int(out_val.numel()) * int(points.shape[-1])
+
+
 def _recurrent_layer(tokens: Any, *args: Any, **_kwargs: Any) -> int:
     """Returns the operations of a fused recurrent network: each token passes every weight matrix once."""
     listed = args[0] if isinstance(args[0], (tuple, list)) else args[:2]  # of all layers, or of one direction of one
@@ -274,6 +291,10 @@ _PRODUCTS: dict[Any, Callable[..., int]] = {
     _aten.addbmm: _sum_of_products,
     _aten._addmm_activation: _sum_of_products,
     _aten._grouped_mm: _grouped_product,
+    _aten._trilinear: _trilinear,
+    _aten._cdist_forward: _distances,
+    _aten._euclidean_dist: _distances,
+    _aten._pdist_forward: _distances,
     _aten._native_multi_head_attention: _fused_attention_layer,
     _aten._transformer_encoder_layer_fwd: _fused_encoder_layer,
     _aten.mkldnn_rnn_layer: _recurrent_layer,
