@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -248,7 +249,8 @@ class TensorBoardMonitor(Monitor):
 class csvMonitor(Monitor):  # noqa: N801 - the name that programs import
     """Writes ``<output_path>/<job_name>/<name>.csv`` with the columns ``step`` and the name's last part.
 
-    Slashes in names become underscores. Rows are appended to existing files, so a resumed run continues them. The rows
+    Slashes in names become underscores; a name whose file another name has, as ``a/b`` and ``a_b``, gets a file with a
+    number made from the name. Rows are appended to existing files, so a resumed run continues them. The rows
     of a call are in the file when it returns.
 
     Args:
@@ -263,6 +265,7 @@ class csvMonitor(Monitor):  # noqa: N801 - the name that programs import
         self.job_name = csv_config.job_name
         self.log_dir = log_folder(csv_config)
         self._files: dict[str, TextIO] = {}
+        self._names: dict[str, str] = {}  # file name -> the name that has it
 
     def _open(self) -> None:
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -270,7 +273,10 @@ class csvMonitor(Monitor):  # noqa: N801 - the name that programs import
     def _file(self, name: str) -> TextIO:
         file = self._files.get(name)
         if file is None:
-            file = (self.log_dir / f"{name.replace('/', '_')}.csv").open("a", encoding="utf-8", newline="")
+            stem = name.replace("/", "_")
+            if self._names.setdefault(stem, name) != name:
+                stem = f"{stem}.{zlib.crc32(name.encode()):08x}"
+            file = (self.log_dir / f"{stem}.csv").open("a", encoding="utf-8", newline="")
             if file.tell() == 0:
                 file.write(f"step,{name.rpartition('/')[2]}\n")
             self._files[name] = file

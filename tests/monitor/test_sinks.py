@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +44,16 @@ def test_csv(tmp_path):
     again = MonitorMaster(config)  # a resumed run continues in the same files
     again.write_events([("Train/Samples/lr", 0.002, 24)])
     assert (folder / "Train_Samples_lr.csv").read_text() == "step,lr\n8,0.001\n24,0.002\n"
+
+
+def test_csv_names_that_differ_only_in_what_a_file_name_lacks(tmp_path):
+    monitor = csvMonitor(SimpleNamespace(enabled=True, output_path=str(tmp_path), job_name="job"))
+    for value in (1.0, 2.0):
+        monitor.write_events([("a/b", value, 8), ("a_b", value + 10, 8)])
+        monitor.close()
+    texts = sorted(file.read_text() for file in (tmp_path / "job").iterdir())
+    assert texts == ["step,a_b\n8,11.0\n8,12.0\n", "step,b\n8,1.0\n8,2.0\n"]
+    assert (tmp_path / "job" / "a_b.csv").read_text() == texts[1]
 
 
 def test_tensorboard_reads_it_back(tmp_path):
