@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.axes import PIPE
 from deepspeed.comm.job.torch_groups import rendezvous_store
 from deepspeed.comm.start.batched_store import read_many, those_there
-from deepspeed.config.sections.monitor import hide_secrets
+from deepspeed.config.sections.monitor import RunReport, hide_secrets
 from deepspeed.config.sections.root import Root
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, TrackingHooks
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
@@ -54,20 +54,13 @@ class RunReportFeature(EngineFeature):
                     "shows the plan, found none; set it, or leave plan out"
                 )
             return
-        folder = open_folder(Path(section.path), comm.get_rank())
-        if comm.get_rank() == 0:
-            report_of_earlier_start(folder)
-        if section.plan is not None and comm.get_rank() == 0:
-            try:
-                read_plan(Path(section.plan))
-                shutil.copyfile(section.plan, folder / PLAN)
-            except DeepSpeedError as error:
-                raise DeepSpeedConfigError(f"run_report.plan={section.plan!r}: {error}") from error
-            except OSError as error:
-                raise DeepSpeedConfigError(
-                    f"run_report.plan={section.plan!r}: expected the file of ds_plan --json, found: {error.strerror}. "
-                    "Write it with ds_plan, or leave the key out"
-                ) from error
+        failure: DeepSpeedConfigError | None = None
+        try:
+            _prepare_folder(section)
+        except DeepSpeedConfigError as error:
+            failure = error
+        # A rank that failed alone would leave the others waiting.
+        comm.check_same_config(failure or {}, None if setup.mesh_is_ours else setup.ranks.zero_group)
 
     @override
     def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Groups, batch_size: int) -> EngineHooks | None:
@@ -94,6 +87,29 @@ class RunReportFeature(EngineFeature):
 
 
 FEATURE = RunReportFeature()
+
+
+def _prepare_folder(section: RunReport) -> None:
+    """Creates the folder; on rank 0, copies the plan into it.
+
+    Raises:
+        DeepSpeedConfigError: The folder cannot be written, or the plan cannot be read.
+    """
+    folder = open_folder(Path(section.path or ""), comm.get_rank())
+    if comm.get_rank() == 0:
+        report_of_earlier_start(folder)
+    if section.plan is not None and comm.get_rank() == 0:
+        try:
+            read_plan(Path(section.plan))
+            with contextlib.suppress(shutil.SameFileError):
+                shutil.copyfile(section.plan, folder / PLAN)
+        except DeepSpeedError as error:
+            raise DeepSpeedConfigError(f"run_report.plan={section.plan!r}: {error}") from error
+        except OSError as error:
+            raise DeepSpeedConfigError(
+                f"run_report.plan={section.plan!r}: expected the file of ds_plan --json, found: {error.strerror}. "
+                "Write it with ds_plan, or leave the key out"
+            ) from error
 
 
 def _facts(setup: EngineSetup, runtime: ZeroRuntime) -> dict[str, Any]:
