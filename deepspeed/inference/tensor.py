@@ -10,6 +10,7 @@ last. Any number of ranks reads them with ``init_inference(model, checkpoint=fol
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +182,15 @@ def save(model: nn.Module, folder: str, cut: CutModel | None, dtype: torch.dtype
     """
     tensor_rank, size = (cut.channel.rank, cut.channel.size) if cut is not None else (0, 1)
     rank = rank_in() if is_initialized() else 0
+    # The first group of ranks writes; others have the same.
+    _write_together(lambda: _write(model, Path(folder), tensor_rank, size) if rank < size else None, folder, cut)
+    _write_together(lambda: _describe(Path(folder), size, dtype) if rank == 0 else None, folder, cut)
+
+
+def _write_together(write: Callable[[], None], folder: str, cut: CutModel | None) -> None:
     failure: OSError | SafetensorError | None = None
     try:
-        if rank < size:  # the first group of ranks; others have the same
-            _write(model, Path(folder), tensor_rank, size)
+        write()
     except (OSError, SafetensorError) as error:  # the second is raised by save_file, for a full disk too
         failure = error
     if cut is not None:
@@ -199,8 +205,6 @@ def save(model: nn.Module, folder: str, cut: CutModel | None, dtype: torch.dtype
             )
     if failure is not None:
         raise CheckpointError(f"init_inference: save_mp_checkpoint_path {folder}: {failure}") from failure
-    if rank == 0:
-        _describe(Path(folder), size, dtype)
 
 
 def _write(model: nn.Module, folder: Path, tensor_rank: int, size: int) -> None:

@@ -177,12 +177,14 @@ def test_files_of_more_families(tmp_path):
 
 
 def cannot_write(folder):
-    """Rank 1 cannot write its file, as a folder has its name."""
-    if dist.get_rank() == 1:
-        os.makedirs(f"{folder}/tp_01_00.safetensors")
-    words = ("another rank could not write", "tp_01_00|Is a directory")[dist.get_rank()]
-    with pytest.raises(CheckpointError, match=f"save_mp_checkpoint_path {folder}: .*({words})"):
-        deepspeed.init_inference(make("llama"), dtype="fp32", mp_size=2, save_mp_checkpoint_path=folder)
+    """A rank cannot write one of its files, as a folder has its name."""
+    for rank, name in ((1, "tp_01_00.safetensors"), (0, "ds_inference_config.json")):
+        path = f"{folder}/{rank}"
+        if dist.get_rank() == rank:
+            os.makedirs(f"{path}/{name}")
+        words = f"{name.split('.')[0]}|Is a directory" if dist.get_rank() == rank else "another rank could not write"
+        with pytest.raises(CheckpointError, match=f"save_mp_checkpoint_path {path}: .*({words})"):
+            deepspeed.init_inference(make("llama"), dtype="fp32", mp_size=2, save_mp_checkpoint_path=path)
 
 
 def test_a_file_that_cannot_be_written_raises_on_all_ranks(tmp_path):
