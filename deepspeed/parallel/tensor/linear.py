@@ -201,7 +201,8 @@ def _row(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
         product = cut.sequence.leave(F.linear(values, weight.t() if cut.is_transposed else weight))
         if bias is None:
             return product
-        return product + copy_to(bias, cut.channel, f"the gradient of the bias of {cut.name}")
+        # The bias keeps its dtype for the sum of its gradient; autocast gives the product another one.
+        return product + copy_to(bias, cut.channel, f"the gradient of the bias of {cut.name}").to(product.dtype)
     dtype = _autocast_dtype(kind)
     if dtype is None:
         return _Row.apply(values, weight, bias, cut)
