@@ -278,10 +278,27 @@ def test_a_layout_reads_keys_as_the_engine_does(config, expected):
     assert {name: getattr(found, name) for name in expected} == expected
 
 
+def test_weights_shared_by_neighbors_take_memory_and_send_once_per_step():
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
+
+    def predicted(**keys):
+        wanted = {**batch, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **keys}}
+        return predict_step(StepSetup(LLAMA_8B, layout_of(wanted, 16, pipeline=Pipeline()), machine(16), 512))
+
+    plain, neighbors = predicted(), predicted(zero_hpz_partition_size=8)
+    more = neighbors.memory.tensors["parameters"] - plain.memory.tensors["parameters"]
+    assert more == pytest.approx(2 * LLAMA_8B.parameters * (1 / 8 - 1 / 16))
+    assert neighbors.state_bytes - plain.state_bytes == pytest.approx(more)
+    assert neighbors.exposed["data"] < plain.exposed["data"], "gathers stay in a node"
+    assert "weights over 8" in neighbors.setup.layout.describe()
+    assert predicted(zero_hpz_partition_size=16).seconds == plain.seconds
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"recompute": "some"}, "recompute"),
+        ({"data": 8, "stage": 3, "weight_ranks": 3}, "weight_ranks=3: must divide the 8"),
         ({"data": 8, "experts": 3}, "ep=3"),
         ({"data": 8, "stage": 3, "shard_ranks": 3}, "shard"),
     ],

@@ -69,6 +69,8 @@ class ParallelLayout:
             with ``is_fp8`` weights are cast once per step; with ``cuts_norms`` tokens come before samples, so that
             gathered parts are in order.
         sums_in_products: The product that computes the gradient of a weight adds it to the sum over micro-batches.
+        weight_ranks: At stage 3, neighboring ranks that share 16-bit weights, if fewer than those that share states
+            (``zero_hpz_partition_size``); None: all of these.
     """
 
     tensor: int = 1
@@ -105,13 +107,14 @@ class ParallelLayout:
     summed_bytes: int | None = None
     is_megatron: bool = False
     sums_in_products: bool = False
+    weight_ranks: int | None = None
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTATIONS:
             raise DeepSpeedConfigError(
                 f"recompute={self.recompute!r}: expected one of {', '.join(RECOMPUTATIONS)}; choose one of them"
             )
-        for name, least in (("shard_ranks", 1), ("lighter_ends", 0)):
+        for name, least in (("shard_ranks", 1), ("weight_ranks", 1), ("lighter_ends", 0)):
             number = getattr(self, name)
             if number is not None and number < least:
                 raise DeepSpeedConfigError(f"{name}={number}: expected {least} or more, or leave it out")
@@ -133,6 +136,11 @@ class ParallelLayout:
             raise DeepSpeedConfigError(
                 f"shard_ranks={self.shard_ranks}: must divide the {self.data * self.context} ranks that share a batch; "
                 "choose a divisor"
+            )
+        if self.shards % self.weight_shards:
+            raise DeepSpeedConfigError(
+                f"weight_ranks={self.weight_ranks}: must divide the {self.shards} ranks that share states; choose a "
+                "divisor"
             )
 
     @property
@@ -156,6 +164,11 @@ class ParallelLayout:
         return max(self.shards / self.experts, 1)
 
     @property
+    def weight_shards(self) -> int:
+        """Ranks over which 16-bit weights are spread at stage 3."""
+        return min(self.weight_ranks or self.shards, self.shards) if self.stage == 3 else self.shards
+
+    @property
     def tensor_group(self) -> RankGroup:
         """Ranks that share layers."""
         return RankGroup(self.tensor)
@@ -174,6 +187,16 @@ class ParallelLayout:
     def shard_group(self) -> RankGroup:
         """Ranks that share states, or sum gradients at stage 0."""
         return RankGroup(self.shard_ranks or self.data * self.context, self.tensor)
+
+    @property
+    def weight_group(self) -> RankGroup:
+        """Ranks among which stage 3 gathers weights."""
+        return RankGroup(self.weight_shards, self.tensor)
+
+    @property
+    def weight_copies(self) -> RankGroup:
+        """Ranks with the same shard of the weights, which gather it from their states after each update."""
+        return RankGroup(self.shards // self.weight_shards, self.tensor * self.weight_shards)
 
     @property
     def replica_group(self) -> RankGroup:
@@ -201,6 +224,8 @@ class ParallelLayout:
         words.append(f"data {self.data}, stage {self.stage}")
         if self.shard_ranks is not None:
             words.append(f"shards over {self.shard_ranks}")
+        if self.weight_ranks is not None:
+            words.append(f"weights over {self.weight_ranks}")
         words.append(f"micro-batch {self.micro_batch} x {self.accumulation}")
         if self.recompute != "none":
             words.append(f"recompute {self.recompute}")
@@ -248,12 +273,14 @@ def layout_of(
     batch = _batch(config, data, micro_batch, accumulation)
     states, parameters = offloads_of(config)
     shards = root.zero_optimization.offload_param
+    hierarchical = root.zero_optimization.zero_hpz_partition_size
     half = root.bf16.enabled or root.fp16.enabled
     accumulated = root.data_types.grad_accum_dtype
     found: dict[str, Any] = {
         "is_ring": root.sequence_parallel.mode != "ulysses",
         "stage": root.zero_optimization.stage,
         "shard_ranks": max(root.zero_optimization.mics_shard_size, 0) or None,
+        "weight_ranks": hierarchical if hierarchical > 1 else None,
         "is_compiled": root.compile.enabled or root.compile.deepcompile,
         "cuts_norms": tensor > 1 and root.tensor_parallel.sequence_parallel_norms,
         "gradient_bytes": 4 if accumulated == "fp32" or not half else 2,

@@ -141,6 +141,8 @@ def _layouts(
             continue
         if base.shard_ranks is not None and data * context % base.shard_ranks:
             continue
+        if base.weight_ranks is not None and (base.shard_ranks or data * context) % base.weight_ranks:
+            continue
         each = samples // data
         experts = [n for n in _divisors(data) if shape.experts % n == 0] if shape.experts else [1]
         # Stage 3 gathers whole layers for every micro-batch; beside stages of a pipeline the engine has stages 0 and 1.

@@ -317,8 +317,8 @@ class StepModel:
         dense = block.parameters - block.expert_parameters
         reduce = self._network.gather(layout.gradient_bytes * dense, layout.shard_group)
         reduce += self._network.all_reduce(layout.gradient_bytes * dense / layout.shards, layout.replica_group)
-        gather = self._network.gather(2 * dense, layout.shard_group)
-        return DataExchangeTimes(max(gather, self._seconds_up(2 * dense / layout.shards)), reduce)
+        gather = self._network.gather(2 * dense, layout.weight_group)
+        return DataExchangeTimes(max(gather, self._seconds_up(2 * dense / layout.weight_shards)), reduce)
 
     def _seconds_up(self, nbytes: float) -> float:
         """Returns the seconds until a rank's shard of a block is on the device; the next one is copied meanwhile."""
@@ -369,16 +369,21 @@ class StepModel:
         return self.cost_beside(exchanged, waits) if found.is_beside else waits
 
     def data_exchanges(self, stage: StageState, chunks: Sequence[ChunkTimes]) -> DataExchangeTimes:
-        """Returns the sums of gradients and gathers of updated parameters of a step; zeros at stage 3.
+        """Returns the sums of gradients and gathers of updated parameters of a step.
+
+        At stage 3 layers gather and reduce for themselves; only copies of shards are gathered once per step.
 
         Args:
             stage: One of :meth:`stages`.
             chunks: Those of :meth:`chunks`.
         """
         layout, network = self._layout, self._network
+        dense, width = stage.parameters - stage.experts, layout.gradient_bytes
+        if layout.stage == 3 and layout.weight_copies.size > 1:
+            gather = network.gather(2 * dense / layout.weight_shards, layout.weight_copies)
+            return DataExchangeTimes(gather, 0.0, gather, 0.0, is_beside=False)
         if layout.stage == 3 or layout.shard_group.size * layout.replica_group.size == 1:
             return DataExchangeTimes()
-        dense, width = stage.parameters - stage.experts, layout.gradient_bytes
         group, gather = layout.shard_group, 0.0
         if layout.stage == 0:
             reduce = network.all_reduce(width * dense, group)

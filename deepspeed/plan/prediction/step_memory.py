@@ -264,14 +264,14 @@ class StepMemory:
     def _states(self, share: StageState, are_shards: bool) -> dict[str, float]:
         """Returns the parts that a rank holds all the time; ``are_shards``: of its gradients only its own shard."""
         layout, found = self._layout, dict.fromkeys(STATES, 0.0)
-        for elements, shards in (
-            (share.parameters - share.experts, layout.shards),
-            (share.experts, layout.expert_shards),
+        for elements, shards, weight_shards in (
+            (share.parameters - share.experts, layout.shards, layout.weight_shards),
+            (share.experts, layout.expert_shards, max(layout.weight_shards / layout.experts, 1)),
         ):
             if layout.stage < 3:
                 found["parameters"] += 2 * elements
             elif not layout.is_fsdp and not layout.offload_parameters:
-                found["parameters"] += 2 * elements / shards
+                found["parameters"] += 2 * elements / weight_shards
             width = 4 if layout.is_fsdp and layout.stage == 3 else layout.summed_bytes or layout.gradient_bytes
             if not (layout.offload and layout.stage >= 2):
                 found["gradients"] += elements * width / (shards if are_shards else 1)
