@@ -188,7 +188,7 @@ def referee(model: str, rounds: int, always: list[str], out: str) -> None:
 
 def quartile(seconds: list[float]) -> float:
     """Returns the first quartile."""
-    return statistics.quantiles(seconds, n=4)[0]
+    return statistics.quantiles(seconds, n=4, method="inclusive")[0]
 
 
 # --- The comparison --------------------------------------------------------------------------------------------------

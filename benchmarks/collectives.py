@@ -216,7 +216,9 @@ def main() -> None:
     for name in VARIANTS:
         cells = []
         for seconds in columns.values():
-            lower, middle, upper = (1e3 * value for value in statistics.quantiles(seconds[name], n=4))
+            lower, middle, upper = (
+                1e3 * value for value in statistics.quantiles(seconds[name], n=4, method="inclusive")
+            )
             cells.append(f"{middle:.1f} ({lower:.1f}-{upper:.1f})")
         table.add_row(name, *cells)
     Console(width=max(Console().width, 120)).print(table)

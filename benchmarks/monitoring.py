@@ -162,7 +162,7 @@ def report(contestants: list[Contestant], arguments: argparse.Namespace) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for contestant in contestants:
-        low, middle, high = statistics.quantiles(contestant.times, n=4)
+        low, middle, high = statistics.quantiles(contestant.times, n=4, method="inclusive")
         inside = statistics.mean(contestant.inside)
         share = inside / base
         lines.append(

@@ -63,7 +63,9 @@ class Result:
     @property
     def quartiles(self) -> tuple[float, float]:
         """Returns the first and the third quartile of the seconds of all timed steps."""
-        lower, _, upper = statistics.quantiles([seconds for block in self.rounds for seconds in block], n=4)
+        lower, _, upper = statistics.quantiles(
+            [seconds for block in self.rounds for seconds in block], n=4, method="inclusive"
+        )
         return lower, upper
 
 

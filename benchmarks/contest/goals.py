@@ -106,7 +106,7 @@ def judge(workload: str, results: Mapping[str, Result]) -> list[Verdict]:
         if ours is None or other is None or ours.failure or other.failure:
             continue
         rounds = [statistics.median(a) / statistics.median(b) for a, b in zip(ours.rounds, other.rounds, strict=True)]
-        lower, _, upper = statistics.quantiles(rounds, n=4) if len(rounds) > 1 else (rounds[0],) * 3
+        lower, _, upper = statistics.quantiles(rounds, n=4, method="inclusive") if len(rounds) > 1 else (rounds[0],) * 3
         above = [result.memory["steady_peak_mib"] - result.memory["imported_mib"] for result in (ours, other)]
         verdicts.append(
             Verdict(
