@@ -7,11 +7,11 @@ this process. :func:`run_command` states how ``main`` ends.
 from __future__ import annotations
 
 import io
-import os
 import sys
 from collections.abc import Callable, Sequence
 
 from deepspeed.errors import DeepSpeedError
+from deepspeed.logging import run_and_flush
 
 
 def run_command(
@@ -30,27 +30,20 @@ def run_command(
         DeepSpeedError: ``work`` failed, and ``args`` was given.
         SystemExit: ``work`` failed without ``args``, or the exit code is not 0.
     """
-    code: int | None = None
-    if args is None and not keeps_output and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    try:
-        try:
-            code = work()
-        finally:  # also after --help, which exits
-            if args is None and sys.stdout is not None:  # None: its file was closed before the start
-                sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output, such as head, has closed the pipe
-        if args is not None:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
-        sys.exit(code or 1)
-    except KeyboardInterrupt:
-        if args is not None:
-            raise
-        sys.exit(130)  # the shells' exit code for Ctrl-C
-    except DeepSpeedError as error:
-        if args is not None:
-            raise
-        sys.exit(f"{name}: {error}")
+    if args is not None:
+        code = work()
+    else:
+        if not keeps_output and isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
+        code = run_and_flush(name, lambda: _guarded(name, work))
     if code:
         sys.exit(code)
+
+
+def _guarded(name: str, work: Callable[[], int | None]) -> int | None:
+    try:
+        return work()
+    except KeyboardInterrupt:
+        sys.exit(130)  # the shells' exit code for Ctrl-C
+    except DeepSpeedError as error:
+        sys.exit(f"{name}: {error}")

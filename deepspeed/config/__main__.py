@@ -17,6 +17,7 @@ from deepspeed.config.reference import reference_text
 from deepspeed.config.schema import schema_text
 from deepspeed.config.source import is_readable
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import run_and_flush
 
 
 def _check(source: str, world_size: int | None, console: Console) -> int:
@@ -86,15 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run() -> None:
     """Runs the command of this process, and exits with its code."""
-    code = 1
-    try:
-        try:
-            code = main()
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output, such as head, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(code)
+    sys.exit(run_and_flush("python -m deepspeed.config", main))
 
 
 if __name__ == "__main__":

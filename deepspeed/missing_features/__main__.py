@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from deepspeed.logging import run_and_flush
 from deepspeed.missing_features import FEATURES
+
+NAME = "python -m deepspeed.missing_features"
 
 
 def page() -> str:
@@ -29,12 +32,15 @@ def page() -> str:
 
 def main(arguments: list[str]) -> None:
     """Writes the page to the file named in ``arguments``, or to standard output."""
-    if arguments:
+    if not arguments:
+        sys.stdout.write(page())
+        return
+    try:
         with open(arguments[0], "w", encoding="utf-8") as file:
             file.write(page())
-    else:
-        sys.stdout.write(page())
+    except OSError as error:
+        sys.exit(f"{NAME}: {arguments[0]}: cannot be written: {error.strerror}; give the name of another file")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_and_flush(NAME, lambda: main(sys.argv[1:]))

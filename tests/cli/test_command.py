@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import runpy
 import sys
 from contextlib import contextmanager, redirect_stdout
 
@@ -14,6 +16,7 @@ from deepspeed.cli.command import run_command
 from deepspeed.config import __main__ as config_command
 from deepspeed.errors import DeepSpeedError
 from deepspeed.launcher import runner
+from deepspeed.missing_features import __main__ as missing_features
 
 
 @contextmanager
@@ -51,6 +54,28 @@ def test_the_schema_goes_to_a_closed_pipe(monkeypatch):
     with closed_pipe(), pytest.raises(SystemExit) as stop:
         config_command.run()
     assert stop.value.code == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_the_page_of_missing_features_goes_to_a_closed_pipe(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["missing_features"])
+    with closed_pipe(), pytest.raises(SystemExit) as stop:
+        runpy.run_module("deepspeed.missing_features", run_name="__main__")
+    assert stop.value.code == 1
+
+
+def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path):
+    with pytest.raises(SystemExit, match="cannot be written: Is a directory; give the name of another file"):
+        missing_features.main([str(tmp_path)])
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    def work():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (tmp_path / "output").open("w") as output, redirect_stdout(output):
+        with pytest.raises(SystemExit, match="^ds_x: cannot write the output: No space left on device; make room"):
+            run_command("ds_x", work, None)
 
 
 def test_characters_that_a_terminal_lacks_are_replaced():
