@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy
+from numpy.typing import NDArray
 
 from deepspeed.cli.command import run_command
 from deepspeed.config import load_ds_config
@@ -38,15 +43,17 @@ def best_batch(section: Elasticity) -> ElasticBatch:
     Raises:
         DeepSpeedConfigError: No batch within the limit suits any allowed number of ranks.
     """
-    # Every useful batch is a micro-batch times a number of ranks times a number of steps.
     limit = section.max_train_batch_size
-    candidates = sorted({m * n for m in section.micro_batch_sizes for n in range(1, limit // m + 1)})
     best = ElasticBatch(0, {})
-    for total in candidates:
-        found = _shared_by(total, section)
-        better = len(found) > len(best.micro_batch_size)
-        if better or (found and len(found) == len(best.micro_batch_size) and section.prefer_larger_batch):
-            best = ElasticBatch(total, found)
+    most = 0
+    for start in range(1, limit + 1, _CHUNK):
+        counts = _count_ranks(start, min(start + _CHUNK, limit + 1), section)
+        highest = int(counts.max())
+        if highest > most or (highest == most and most and section.prefer_larger_batch):
+            most = highest
+            places = numpy.flatnonzero(counts == highest)
+            total = start + int(places[-1 if section.prefer_larger_batch else 0])
+            best = ElasticBatch(total, _shared_by(total, section))
     if not best.micro_batch_size:
         raise DeepSpeedConfigError(
             f"elasticity: no batch up to max_train_batch_size {limit} suits micro_batch_sizes "
@@ -56,6 +63,37 @@ def best_batch(section: Elasticity) -> ElasticBatch:
     return best
 
 
+_CHUNK = 1 << 22  # batches counted at once
+
+
+def _count_ranks(start: int, stop: int, section: Elasticity) -> NDArray[numpy.int32]:
+    """Returns for each batch of ``range(start, stop)`` how many numbers of ranks can share it, as a sieve does."""
+    counts = numpy.zeros(stop - start, numpy.int32)
+    # A batch suits n ranks if n times a micro-batch divides it. Inclusion and exclusion: multiples of two such
+    # products, which are those of their least common multiple, count once.
+    signs: Counter[int] = Counter()
+    for micro in set(section.micro_batch_sizes):
+        for multiple, sign in [(1, -1), *signs.items()]:
+            if (common := math.lcm(multiple, micro)) < stop:
+                signs[common] -= sign
+    model_parallel, step = section.model_parallel_size, _step(section)
+    most = min(section.max_gpus, stop // min(section.micro_batch_sizes) * model_parallel)
+    for ranks in range(section.min_gpus, most + 1):
+        data, left = divmod(ranks, model_parallel)
+        if left or not data or ranks % step:
+            continue
+        for multiple, sign in signs.items():
+            each = data * multiple
+            if sign and each < stop:
+                counts[-start % each :: each] += sign
+    return counts
+
+
+def _step(section: Elasticity) -> int:
+    """Returns the number whose multiples numbers of ranks must be."""
+    return section.num_gpus_per_node if section.version >= 0.2 else 1
+
+
 def _shared_by(total: int, section: Elasticity) -> dict[int, int]:
     """Returns the numbers of ranks that can share ``total`` samples, with the largest micro-batch of each."""
     found: dict[int, int] = {}
@@ -63,7 +101,7 @@ def _shared_by(total: int, section: Elasticity) -> dict[int, int]:
         if total % micro == 0:
             micro_batches = total // micro
             found.update(dict.fromkeys(divisors_of(micro_batches), micro))
-    step = section.num_gpus_per_node if section.version >= 0.2 else 1
+    step = _step(section)
     model_parallel = section.model_parallel_size
     by_ranks = {ranks * model_parallel: micro for ranks, micro in found.items()}
     return {

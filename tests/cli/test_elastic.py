@@ -1,6 +1,7 @@
 """``ds_elastic``: batches that many numbers of ranks can share."""
 
 import json
+import time
 
 import pytest
 
@@ -30,6 +31,14 @@ def test_no_batch_suits_more_numbers_of_ranks(larger):
     equal = [total for total, count in counts.items() if count == max(counts.values())]
     assert best.train_batch_size == (max(equal) if larger else min(equal))
     assert best.micro_batch_size == brute_force(best.train_batch_size, section)
+
+
+def test_a_large_batch_is_found_quickly():
+    section = Elasticity(max_train_batch_size=10**6, micro_batch_sizes=[2, 4, 6, 9], min_gpus=8, max_gpus=1024)
+    start = time.process_time()
+    best = best_batch(section)
+    assert time.process_time() - start < 2
+    assert best.micro_batch_size == brute_force(best.train_batch_size, section) and len(best.micro_batch_size) > 80
 
 
 def test_the_command(tmp_path, capsys):
