@@ -15,7 +15,7 @@ from deepspeed.cli.command import run_command
 from deepspeed.comm.speed import OPERATIONS, CollectiveSpeed, measure_collectives
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_SMALLEST = 12  # power of two, in bytes
+_SMALLEST, _LARGEST = 12, 40  # powers of two, in bytes
 _WIDTH_WITHOUT_TERMINAL = 120
 
 
@@ -60,6 +60,8 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for name, least in (("maxsize", _SMALLEST), ("trials", 1), ("warmups", 0)):
         if getattr(options, name) < least:
             parser.error(f"--{name}: expected {least} or more, found {getattr(options, name)}")
+    if options.maxsize > _LARGEST:
+        parser.error(f"--maxsize: expected {_LARGEST} or less, found {options.maxsize}: it is a power of two, in bytes")
     return options, rest
 
 

@@ -49,6 +49,9 @@ def test_sizes_out_of_range(capsys):
     with pytest.raises(SystemExit):
         bench.main(["--maxsize", "3"])
     assert "--maxsize: expected 12 or more, found 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.main(["--maxsize", "70"])
+    assert "--maxsize: expected 40 or less, found 70" in capsys.readouterr().err
 
 
 @pytest.mark.slow
