@@ -68,7 +68,7 @@ class RunData:
 
     Attributes:
         ranks: The files of ranks by rank number.
-        torn_lines: Number of incomplete lines, which are ignored; a killed rank leaves one.
+        torn_lines: Number of lines that are ignored: incomplete, as a killed rank leaves one, or of another program.
         plan: Result of ``ds_plan --json`` for the run, if there is one.
     """
 
@@ -112,9 +112,8 @@ def read_run(folder: Path) -> RunData:
         except OSError as error:
             raise DeepSpeedError(f"{path}: cannot be read ({error.strerror}); correct its permissions") from error
         for text in content.splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
+            line = _parsed(text)
+            if line is None:
                 torn += 1
             else:
                 ranks[rank].take(line)
@@ -124,6 +123,23 @@ def read_run(folder: Path) -> RunData:
             "in run_report.path"
         )
     return RunData(ranks, torn, read_plan(folder / PLAN))
+
+
+_KEYS = {
+    "start": {"time"},
+    "step": {"time", "step", "seconds", "phases", "waits", "tokens", "memory", "bytes"},
+    "event": {"time", "name"},
+}
+"""Keys that lines of each kind have."""
+
+
+def _parsed(text: str) -> Line | None:
+    """Returns a line of a rank's file; None for an incomplete one, or one of another program."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and _KEYS.get(str(line.get("kind")), set()) <= line.keys() else None
 
 
 def read_plan(path: Path) -> Line | None:

@@ -102,6 +102,15 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         read_run(tmp_path)
 
 
+def test_lines_of_another_program_are_left_out(tmp_path):
+    file = write_rank(tmp_path, 0, [step_line(1)])
+    with file.path.open("a") as more:
+        more.write('[1]\n{"kind": "start"}\n{"kind": "step", "step": "x"}\n{"kind": "event"}\n{"other": 1}\n')
+    run = read_run(tmp_path)
+    assert run.torn_lines == 4 and run.step_numbers == [1] and len(run.first.starts) == 1
+    analyse(run)
+
+
 def test_a_file_whose_beginning_is_lost_is_read_all_the_same(tmp_path):
     write_rank(tmp_path, 0, [step_line(1)])
     file = write_rank(tmp_path, 1, [step_line(1), step_line(2)])
