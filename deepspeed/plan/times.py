@@ -14,9 +14,10 @@ takes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy
 
 from deepspeed.axes import DATA, EXPERT, PIPE, SEQUENCE, TENSOR
 from deepspeed.comm.job.mesh import Mesh
@@ -52,13 +53,14 @@ class PlannedTransfer:
 
 def count_spanned(members: Sequence[int], machine: Machine) -> tuple[int, int]:
     """Returns the link domains (nodes, on most machines) on which ranks lie, and the most of them on one."""
-    in_domain = Counter(member // machine.link_domain for member in members)
-    return len(in_domain), max(in_domain.values())
+    in_domain = numpy.unique(numpy.asarray(members) // machine.link_domain, return_counts=True)[1]
+    return len(in_domain), int(in_domain.max())
 
 
 def count_near(members: Sequence[int], rank: int, machine: Machine) -> int:
     """Returns how many of ``members`` lie in the link domain of ``rank``, itself included where it is one."""
-    return sum(member // machine.link_domain == rank // machine.link_domain for member in members)
+    domain = machine.link_domain
+    return int(numpy.count_nonzero(numpy.asarray(members) // domain == rank // domain))
 
 
 def busiest_seconds(inside: float, between: float, machine: Machine) -> float:
