@@ -122,7 +122,7 @@ class HeldBuffer(FlatBuffer):
         self.arrival = CopyHandle()
 
     @override
-    def grow(self) -> None: ...
+    def allocate(self) -> None: ...
 
     def free(self) -> None:
         """Does nothing: the memory is kept."""

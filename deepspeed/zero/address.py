@@ -1,4 +1,4 @@
-"""Sharded parameters: the bucket and position of each, the base class of buckets, and access to their values.
+"""Sharded parameters: the bucket and position of each, and what operations on them do.
 
 A *bucket* is an engine's bucket (``zero.bucket``) or a provisional one, made by ``zero.Init`` before there is an engine
 (``zero.construction.provisional``). Every parameter in a bucket has an *address*: the bucket and the tile.
@@ -14,14 +14,13 @@ gathered, the parameter has the class it was made with, ``torch.nn.Parameter`` a
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import DisableTorchFunctionSubclass
@@ -65,8 +64,8 @@ class Loan:
     version: int = 0
 
 
-class BucketBase:
-    """Keeps the values of the tiles of one layout.
+class ParameterBucket(Protocol):
+    """Describes what a bucket of parameters has, an engine's or a provisional one.
 
     Attributes:
         layout: Where each parameter lies.
@@ -86,49 +85,32 @@ class BucketBase:
     layout: BucketLayout
     dtype: torch.dtype
     device: torch.device
+    group: BucketGroup
     is_sharded: bool
     is_partitioned: bool
     state: State
     shard: torch.Tensor
-
-    def __init__(self, group: BucketGroup) -> None:
-        self.group = group
-        self.loans: dict[int, Loan] = {}
-        self.pins = 0
-        self.gatherer: Gatherer | None = None
-        self._owner: Any = None  # a weak reference once it no longer trains
+    loans: dict[int, Loan]
+    pins: int
+    gatherer: Gatherer | None
 
     @property
     def owner(self) -> Any:
         """The ZeRO runtime that trains the parameters, or has done so and is still there; else None."""
-        return self._owner() if isinstance(self._owner, weakref.ref) else self._owner
 
     @property
     def is_trained(self) -> bool:
         """Returns whether a runtime has the parameters now."""
-        return self._owner is not None and not isinstance(self._owner, weakref.ref)
-
-    def begin_training(self, owner: Any) -> None:
-        """Called when a runtime takes the parameters, which keep it alive."""
-        self._owner = owner
-
-    def end_training(self) -> None:
-        """Called when the runtime is done with the parameters; it lives on as long as others keep it."""
-        if self.is_trained:
-            self._owner = weakref.ref(self._owner)
 
     @property
     def transport(self) -> Transport:
         """Carries the parameters."""
-        return self.group.gather
 
     def fragment(self, tile: int) -> Fragment | None:
         """Returns the fragment of a tile that lies in this rank's slice, or None."""
-        return self.layout.fragment(tile, self.transport.rank)
 
     def as_gathered(self, fragment: Fragment) -> torch.Tensor:
-        """Returns this rank's fragment as it is in the gathered full buffer, 1-D."""
-        return self.shard[fragment.in_slice]
+        """Returns this rank's fragment as it is when gathered, 1-D."""
 
     def keep_fragment(self, fragment: Fragment, values: torch.Tensor) -> None:
         """Writes this rank's fragment of a parameter into the shard and, where it differs, into the master.
@@ -137,22 +119,15 @@ class BucketBase:
             fragment: The fragment of this rank.
             values: 1-D, of that fragment.
         """
-        master = self.owner.master_of(self) if self.owner is not None else None
-        if master is not None:
-            master.adopt(fragment.tile, values, fragment.tile_start)
-        self.shard[fragment.in_slice].copy_(values)
 
     def start_loan(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
         """Makes one parameter full with values in a tensor of its own, in the parameter's shape."""
-        raise NotImplementedError
 
     def end_loan(self, tile: int, parameter: torch.nn.Parameter) -> None:
         """Undoes :meth:`start_loan`; the values of the loaned tensor are dropped."""
-        raise NotImplementedError
 
     def copy_parameter(self, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
         """Returns ``copy.deepcopy`` of a sharded parameter: one with the same values, in a bucket of no engine."""
-        raise NotImplementedError
 
 
 _ADDRESS = "_ds_address"
@@ -171,7 +146,7 @@ class Address:
 
     __slots__ = ("active_modules", "bucket", "number", "tile")
 
-    def __init__(self, bucket: BucketBase, tile: int, number: int) -> None:
+    def __init__(self, bucket: ParameterBucket, tile: int, number: int) -> None:
         self.bucket = bucket
         self.tile = tile
         self.number = number
@@ -217,7 +192,7 @@ def is_zero_param(parameter: object) -> bool:
     return address is not None and address.bucket.is_partitioned
 
 
-def set_address(parameter: torch.Tensor, bucket: BucketBase, tile: int) -> Address:
+def set_address(parameter: torch.Tensor, bucket: ParameterBucket, tile: int) -> Address:
     """Gives a parameter (any shape, sharded or not) a new address; its number stays the same."""
     old = address_of(parameter)
     address = Address(bucket, tile, next(_numbers) if old is None else old.number)

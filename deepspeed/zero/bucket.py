@@ -12,32 +12,33 @@ FULL          views of the full buffer, plain Parameter   the shard and the full
 ============  ==========================================  =======================================
 
 Only the methods below change the state; each asserts the state that it starts from. The full buffer is one tensor
-object for the life of the bucket; its memory is freed and allocated again under it. So a gather fills the views.
+object for the life of the bucket; ``FlatBuffer.free`` and ``allocate`` resize its storage to nothing and back. So a
+gather fills the views. If a program still has a view at ``free``, the memory is left to it, and the buffer gets other
+memory.
 
-``mark_sharded`` and ``mark_full`` (``zero.address``) change the class of a parameter. An operation that reads a
-``ShardedParameter`` calls the ``gatherer`` of its bucket, which makes it full inside the engine's forward and backward;
-elsewhere the operation raises. A parameter finds its bucket by its *address* (``set_address``): the bucket, and the
-number of its tile in there.
+``mark_full`` makes the ``data`` of a parameter a view and gives it back its class. ``mark_sharded`` makes ``data`` a
+placeholder and the class ``ShardedParameter`` (``zero.address``). An operation that reads such a parameter calls the
+``gatherer`` of its bucket, which makes it full inside the engine's forward and backward; elsewhere the operation
+raises. A parameter finds its bucket by its *address* (``set_address``): the bucket, and its number in there.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
-from typing_extensions import override
 
 from deepspeed.comm.codecs.coded import CodedTransport
-from deepspeed.comm.transports.transport import DoneWork, Work, transfer_key
+from deepspeed.comm.transports.transport import DoneWork, Transport, Work, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist, warn_once
-from deepspeed.zero.address import BucketBase, State, mark_full, mark_sharded, remember_class, set_address
+from deepspeed.zero.address import Gatherer, Loan, State, mark_full, mark_sharded, remember_class, set_address
 from deepspeed.zero.construction.provisional import copy_sharded
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.placement import Tier
@@ -48,7 +49,7 @@ T = TypeVar("T")
 _GATHER = 0
 
 
-class Bucket(BucketBase):
+class Bucket:
     """The parameters of one ``BucketLayout`` on this rank.
 
     Attributes:
@@ -63,10 +64,17 @@ class Bucket(BucketBase):
         is_decoded: FULL with values that went through a codec: close to those of the shards, the same on all ranks.
         gradients_in: Whether the running backward has delivered the gradient of every parameter.
         is_kept: Whether it stays FULL after its forward, because its backward is near.
-        count: Counts what is gathered; ``GatherSchedule`` sets it. None: not reported.
+        state: Where the values are.
+        is_partitioned: Whether the placement shards parameters, so that the ecosystem's ``ds_*`` attributes exist;
+            small parameters and those of a group of one may be resident anyway.
+        loans: Parameters that ``GatheredParameters`` keeps full, by tile.
+        pins: Contexts that keep the whole bucket full.
+        gatherer: Makes a parameter full that an operation reads, if that is allowed now; ``ForwardHooks`` sets it.
+        on_change: Called with the index, the elements, the former and the new state; ``GatherSchedule`` sets it to
+            count what is gathered.
 
-    Set by other objects: ``gatherer`` by ``ForwardHooks``, the owner by ``ZeroRuntime`` (``begin_training``), and
-    ``full.on_move`` by the handles of saved tensors.
+    Set by other objects too: the owner by ``ZeroRuntime`` (``begin_training``), and ``full.on_move`` by the handles of
+    saved tensors.
     """
 
     def __init__(
@@ -81,20 +89,22 @@ class Bucket(BucketBase):
         memory_tracker: MemoryTracker,
         memory: Memory,
     ) -> None:
-        super().__init__(group)
         self.layout = layout
         self.index = layout.index
         self.params = params
         self.dtype = dtype
         self.device = device
+        self.group = group
         self.memory = memory
         self._memory_tracker = memory_tracker
         self.is_sharded = self.is_partitioned = is_sharded
-        self.users = 0
-        self.live_handles = 0
+        self.loans: dict[int, Loan] = {}
+        self.users = self.pins = self.live_handles = 0
         self.gradients_in = False
         self.is_kept = False
-        self.count: GatherCount | None = None
+        self.gatherer: Gatherer | None = None
+        self.on_change: Callable[[int, int, State, State], None] | None = None
+        self._owner: Any = None  # a weak reference once it no longer trains
         self.is_decoded = False
         # For gathers that the model uses, with a codec if there is one; `transport` has the same ranks and no codec.
         self._compute_transport = group.parameter_transport(trainable=layout.trainable)
@@ -130,6 +140,34 @@ class Bucket(BucketBase):
 
     def __repr__(self) -> str:
         return f"<Bucket {self.index} {self.state.value} {self.layout.numel} x {self.layout.dtype}>"
+
+    @property
+    def owner(self) -> Any:
+        """The ZeRO runtime that trains the parameters, or has done so and is still there; else None."""
+        return self._owner() if isinstance(self._owner, weakref.ref) else self._owner
+
+    @property
+    def is_trained(self) -> bool:
+        """Returns whether a runtime has the parameters now."""
+        return self._owner is not None and not isinstance(self._owner, weakref.ref)
+
+    def begin_training(self, owner: Any) -> None:
+        """Called when a runtime takes the parameters, which keep it alive."""
+        self._owner = owner
+
+    def end_training(self) -> None:
+        """Called when the runtime is done with the parameters; it lives on as long as others keep it."""
+        if self.is_trained:
+            self._owner = weakref.ref(self._owner)
+
+    @property
+    def transport(self) -> Transport:
+        """Carries the parameters, without a codec."""
+        return self.group.gather
+
+    def fragment(self, tile: int) -> Fragment | None:
+        """Returns the fragment of a tile that lies in this rank's slice, or None."""
+        return self.layout.fragment(tile, self.transport.rank)
 
     @property
     def label(self) -> str:
@@ -191,8 +229,8 @@ class Bucket(BucketBase):
             self.memory.announce(self.shard)
 
     def _change_state(self, state: State) -> None:
-        if self.count is not None:
-            self.count.change(self.index, self.layout.numel, self.state, state)
+        if self.on_change is not None:
+            self.on_change(self.index, self.layout.numel, self.state, state)
         self.state = state
 
     # -- transitions -------------------------------------------------------------------------------------------------
@@ -204,7 +242,7 @@ class Bucket(BucketBase):
             exactly: Gather without a codec, for callers other than the model.
         """
         assert self.state is State.SHARDED, f"{self!r}: a gather starts from SHARDED"
-        self.full.grow()
+        self.full.allocate()
         key = self._next_key()
         with self.memory.ordered():
             self._read = self.memory.read(self.shard, self.transport.my_slice(self.full.tensor))
@@ -291,20 +329,20 @@ class Bucket(BucketBase):
             if loan is None or loan.tensor is None:
                 yield entry
 
-    @override
     def start_loan(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+        """Makes one parameter full with values in a tensor of its own, in the parameter's shape."""
         mark_full(parameter, tensor, self._classes[tile])
 
-    @override
     def end_loan(self, tile: int, parameter: torch.nn.Parameter) -> None:
+        """Undoes :meth:`start_loan`; the values of the loaned tensor are dropped."""
         if self.state is State.FULL:
             mark_full(parameter, self._views[tile], self._classes[tile])
             self.remember_value(tile)
         else:
             mark_sharded(parameter, self._placeholders[tile])
 
-    @override
     def copy_parameter(self, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """Returns ``copy.deepcopy`` of a sharded parameter: one with the same values, in a bucket of no engine."""
         return copy_sharded(self, tile, parameter, memo)
 
     def view(self, tile: int) -> torch.Tensor:
@@ -425,10 +463,22 @@ class Bucket(BucketBase):
                 "the same values (Embedding(max_norm=...) does so for rows that all of them look up)",
             )
 
-    @override
+    def keep_fragment(self, fragment: Fragment, values: torch.Tensor) -> None:
+        """Writes this rank's fragment of a parameter into the shard and, where it differs, into the master.
+
+        Args:
+            fragment: The fragment of this rank.
+            values: 1-D, of that fragment.
+        """
+        master = self.owner.master_of(self) if self.owner is not None else None
+        if master is not None:
+            master.adopt(fragment.tile, values, fragment.tile_start)
+        self.shard[fragment.in_slice].copy_(values)
+
     def as_gathered(self, fragment: Fragment) -> torch.Tensor:
+        """Returns this rank's fragment as it is in the gathered full buffer, 1-D."""
         if not self.is_decoded or not isinstance(self._compute_transport, CodedTransport):
-            return super().as_gathered(fragment)
+            return self.shard[fragment.in_slice]
         return self._compute_transport.as_gathered(self.shard.to(self.device))[fragment.in_slice]
 
     def _as_stored(self, fragment: Fragment, values: torch.Tensor) -> torch.Tensor:
@@ -497,34 +547,3 @@ def _shape_only(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     if dtype.is_floating_point or dtype.is_complex:
         element.fill_(float("nan"))
     return element.as_strided(shape, [0] * len(shape))
-
-
-class GatherCount:
-    """Counts the gathered elements of sharded buckets. A change costs the same for any number of buckets.
-
-    Attributes:
-        live: Elements of buckets that are gathered or in flight.
-        arriving: Elements of each bucket that is in flight, by the index of the bucket, oldest first.
-        arriving_numel: Their sum.
-    """
-
-    def __init__(self) -> None:
-        self.live = 0
-        self.arriving: OrderedDict[int, int] = OrderedDict()
-        self.arriving_numel = 0
-
-    def change(self, index: int, numel: int, before: State, after: State) -> None:
-        """Records that a bucket changes its state.
-
-        Args:
-            index: The index of the bucket.
-            numel: Elements of it.
-            before: Its state until now.
-            after: Its state from now on.
-        """
-        if before is State.GATHERING:
-            self.arriving_numel -= self.arriving.pop(index)
-        if after is State.GATHERING:
-            self.arriving[index] = numel
-            self.arriving_numel += numel
-        self.live += numel * ((after is not State.SHARDED) - (before is not State.SHARDED))

@@ -225,7 +225,7 @@ class FlatBuffer:
         """Identifies the storage, allocated or not: every view of the buffer has the same key."""
         return self._storage._cdata
 
-    def grow(self) -> None:
+    def allocate(self) -> None:
         """Allocates the memory; the content is undefined. Does nothing if it is allocated."""
         if not self.is_allocated:
             self._memory_tracker.add(self._kind, self._tier, self.nbytes)
@@ -304,7 +304,7 @@ class FlatBuffer:
         """
         was_free = not self.is_allocated
         if was_free:
-            self.grow()
+            self.allocate()
         made = []
         for start, shape in zip(starts, shapes, strict=True):
             numel = 1
@@ -330,7 +330,7 @@ class LoanedBuffer(FlatBuffer):
         self.is_allocated = False
 
     @override
-    def grow(self) -> None:
+    def allocate(self) -> None:
         self.is_allocated = True
 
     def free(self) -> None:

@@ -9,7 +9,8 @@ from torch import nn
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.address import State
-from deepspeed.zero.bucket import Bucket, GatherCount
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.gather.schedule import GatherCount
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import MemoryTracker, StorageKind
 from tests.harness.loopback import LoopbackTransport, run_threads
@@ -33,7 +34,8 @@ def test_a_gather_brings_the_values_and_a_reshard_takes_them_away() -> None:
     def body(transport: LoopbackTransport) -> None:
         memory_tracker, expected = MemoryTracker(), params()
         bucket = bucket_of(transport, params(), memory_tracker=memory_tracker)
-        count = bucket.count = GatherCount()
+        count = GatherCount()
+        bucket.on_change = count.change
         numel = bucket.layout.numel
         assert bucket.state is State.SHARDED
         assert all(parameter.shape == (0,) for parameter in bucket.params)

@@ -22,7 +22,7 @@ from deepspeed.comm.transports.transport import TensorTransfer
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import warn_once
 from deepspeed.zero.access.external import register_external_parameter
-from deepspeed.zero.address import Address, BucketBase, Loan, State, address_of
+from deepspeed.zero.address import Address, Loan, ParameterBucket, State, address_of
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.tiling.assemble import assemble, scatter
@@ -167,7 +167,7 @@ class GatheredBlock:
         missing = [entry for entry in self._entries if _is_missing(entry)]
         if missing or (self._modifier is not None and self._entries):
             compare_calls(self._transport, self._words("entering"))
-        by_bucket: dict[int, tuple[BucketBase, list[Entry]]] = {}
+        by_bucket: dict[int, tuple[ParameterBucket, list[Entry]]] = {}
         for entry in self._entries:
             by_bucket.setdefault(id(entry[1].bucket), (entry[1].bucket, []))[1].append(entry)
         new_loans: list[Entry] = []
@@ -178,7 +178,7 @@ class GatheredBlock:
             if bucket.owner is not None:
                 bucket.owner.open_blocks += 1
 
-    def _open_bucket(self, bucket: BucketBase, entries: list[Entry]) -> list[Entry]:
+    def _open_bucket(self, bucket: ParameterBucket, entries: list[Entry]) -> list[Entry]:
         """Opens one bucket; returns the parameters whose parts must be sent."""
         missing = [entry for entry in entries if _is_missing(entry)]
         if isinstance(bucket, Bucket) and bucket.is_sharded:
@@ -339,7 +339,7 @@ class GatheredBlock:
         """Sends the modifier's values to every rank that keeps them: all ranks, or the owner of each part."""
         assert self._modifier is not None
         transfers: list[TensorTransfer] = []
-        arriving: list[tuple[BucketBase, Fragment, torch.Tensor]] = []
+        arriving: list[tuple[ParameterBucket, Fragment, torch.Tensor]] = []
         for parameter, address in [*self._present, *self._loaned]:
             _back_in_place(parameter, address)
         copy, modifier = self._group.place_of(self._modifier)

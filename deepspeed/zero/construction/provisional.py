@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from deepspeed.accelerator.cpu import MallocTrimmer
-from deepspeed.comm.transports.transport import TensorTransfer
+from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.zero.address import (
-    BucketBase,
     Gatherer,
+    Loan,
+    ParameterBucket,
     State,
     mark_full,
     mark_sharded,
@@ -31,7 +31,7 @@ from deepspeed.zero.address import (
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.tiling.assemble import scatter
-from deepspeed.zero.tiling.layout import BucketLayout, bucket_layout
+from deepspeed.zero.tiling.layout import BucketLayout, Fragment, bucket_layout
 from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.untouched import untouched
 
@@ -39,7 +39,7 @@ _trimmer = MallocTrimmer()
 _indices = itertools.count(1 << 20)  # disjoint from engines' bucket numbers, with which copies are sorted
 
 
-class ProvisionalBucket(BucketBase):
+class ProvisionalBucket:
     """Parameters that are sharded but belong to no engine."""
 
     def __init__(
@@ -51,8 +51,11 @@ class ProvisionalBucket(BucketBase):
         shard_device: torch.device,
         group: BucketGroup,
     ) -> None:
-        super().__init__(group)
         self.layout = layout
+        self.group = group
+        self.loans: dict[int, Loan] = {}
+        self.pins = 0
+        self.gatherer: Gatherer | None = None
         self.dtype = dtype
         self.device = device
         self.is_sharded = group.size > 1
@@ -64,18 +67,49 @@ class ProvisionalBucket(BucketBase):
         _ShardTotals.add(nbytes)
         weakref.finalize(self, _ShardTotals.add, -nbytes).atexit = False
 
-    @override
+    @property
+    def owner(self) -> None:
+        """None: no engine has the parameters."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Returns False: no engine has the parameters."""
+        return False
+
+    @property
+    def transport(self) -> Transport:
+        """Carries the parameters."""
+        return self.group.gather
+
+    def fragment(self, tile: int) -> Fragment | None:
+        """Returns the fragment of a tile that lies in this rank's slice, or None."""
+        return self.layout.fragment(tile, self.transport.rank)
+
+    def as_gathered(self, fragment: Fragment) -> torch.Tensor:
+        """Returns this rank's fragment of a parameter, 1-D; there is no codec that changes it."""
+        return self.shard[fragment.in_slice]
+
+    def keep_fragment(self, fragment: Fragment, values: torch.Tensor) -> None:
+        """Writes this rank's fragment of a parameter into the shard.
+
+        Args:
+            fragment: The fragment of this rank.
+            values: 1-D, of that fragment.
+        """
+        self.shard[fragment.in_slice].copy_(values)
+
     def start_loan(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+        """Makes one parameter full with values in a tensor of its own, in the parameter's shape."""
         mark_full(parameter, tensor, plain_class(parameter))
 
-    @override
     def end_loan(self, tile: int, parameter: torch.nn.Parameter) -> None:
+        """Undoes :meth:`start_loan`; the values of the loaned tensor are dropped."""
         mark_sharded(parameter, torch.empty(0, dtype=self.dtype, device=self.device))
         if self.device.type == "cpu":
             note_freed(self.layout.tiles[tile].numel * self.dtype.itemsize)
 
-    @override
     def copy_parameter(self, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """Returns ``copy.deepcopy`` of a sharded parameter: one with the same values, in a bucket of no engine."""
         return copy_sharded(self, tile, parameter, memo)
 
 
@@ -95,7 +129,7 @@ def note_freed(nbytes: int) -> None:
     _trimmer.note(nbytes, _ShardTotals.most)
 
 
-def copy_of(bucket: BucketBase) -> ProvisionalBucket:
+def copy_of(bucket: ParameterBucket) -> ProvisionalBucket:
     """Returns a provisional bucket with the present values of ``bucket``; communicates nothing."""
     tiles = tuple(replace(tile, name=f"copy of {tile.name}") for tile in bucket.layout.tiles)
     made = ProvisionalBucket(
@@ -112,7 +146,7 @@ def copy_of(bucket: BucketBase) -> ProvisionalBucket:
 
 
 def copy_sharded(
-    bucket: BucketBase, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]
+    bucket: ParameterBucket, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]
 ) -> torch.nn.Parameter:
     """Returns ``copy.deepcopy`` of a sharded parameter: a sharded parameter with the same values.
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from dataclasses import dataclass
 from deepspeed.comm.watch.agreement import END_OF_PASS, Agreement
 from deepspeed.logging import warn_once
 from deepspeed.uncompiled import uncompiled
-from deepspeed.zero.bucket import Bucket, GatherCount, State
+from deepspeed.zero.bucket import Bucket, State
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class GatherSchedule:
             self._units.update(dict.fromkeys(members, members))
         self._count = GatherCount()
         for bucket in buckets:
-            bucket.count = self._count
+            bucket.on_change = self._count.change
             self._count.change(bucket.index, bucket.layout.numel, State.SHARDED, bucket.state)
         self._leaf_of = _joined(leaves)
         self._demanded_leaves: set[tuple[int, ...]] = set()  # in this backward
@@ -423,6 +424,37 @@ class GatherSchedule:
             if its_unit != unit:
                 ahead += numel
                 following = following or its_unit
+
+
+class GatherCount:
+    """Counts the gathered elements of sharded buckets. A change costs the same for any number of buckets.
+
+    Attributes:
+        live: Elements of buckets that are gathered or in flight.
+        arriving: Elements of each bucket that is in flight, by the index of the bucket, oldest first.
+        arriving_numel: Their sum.
+    """
+
+    def __init__(self) -> None:
+        self.live = 0
+        self.arriving: OrderedDict[int, int] = OrderedDict()
+        self.arriving_numel = 0
+
+    def change(self, index: int, numel: int, before: State, after: State) -> None:
+        """Records that a bucket changes its state.
+
+        Args:
+            index: The index of the bucket.
+            numel: Elements of it.
+            before: Its state until now.
+            after: Its state from now on.
+        """
+        if before is State.GATHERING:
+            self.arriving_numel -= self.arriving.pop(index)
+        if after is State.GATHERING:
+            self.arriving[index] = numel
+            self.arriving_numel += numel
+        self.live += numel * ((after is not State.SHARDED) - (before is not State.SHARDED))
 
 
 def _joined(leaves: Iterable[Iterable[Bucket]]) -> dict[int, tuple[int, ...]]:

@@ -250,7 +250,7 @@ class GradientBucket:
         grads: dict[int, torch.Tensor] = {}
         zeros = list(self._gaps)
         self.sum.leave_packed()
-        self._flat.grow()
+        self._flat.allocate()
         for index, parameter in enumerate(self.bucket.params):
             grad = parameter.grad if self._arrived[index] else None
             if grad is None:
@@ -406,7 +406,7 @@ class GradientBucket:
             return total
         if total.tensor.dtype == self._flat.tensor.dtype:
             return total
-        self._flat.grow()
+        self._flat.allocate()
         self._flat.tensor.copy_(total.tensor)
         total.free()
         return self._flat
