@@ -9,8 +9,8 @@ A :class:`GradientDestination` brings a reduced gradient to where the update rea
 :func:`squared_norm` gives the same number on every layout, stage and world size. A buffer is read as blocks of
 64 elements, which no layout ever cuts. Each block's norm is taken in fp32, or in fp64 where gradients are fp64; its
 square is exact in fp64 (of an fp32 norm), and the squares are added there. The order of the fp64 sum moves the result
-by about 1e-16, which :func:`norm_from_squares` rounds away by ending in fp32, so that clipping cannot tell two layouts
-apart.
+by about 1e-16, which :func:`norm_from_squares` rounds away by ending in fp32, so that clipping
+(:func:`gradient_factor`) cannot tell two layouts apart.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from deepspeed.zero.tiling.layout import BLOCK, BucketLayout
 #: Elements that fit the cache: whole blocks of 64.
 CHUNK = 1 << 18
 
+_CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _CHUNK_BLOCKS = 4096  # 1 MiB of fp32: the cast copy of a 16-bit buffer stays in cache
 
 
@@ -427,3 +428,20 @@ def norm_from_squares(total: float) -> float:
     if not math.isfinite(total):
         return total
     return torch.tensor(math.sqrt(total), dtype=torch.float32).item()
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """Returns the factor on gradients of norm ``norm`` that leaves a norm of at most ``limit`` (0: any)."""
+    return min(1.0, limit / (norm + _CLIP_EPSILON)) if limit > 0 else 1.0
+
+
+def gradient_factor(norm: float, *, scale: float, clip_grad: float) -> float | None:
+    """Returns what the update multiplies gradients by; None for exactly 1.
+
+    Args:
+        norm: Unscaled, over all ranks.
+        scale: Factor on the loss, and so on the gradients.
+        clip_grad: Largest norm; 0 for no clipping.
+    """
+    factor = 1.0 / scale * clip_factor(norm, clip_grad)
+    return None if factor == 1.0 else factor

@@ -18,10 +18,10 @@ from deepspeed.ops.flat import FlatUpdate
 from deepspeed.ops.onebit.phases import Phase
 from deepspeed.ops.onebit.zero_one import LR_EXCHANGED, LR_OWED, LR_SUM, ZeroOneAdam, apart, denominator_of, farthest_of
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
-from deepspeed.zero.gradient.gradient_sum import squared_norm
+from deepspeed.zero.gradient.gradient_sum import clip_factor, squared_norm
 from deepspeed.zero.onebit.bucket_momentum import BucketMomentum
 from deepspeed.zero.onebit.momentum import MomentumExchange
-from deepspeed.zero.update.driver import ExchangeResult, clip_factor
+from deepspeed.zero.update.driver import ExchangeResult
 from deepspeed.zero.update.masters import MasterRun
 
 _MEAN = 3  # kind of transfer, as of an exchange of momenta, with which it shares the numbers

@@ -22,6 +22,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.ops.onebit import ZeroOneAdam
 from deepspeed.ops.onebit.phases import ExchangesMomentum, Phase, mask_of
+from deepspeed.zero.gradient.gradient_sum import clip_factor, gradient_factor
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.onebit.bucket_momentum import BucketMomentum
 from deepspeed.zero.placement import Placement, Tier
@@ -32,7 +33,6 @@ from deepspeed.zero.update.driver import (
     MeanGradient,
     PrivateState,
     UpdateParts,
-    clip_factor,
 )
 
 
@@ -117,7 +117,7 @@ class MomentumExchange(MeanGradient):
         The norm is that of the mean gradient before clipping, within 2 % (:class:`Sketch`).
         """
         if not self._reducer.keeps_own:
-            return super().exchange(norm, used, scale=scale, clip_grad=clip_grad)
+            return ExchangeResult(norm, gradient_factor(norm, scale=scale, clip_grad=clip_grad), used)
         self._grow()
         if not self._is_collected:
             for bucket in self.buckets:

@@ -1,6 +1,6 @@
-"""Update drivers: what the ranks exchange for an update, after norm and flags.
+"""Update drivers: what the ranks exchange for an update, after norm and flags, if that is not the mean gradient.
 
-Nearly every optimizer has :class:`MeanGradient`, which exchanges nothing more. ``zero.onebit`` has the drivers of the
+Nearly every optimizer has :class:`MeanGradient`, which exchanges nothing. ``zero.onebit`` has the drivers of the
 1-bit family, which exchange momenta or movements of local steps, and ``zero.update.outer_step`` that of islands, which
 wraps any of them.
 """
@@ -25,8 +25,6 @@ from deepspeed.zero.storage import MemoryTracker
 from deepspeed.zero.tiling.formula import MemoryFormula
 from deepspeed.zero.tiling.layout import BucketLayout
 from deepspeed.zero.update.masters import MasterBucket
-
-_CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 DRIVER = "_ds_driver"
 """Attribute of an optimizer's class: ``module:class`` of its update driver; few optimizers have one."""
@@ -88,11 +86,6 @@ class PrivateState:
     what: str
 
 
-def clip_factor(norm: float, limit: float) -> float:
-    """Returns the factor on gradients of norm ``norm`` that leaves a norm of at most ``limit`` (0: any)."""
-    return min(1.0, limit / (norm + _CLIP_EPSILON)) if limit > 0 else 1.0
-
-
 class UpdateDriver(ABC):
     """Exchanges what an update needs from other ranks.
 
@@ -102,7 +95,8 @@ class UpdateDriver(ABC):
         reported_codec: For plans and reports: the codec of what is sent instead of gradients; None where gradients are
             sent. The driver's own exchange uses it.
         has_warm_up: Gradients are sent in the first updates only.
-        reads_mean_gradients: Whether the update reads the reducer's gradients unchanged.
+        reads_mean_gradients: Whether the update reads the mean gradients that the reducer has made; otherwise it reads
+            what :meth:`exchange` stores.
     """
 
     reported_codec: Codec | None = None
@@ -125,9 +119,10 @@ class UpdateDriver(ABC):
             before: Updates so far, skipped ones included; equal on all ranks, also after a checkpoint was loaded.
         """
 
-    @abstractmethod
     def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> ExchangeResult:
         """Stores what the update reads in the place of the reduced gradients. Every rank must call it.
+
+        Not called if :attr:`reads_mean_gradients`: then there is nothing to exchange.
 
         Args:
             norm: Unscaled norm, over all ranks, of the gradients that each of them has now.
@@ -135,6 +130,7 @@ class UpdateDriver(ABC):
             scale: Factor on the loss, and so on the gradients.
             clip_grad: Largest norm; 0 for no clipping.
         """
+        raise NotImplementedError
 
     @abstractmethod
     def end_update(self) -> None:
@@ -161,18 +157,6 @@ class UpdateDriver(ABC):
         """Called when the run is over."""
 
 
-def gradient_factor(norm: float, *, scale: float, clip_grad: float) -> float | None:
-    """Returns what the update multiplies gradients by; None for exactly 1.
-
-    Args:
-        norm: Unscaled, over all ranks.
-        scale: Factor on the loss, and so on the gradients.
-        clip_grad: Largest norm; 0 for no clipping.
-    """
-    factor = 1.0 / scale * clip_factor(norm, clip_grad)
-    return None if factor == 1.0 else factor
-
-
 class MeanGradient(UpdateDriver):
     """The mean of the ranks' gradients, which the reducer has made by the time of the update."""
 
@@ -192,10 +176,6 @@ class MeanGradient(UpdateDriver):
     @override
     def begin_update(self, before: int) -> None:
         self._reducer.begin_update(before)
-
-    @override
-    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> ExchangeResult:
-        return ExchangeResult(norm, gradient_factor(norm, scale=scale, clip_grad=clip_grad), used)
 
     @override
     def end_update(self) -> None:

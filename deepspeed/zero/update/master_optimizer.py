@@ -22,7 +22,9 @@ from deepspeed.zero.update.speculation import SpeculativeUpdater
 
 
 class MasterOptimizer(ZeROOptimizer):
-    """A torch optimizer whose parameters are the runs of masters. ``update.optimizer`` adds the update.
+    """A torch optimizer whose parameters are the runs of masters: what programs read and set between updates.
+
+    ``update.optimizer`` adds the update.
 
     Args:
         optimizer: The torch optimizer; its ``params`` lists hold runs already.
@@ -320,20 +322,6 @@ class MasterOptimizer(ZeROOptimizer):
     @skipped_in_a_row.setter
     def skipped_in_a_row(self, count: int) -> None:
         self._skipped_in_a_row = count
-
-    def carry_user_writes(self) -> None:
-        """Copies users' writes to resident parameters into buckets and masters, as the next step would."""
-        self._carry_user_writes()
-        for master in self._masters:
-            master.bucket.remember_values()
-
-    def _carry_user_writes(self) -> None:
-        for position, master in enumerate(self._masters):
-            changed = master.bucket.take_back_changes()
-            if changed and self.speculation is not None:
-                self.speculation.note_write(position)
-            for index in changed:
-                master.refresh(index)
 
     def publish_masters(self) -> None:
         """Updates the compute parameters from masters that were written. Every rank that shares them must call it."""

@@ -25,13 +25,13 @@ from deepspeed.logging import log_dist
 from deepspeed.ops.base import evaluate, step_hooks
 from deepspeed.ops.elementwise import flat_updater
 from deepspeed.ops.rounding import NarrowStates
-from deepspeed.zero.gradient.gradient_sum import norm_from_squares
+from deepspeed.zero.gradient.gradient_sum import gradient_factor, norm_from_squares
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.storage import MemoryTracker
 from deepspeed.zero.update.base_optimizer import refuse_changed_groups
-from deepspeed.zero.update.driver import MeanGradient, UpdateDriver, UpdateParts, gradient_factor
+from deepspeed.zero.update.driver import MeanGradient, UpdateDriver, UpdateParts
 from deepspeed.zero.update.loop import ChunkUpdater, UpdateStrategy
 from deepspeed.zero.update.master_optimizer import MasterOptimizer
 from deepspeed.zero.update.masters import MasterBucket, PublishWork
@@ -200,10 +200,13 @@ class DeepSpeedZeroOptimizer(MasterOptimizer):
             self._skip(self.loss_scale)
         else:
             self._skipped_in_a_row = 0
-            # With MeanGradient: 1 / loss scale times the clip factor, without communication.
-            exchanged = self.driver.exchange(norm, used, scale=scale, clip_grad=self.clip_grad)
-            self.last_report = report = StepReport(exchanged.norm, overflow=False, extra=rows)
-            self._apply(exchanged.factor, exchanged.used)
+            if self.driver.reads_mean_gradients:  # nearly every optimizer; without communication
+                factor = gradient_factor(norm, scale=scale, clip_grad=self.clip_grad)
+            else:
+                exchanged = self.driver.exchange(norm, used, scale=scale, clip_grad=self.clip_grad)
+                factor, used = exchanged.factor, exchanged.used
+                self.last_report = report = StepReport(exchanged.norm, overflow=False, extra=rows)
+            self._apply(factor, used)
             self._reducer.commit()
             self._reducer.clear()
         self._reducer.end_update(self.steps)
@@ -212,6 +215,21 @@ class DeepSpeedZeroOptimizer(MasterOptimizer):
             self._update_scale(overflow=False)
         self.driver.end_update()
         return report
+
+    def carry_user_writes(self) -> None:
+        """Copies users' writes to resident parameters into buckets and masters, as the next step would."""
+        self._carry_user_writes()
+        for master in self._masters:
+            master.bucket.remember_values()
+
+    def _carry_user_writes(self) -> None:
+        """Does nothing for sharded parameters, whose writes were kept when they were freed."""
+        for position, master in enumerate(self._masters):
+            changed = master.bucket.take_back_changes()
+            if changed and self.speculation is not None:
+                self.speculation.note_write(position)
+            for index in changed:
+                master.refresh(index)
 
     def _update_scale(self, *, overflow: bool) -> None:
         if self.loss_scaler is not None:
