@@ -19,13 +19,13 @@ from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.arguments import device_rank
 from deepspeed.engine.features import FeatureSet
-from deepspeed.engine.optimizers import group_indices
 from deepspeed.engine.parts import Client
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist, set_log_level_from_string
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.address import full_shape
+from deepspeed.zero.update.masters import group_indices
 
 # Ranks may differ in what they write, show or measure, and in where their files are.
 _OWN_AFFAIRS = frozenset(

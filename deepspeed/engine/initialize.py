@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from deepspeed.engine.arguments import checked_model, config_source
 from deepspeed.engine.communication_compression import compressed, tables_of_rows
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.islands import over_all_data_ranks, settle_islands
-from deepspeed.engine.optimizers import check_optimizer, choose_optimizer, group_indices, refuse_cut_tensors
+from deepspeed.engine.optimizers import check_optimizer, choose_optimizer, refuse_cut_tensors
 from deepspeed.engine.parts import Client, EngineParts
 from deepspeed.engine.zero_settings import (
     gathers_by_nodes,
@@ -26,13 +26,14 @@ from deepspeed.engine.zero_settings import (
     runtime_options,
     tiers_for,
 )
+from deepspeed.engine_feature import EngineSetup
 from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.construction.modules import suspended
-from deepspeed.zero.gather.leaf_modules import mark_configured_leaves
-from deepspeed.zero.group import create_groups
+from deepspeed.zero.group import Groups, create_groups
+from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime import build_runtime
 from deepspeed.zero.update.driver import driver_of
-from deepspeed.zero.update.masters import move_to_runs
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 
@@ -101,12 +102,10 @@ def build_parts(
     """
     start_ranks(distributed_port, dist_init_required)
     agreed = agree(client, config)
-    root, features, setup = agreed.parsed.root, agreed.features, agreed.setup
-    everybody, model = setup.ranks, client.model
-    monitor = MonitorMaster(root)
+    root, features, setup, model = agreed.parsed.root, agreed.features, agreed.setup, client.model
     if root.comms_logger.enabled:
         comm.configure(deepspeed_config=agreed.parsed)
-    islands = settle_islands(root, everybody, model, setup.device)
+    islands = settle_islands(root, setup.ranks, model, setup.device)
     if islands is not None:
         setup = replace(setup, ranks=islands.inside)
     precision, placement = precision_for(setup), placement_for(setup)
@@ -120,23 +119,11 @@ def build_parts(
     driver.refuse(root, placement)
     own_groups = {**own_groups, **tables_of_rows(setup, has_warm_up=driver.has_warm_up)}
     placement = place_frozen(placement, own_groups)
-    groups = create_groups(
-        placement,
-        setup.ranks,
-        setup.device,
-        by_nodes=gathers_by_nodes(root),
-        divisor=gradient_divisor(root, setup.ranks),
-        copies=own_groups,
-    )
-    groups = compressed(groups, setup, precision, has_warm_up=driver.has_warm_up)
+    groups = _make_groups(setup, placement, precision, own_groups, has_warm_up=driver.has_warm_up)
     refuse_cut_tensors(optimizer, model, groups, placement)
     tiers = tiers_for(setup, placement, optimizer)
-    mark_configured_leaves(model, root.zero_optimization.leaf_module)
-    options = runtime_options(setup, placement, precision, optimizer, tiers)
-    runtime = build_runtime(model, options, groups, group_indices(optimizer))
+    runtime = build_runtime(model, runtime_options(setup, placement, precision, optimizer, tiers), groups, optimizer)
     place_buffers(setup, precision, groups)
-    if optimizer is not None:
-        move_to_runs(optimizer, runtime.masters)
     return EngineParts(
         client=client,
         parsed=agreed.parsed,
@@ -145,11 +132,31 @@ def build_parts(
         precision=precision,
         placement=placement,
         tiers=tiers,
-        monitor=monitor,
+        monitor=MonitorMaster(root),
         runtime=runtime,
         torch_optimizer=optimizer,
         driver=driver,
         groups=groups,
-        coordinates=over_all_data_ranks(everybody, setup.ranks),
+        coordinates=over_all_data_ranks(agreed.setup.ranks, setup.ranks),
         islands=islands,
     )
+
+
+def _make_groups(
+    setup: EngineSetup,
+    placement: Placement,
+    precision: PrecisionPolicy,
+    own_groups: Mapping[str, bool],
+    *,
+    has_warm_up: bool,
+) -> Groups:
+    """Makes the groups of ranks over which the model's states are sharded. Every rank of the job must call it."""
+    groups = create_groups(
+        placement,
+        setup.ranks,
+        setup.device,
+        by_nodes=gathers_by_nodes(setup.root),
+        divisor=gradient_divisor(setup.root, setup.ranks),
+        copies=own_groups,
+    )
+    return compressed(groups, setup, precision, has_warm_up=has_warm_up)

@@ -243,15 +243,6 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer, placement: Placement, 
     )
 
 
-def group_indices(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
-    """Maps ``id(parameter)`` to the index of its param group."""
-    if optimizer is None:
-        return {}
-    return {
-        id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
-    }
-
-
 def refuse_cut_tensors(
     optimizer: torch.optim.Optimizer | None, model: nn.Module, groups: Groups, placement: Placement
 ) -> None:

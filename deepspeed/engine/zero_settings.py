@@ -190,6 +190,7 @@ def runtime_options(
         master_memories=tiers.master_memories,
         destination=tiers.destination,
         state_itemsizes=state_itemsizes(optimizer),
+        leaves=zero.leaf_module,
     )
 
 

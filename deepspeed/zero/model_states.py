@@ -19,6 +19,7 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.transports.transport import TensorTransfer, Transport
+from deepspeed.config.sections.zero import LeafModule
 from deepspeed.errors import DeepSpeedConfigError, OffloadError
 from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.access.views import install_views
@@ -26,7 +27,7 @@ from deepspeed.zero.address import Address, ShardedParameter, address_of, full_n
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.construction.materialize import Materializer
 from deepspeed.zero.construction.provisional import note_freed
-from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules, z3_leaf_module
+from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules, mark_configured_leaves, z3_leaf_module
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
@@ -130,6 +131,7 @@ class RuntimeOptions:
         serves_branches: Whether ranks may gather different parameters (``zero_optimization.agreement``).
         state_itemsizes: For every per-element optimizer state, as far as it is known beforehand, its bytes per fp32
             element.
+        leaves: The modules that are gathered as one unit; None: those that are marked already.
     """
 
     placement: Placement
@@ -145,6 +147,7 @@ class RuntimeOptions:
     destination: Callable[[Tier, MemoryTracker], GradientDestination]
     serves_branches: bool = False
     state_itemsizes: tuple[int, ...] = ()
+    leaves: LeafModule | None = None
 
     @property
     def host_is_device(self) -> bool:
@@ -178,6 +181,8 @@ class ModelStates:
         groups: Groups,
         param_groups: Mapping[int, int],
     ) -> None:
+        if options.leaves is not None:
+            mark_configured_leaves(model, options.leaves)
         self.units = find_units(model, options.granularity)
         self.memory_tracker = MemoryTracker()
         self._model = model

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from deepspeed.zero.guards import UntrainedGradients, guard_parts, guard_state_d
 from deepspeed.zero.model_states import ModelStates, RuntimeOptions
 from deepspeed.zero.placement import BucketPlacement
 from deepspeed.zero.tiling.layout import ModelLayout
-from deepspeed.zero.update.masters import MasterBucket
+from deepspeed.zero.update.masters import MasterBucket, group_indices, move_to_runs
 
 
 @dataclass(frozen=True)
@@ -452,18 +452,22 @@ class ZeroRuntime:
 
 
 def build_runtime(
-    model: nn.Module, options: RuntimeOptions, groups: Groups, param_groups: Mapping[int, int]
+    model: nn.Module, options: RuntimeOptions, groups: Groups, optimizer: torch.optim.Optimizer | None
 ) -> ZeroRuntime:
     """Moves the model's parameters into buckets and installs hooks. Every rank must call it, with the same model.
+
+    The groups of the optimizer list this rank's runs of the masters afterwards, instead of the parameters.
 
     Args:
         model: The model; its parameters are changed in place and take rank 0's values.
         options: Decisions of the configuration.
         groups: The ranks that share parameters, and those that decide together.
-        param_groups: ``id(parameter)`` to index of its optimizer param group.
+        optimizer: The torch optimizer, or None. Its states become those of the runs.
     """
     _retire_earlier_owners(model)
-    states = ModelStates(model, options, groups, param_groups)
+    states = ModelStates(model, options, groups, group_indices(optimizer))
+    if optimizer is not None:
+        move_to_runs(optimizer, states.masters)
     sharded = states.sharded
     agreement = Agreement(
         groups.gathering,

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from deepspeed.comm.transports.transport import Transport
-from deepspeed.engine.optimizers import group_indices
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
@@ -23,7 +22,6 @@ from deepspeed.zero.storage import Memory, MemoryTracker
 from deepspeed.zero.tiling.layout import Limits, bucket_layout
 from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.update.loop import UpdateStrategy
-from deepspeed.zero.update.masters import move_to_runs
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 CPU = torch.device("cpu")
@@ -213,8 +211,7 @@ def rank_of(
         master_memories=memory,
         destination=lambda tier, _memory_tracker: GradientDestination(tier),
     )
-    runtime = build_runtime(model, options, groups, group_indices(torch_optimizer))
-    move_to_runs(torch_optimizer, runtime.masters)
+    runtime = build_runtime(model, options, groups, torch_optimizer)
     assert runtime.reducer is not None
     defaults: dict[str, Any] = {"loss_scaler": None, "clip_grad": 0.0, "max_skipped": 0, "skip_non_finite": False}
     optimizer = DeepSpeedZeroOptimizer(

@@ -127,7 +127,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
             master_memories={memory.tier: memory},
             destination=lambda tier, memory_tracker: GradientDestination(tier),
         )
-        self._adopt(build_runtime(module, options, Groups.of(BucketGroup.over(gather, reduce), lease=lease), {}))
+        self._adopt(build_runtime(module, options, Groups.of(BucketGroup.over(gather, reduce), lease=lease), None))
         self._lease = lease
 
     def _adopt(self, runtime: ZeroRuntime) -> None:

@@ -439,6 +439,15 @@ def _shared_tensors(layout: BucketLayout, first: int) -> Iterator[SharedTensor]:
             yield SharedTensor(tile.name, first + number, tile.shape, tile.param_group, start, bounds)
 
 
+def group_indices(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
+    """Maps ``id(parameter)`` to the index of its param group."""
+    if optimizer is None:
+        return {}
+    return {
+        id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+    }
+
+
 def move_to_runs(optimizer: torch.optim.Optimizer, masters: list[MasterBucket]) -> None:
     """Replaces the parameters in the optimizer's groups by this rank's runs (1-D), and cuts existing state alike.
 
