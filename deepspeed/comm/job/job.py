@@ -80,18 +80,14 @@ class Job:
 
     @staticmethod
     def current() -> Job:
-        """Returns the job of the process group that there is now; one without any where there is none."""
-        if _current.is_over():
-            following = Job()
-            if _current._world is None:  # an mpu may be registered before the process group is started
-                following.mpu = _current.mpu
-            _current.close()
-            _replace(following)
-        return _current
+        """Returns the job of the process group that there is now, or of none; opens it if it is not open yet."""
+        return Job.open() if _current.is_over() else _current
 
-    @classmethod
-    def open(cls, mesh: Mesh | None = None, device: torch.device | None = None) -> Job:
-        """Opens a job on the process group that there is now, and closes the one before. Every rank must call it.
+    @staticmethod
+    def open(mesh: Mesh | None = None, device: torch.device | None = None) -> Job:
+        """Opens a job on the process group that there is now, and closes the one before.
+
+        :meth:`current` does so after each start of a process group. With ``mesh`` every rank must call it.
 
         Args:
             mesh: How the ranks are laid out; None: all ranks are data-parallel.
@@ -105,7 +101,10 @@ class Job:
         made = Job(device)
         if mesh is not None:
             mesh.check(made.ranks.size_of())  # before the present job ends
-        _replace(made).close()
+        before = _replace(made)
+        if before._world is None:  # an mpu may be registered before the process group is started
+            made.mpu = before.mpu
+        before.close()
         made.set_mesh(mesh)
         return made
 
