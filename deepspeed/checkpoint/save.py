@@ -107,7 +107,11 @@ class Saver:
 
     @property
     def exchange(self) -> Exchange:
-        """The ranks' own channel for checkpoints. Made at the first use, when every rank must request it."""
+        """The ranks' own channel for checkpoints, when no save in the background uses it: waits for such a save.
+
+        Made at the first use, when every rank must request it.
+        """
+        self._join()
         if self._exchange is None:
             self._exchange = Exchange(self._group)
         return self._exchange
@@ -118,13 +122,17 @@ class Saver:
         Raises:
             CheckpointError: The save failed.
         """
+        self._join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(f"the last save, in the background, failed: {failure}") from failure
+
+    def _join(self) -> None:
+        """Waits for the save in the background; its failure is raised by the next :meth:`wait`."""
         if self._thread is not None:
             self._pace.hurry()
             self._thread.join()
             self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise CheckpointError(f"the last save, in the background, failed: {failure}") from failure
 
     def close(self) -> None:
         """Waits for a running save and frees the channel and the host memory. Another save allocates new ones.

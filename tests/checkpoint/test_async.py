@@ -93,6 +93,34 @@ def test_the_next_save_waits(tmp_path):
         assert order == ["opened", "saved"] and names == ["one", "two"] and latest == "two"
 
 
+def other_calls_wait(folder: str):
+    """Calls that exchange messages over the channel of checkpoints, on which the save in the background does too."""
+    run = engine(1, "fp32")
+    weights = {name: value.clone() for name, value in run.module.state_dict().items()}
+    calls = {
+        "save_16bit_model": lambda: run.save_16bit_model(folder, "weights.bin"),
+        "export_weights": lambda: list(run.export_weights()),
+        "consolidated": run._consolidated_16bit_state_dict,
+        "load_module_state_dict": lambda: run.load_module_state_dict({"module": weights}),
+    }
+    order = []
+    for name, call in calls.items():
+        with Gate() as gate:
+            run.save_checkpoint(folder, tag=name, async_save=True)
+            opener = threading.Timer(0.1, lambda gate=gate: (order.append("opened"), gate.open()))
+            opener.start()
+            call()
+            order.append(name)
+            opener.join()
+            run.wait_for_checkpoint()
+    return order, [each for name in calls for each in ("opened", name)]
+
+
+def test_calls_that_write_or_load_weights_wait_for_a_save(tmp_path):
+    for order, expected in run_ranks(other_calls_wait, 2, str(tmp_path)):
+        assert order == expected
+
+
 def failing_beside(folder: str, failing: int, then: str):
     run = engine(2, "fp32")
     run.save_checkpoint(folder, tag="good")
