@@ -20,6 +20,8 @@ _PARTIAL: tuple[dict[str, bool], ...] = (
     {"load_module_only": True},
     {"load_optimizer_states": False, "load_lr_scheduler_states": False},
 )
+# Names of a state; empty where parameters have different ones. All others have "exp_avg".
+_STATES = {"SGD": "momentum_buffer", "client SGD": "momentum_buffer", "Adagrad": "sum", "Muon": ""}
 _FILLED = 20  # micro-batches; more than any accumulation that is drawn
 
 
@@ -51,7 +53,7 @@ class CallRun:
         self.stack, self.config = stack, config
         self.engine = self.built(5)
         self.stage = config["zero_optimization"]["stage"]
-        self.state = "momentum_buffer" if stack.optimizer == "SGD" else "exp_avg"
+        self.state = _STATES.get(stack.optimizer, "exp_avg")
         self.folder, self.log = folder, Log()
         self.batches = self.tags = 0
 
@@ -204,8 +206,16 @@ class CallRun:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         name, parameter = self.chosen(salt)
-        state = safe_get_full_optimizer_state(parameter, self.state) if parameter.requires_grad else None
+        state = None
+        if parameter.requires_grad and self.state:
+            state = safe_get_full_optimizer_state(parameter, self.state)
         return [name, self.sum_of(safe_get_full_fp32_param(parameter)), self.sum_of(state)]
+
+    def get_gradient(self, _share: float, salt: int) -> list[Any]:
+        from deepspeed.utils import safe_get_full_grad
+
+        name, parameter = self.chosen(salt)
+        return [name, self.sum_of(safe_get_full_grad(parameter))]
 
     def set_master(self, _share: float, salt: int) -> str:
         from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
@@ -248,9 +258,7 @@ class CallRun:
         self.fill()
         return name
 
-    def away(self, _share: float, salt: int) -> None:
-        if salt % 2:
-            self.fill()
+    def move_states(self, _share: float, _salt: int) -> None:
         if hasattr(self.engine, "offload_states"):
             self.engine.offload_states()
             self.engine.reload_states()
@@ -268,6 +276,30 @@ class CallRun:
         partial = _PARTIAL[salt // 8 % 4] if salt // 4 % 2 else {}
         path, client = self.engine.load_checkpoint(self.folder, tag=tag, **partial)
         return [*results, path is not None, client.get("salt"), self.engine.global_steps]
+
+    def save(self, _share: float, _salt: int) -> None:
+        self.tags += 1
+        self.engine.save_checkpoint(self.folder, tag=f"t{self.tags}")
+
+    def save_and_return(self, _share: float, _salt: int) -> None:
+        """Loads what it has just saved, where that is everything: between two updates."""
+        if self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0:
+            self.save(0.0, 0)
+            self.engine.load_checkpoint(self.folder, tag=f"t{self.tags}")
+
+    def read_as_modifier(self, _share: float, salt: int) -> None:
+        """Gathers parameters to change them, and changes nothing."""
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([self.chosen(salt)[1], self.chosen(salt + 1)[1]], modifier_rank=0):
+            pass
+
+    def stream_weights(self, _share: float, salt: int) -> None:
+        for _ in self.engine.export_weights(bucket_bytes=1 + salt):
+            pass
+
+    def copy_optimizer_state(self, _share: float, _salt: int) -> None:
+        copy.deepcopy(self.engine.optimizer.state_dict())
 
     def build_again(self, _share: float, _salt: int) -> list[float]:
         """Saves, and goes on with another engine that loads it."""
@@ -317,7 +349,17 @@ ACTIONS: dict[str, Callable[[CallRun, float, int], Any]] = {
         CallRun.cleared, CallRun.set_boundary, CallRun.set_batch_size, CallRun.evaluate, CallRun.forward_without_grad,
         CallRun.change_rates, CallRun.change_decay, CallRun.step_schedule, CallRun.counters, CallRun.norm,
         CallRun.gathered, CallRun.change_gathered, CallRun.get, CallRun.set_master, CallRun.set_gradient,
-        CallRun.set_state, CallRun.freeze_and_back, CallRun.away, CallRun.save_and_load, CallRun.load_optimizer_state,
-        CallRun.save_weights, CallRun.export, CallRun.build_again, CallRun.export_masters,
+        CallRun.set_state, CallRun.freeze_and_back, CallRun.move_states, CallRun.save_and_load,
+        CallRun.load_optimizer_state, CallRun.save_weights, CallRun.export, CallRun.build_again,
+        CallRun.export_masters,
     )
 }  # fmt: skip
+READS: dict[str, Callable[[CallRun, float, int], Any]] = {
+    action.__name__: action
+    for action in (
+        CallRun.evaluate, CallRun.counters, CallRun.gathered, CallRun.get, CallRun.get_gradient, CallRun.move_states,
+        CallRun.save, CallRun.save_and_return, CallRun.copy_optimizer_state, CallRun.save_weights, CallRun.export,
+        CallRun.read_as_modifier, CallRun.stream_weights,
+    )
+}  # fmt: skip
+"""Calls that change nothing, at any micro-batch."""

@@ -32,6 +32,7 @@ def draw(seed: int) -> Stack:
         "unused": dice.random() < 0.3 and zero.get("ignore_unused_parameters", True),
         "sparse": "sparse_gradients" in config and dice.random() < 0.7,
         "adapters": dice.random() < 0.1,
+        "shared_base": dice.random() < 0.5,
     }
     options = {
         "model": {name: True for name, is_on in model.items() if is_on},

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from tests.random_programs.trial import Outcome
-from tests.random_stacks import calls, configurations, keys, layouts, worlds
+from tests.random_stacks import calls, configurations, keys, layouts, watched, worlds
 from tests.random_stacks.documented import reason_of
 from tests.random_stacks.stack import End, Stack
 
@@ -29,6 +29,7 @@ KINDS = {
     "calls": Kind(calls.draw, calls.attempt),
     "layouts": Kind(layouts.draw, layouts.attempt),
     "worlds": Kind(worlds.draw, worlds.attempt),
+    "watched": Kind(watched.draw, watched.attempt),
     "keys": Kind(keys.draw, keys.attempt),
 }
 

@@ -20,6 +20,11 @@ from tests.random_stacks.stack import Config, End, Stack, run_on_ranks
 
 WIDTH = 8
 SCHEDULES = ("1f1b", "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "dualpipev")
+_PATTERNS: tuple[Config, ...] = (
+    {"mode": "fixed", "num_local_blocks": 2, "num_global_blocks": 1},
+    {"mode": "bigbird", "num_random_blocks": 1, "num_sliding_window_blocks": 1, "num_global_blocks": 1},
+    {"mode": "bslongformer", "num_sliding_window_blocks": 3, "global_block_indices": [0]},
+)
 _OF_AXES = (
     "tensor_parallel",
     "sequence_parallel_size",
@@ -89,6 +94,8 @@ def _llama(dice: Random, config: Config, world: int) -> dict[str, Any]:
         if dice.random() < 0.2:
             config["seq_parallel_communication_data_type"] = "fp32"
         config["sequence_parallel"] = {"mode": dice.choice(("ulysses", "ring")), **more}
+    if sequence == 1 and dice.random() < 0.4:
+        config["sparse_attention"] = {"apply_to": "model", "block": 2, **dice.choice(_PATTERNS)}
     config.pop("curriculum_learning", None)
     if "keep_in_fp32_modules" in config.get("data_types", {}):  # Llama does not cast what its norm returns
         del config["data_types"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -30,13 +31,14 @@ class Block(nn.Module):
 
 
 class AdapterBlock(Block):
-    """A block whose second layer is a frozen base with adapters, divided among the ranks."""
+    """A block whose second layer is a frozen base with adapters; the ranks may share the base."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, is_shared: bool) -> None:
         from deepspeed.linear import LoRAConfig, OptimizedLinear
 
         super().__init__(width)
-        config = LoRAConfig(lora_r=2, lora_alpha=4, base_weight_sharding=1)
+        ranks = dist.get_world_size() if is_shared else 1
+        config = LoRAConfig(lora_r=2, lora_alpha=4, base_weight_sharding=ranks)
         self.down = OptimizedLinear(2 * width + 1, width, lora_config=config, dtype=torch.float32)
 
 
@@ -51,6 +53,7 @@ class WordModel(nn.Module):
         sparse: The gradient of the words is sparse.
         counts: Buffers count the forwards in training and average the hidden states.
         adapters: The second block has adapters.
+        shared_base: The ranks share the weight below the adapters.
     """
 
     def __init__(
@@ -62,11 +65,12 @@ class WordModel(nn.Module):
         sparse: bool = False,
         counts: bool = False,
         adapters: bool = False,
+        shared_base: bool = False,
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, width, sparse=sparse)
         self.blocks = nn.ModuleList(
-            AdapterBlock(width) if adapters and number == 1 else Block(width, frozen and number == 1)
+            AdapterBlock(width, shared_base) if adapters and number == 1 else Block(width, frozen and number == 1)
             for number in range(3)
         )
         self.head = nn.Linear(width, VOCABULARY, bias=False)

@@ -13,7 +13,8 @@ from tests.random_stacks.kinds import KINDS, attempt
 from tests.random_stacks.resuming import end_of
 from tests.random_stacks.stack import Stack
 
-MANY = {"configurations": 40, "calls": 40, "layouts": 30, "worlds": 20}
+QUICK = {"configurations": 4007, "calls": 2002, "layouts": 383, "worlds": 494, "watched": 33}
+MANY = {"configurations": 40, "calls": 40, "layouts": 30, "worlds": 20, "watched": 30}
 
 
 def check(kind: str, seed: int) -> str:
@@ -26,7 +27,7 @@ def check(kind: str, seed: int) -> str:
     return outcome.kind
 
 
-@pytest.mark.parametrize("kind, seed", [("configurations", 4007), ("calls", 2002), ("layouts", 383), ("worlds", 494)])
+@pytest.mark.parametrize("kind, seed", QUICK.items())
 def test_a_few(kind: str, seed: int) -> None:
     assert check(kind, seed) == "equal"
 

@@ -50,7 +50,7 @@ def draw(seed: int) -> Stack:
         }  # fmt: skip
     else:
         config |= {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": ROWS}
-    model = {name: True for name in ("tied", "frozen", "unused", "adapters") if dice.random() < 0.25}
+    model = {name: True for name in ("tied", "frozen", "unused", "adapters", "shared_base") if dice.random() < 0.25}
     if not all(phase["zero"].get("ignore_unused_parameters", True) for phase in phases):
         model.pop("unused", None)
     options = {"model": model, "groups": dice.random() < 0.4, "phases": phases, "universal": dice.random() < 0.3}
