@@ -225,7 +225,7 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.pipe": "DualPipeVModule LayerSpec PipelineModule TiedLayerSpec",
     },
     "runtime.pipe.schedule": {
-        "deepspeed.parallel.pipe.schedule.instructions": (
+        "deepspeed.parallel.pipe.schedule.lists": (
             "BackwardPass BufferOpInstruction ForwardPass LoadMicroBatch OptimizerStep PipeInstruction PipeSchedule "
             "RecvActivation RecvGrad ReduceGrads ReduceTiedGrads SendActivation SendGrad"
         ),

@@ -22,7 +22,7 @@ from deepspeed.parallel.pipe.data import DataFeed
 from deepspeed.parallel.pipe.interpreter import METHOD_OF_INSTRUCTION, Interpreter
 from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.parallel.pipe.schedule import inference_steps, training_steps
-from deepspeed.parallel.pipe.schedule.instructions import PipeInstruction
+from deepspeed.parallel.pipe.schedule.lists import PipeInstruction
 
 
 def _not_by_itself(sentence: str) -> Callable[..., Any]:

@@ -19,8 +19,19 @@ from deepspeed.engine.inspection import EngineInspection
 from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS
 from deepspeed.parallel.pipe.module import PipelineModule
-from deepspeed.parallel.pipe.schedule import StageSchedule, instructions
-from deepspeed.parallel.pipe.schedule.lists import PASSES, Kind, Schedule
+from deepspeed.parallel.pipe.schedule.lists import (
+    PASSES,
+    BackwardInput,
+    BackwardPass,
+    BackwardWeight,
+    ForwardPass,
+    Kind,
+    OptimizerStep,
+    RecvActivation,
+    RecvGrad,
+    Schedule,
+    StageSchedule,
+)
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 from deepspeed.parallel.pipe.values import MessageLayout, map_tensors, put_together, slots_of, taken_apart
 from deepspeed.plan.memory import META
@@ -30,15 +41,15 @@ from deepspeed.plan.step_totals import StepTotals
 from deepspeed.plan.timeline.step_trace import MarkEvent
 
 _KINDS = {instruction: kind for kind, instruction in PASSES.items()}
-_MARKS = {**{kind: kinds.value for kind, kinds in _KINDS.items()}, instructions.OptimizerStep: "step"}
+_MARKS = {**{kind: kinds.value for kind, kinds in _KINDS.items()}, OptimizerStep: "step"}
 _PHASES: dict[type, str] = {
-    instructions.RecvActivation: "forward",
-    instructions.ForwardPass: "forward",
-    instructions.RecvGrad: "backward",
-    instructions.BackwardPass: "backward",
-    instructions.BackwardInput: "backward",
-    instructions.BackwardWeight: "backward",
-    instructions.OptimizerStep: "step",
+    RecvActivation: "forward",
+    ForwardPass: "forward",
+    RecvGrad: "backward",
+    BackwardPass: "backward",
+    BackwardInput: "backward",
+    BackwardWeight: "backward",
+    OptimizerStep: "step",
 }
 
 
@@ -122,8 +133,8 @@ class SimulatedChannels:
         self._order: dict[tuple[str, int], Iterator[int]] = {}
         order: dict[tuple[str, int], list[int]] = defaultdict(list)
         for instruction in itertools.chain.from_iterable(StageSchedule(stage.schedule, stage.stage)):
-            if isinstance(instruction, (instructions.RecvActivation, instructions.RecvGrad)):
-                kind = ACTIVATIONS if isinstance(instruction, instructions.RecvActivation) else GRADIENTS
+            if isinstance(instruction, (RecvActivation, RecvGrad)):
+                kind = ACTIVATIONS if isinstance(instruction, RecvActivation) else GRADIENTS
                 order[kind, instruction.peer].append(instruction.chunk)
         for key, chunks in order.items():
             self._order[key] = itertools.cycle(chunks)
@@ -259,9 +270,9 @@ class SimulatedStage:
                 seen.rest = seen.rest.plus(moved, 1)
             if kind in _KINDS:
                 seen.flops[self._chunks.index(arguments["chunk"])][_KINDS[kind]] = moved.flops
-            if kind in (instructions.RecvActivation, instructions.ForwardPass):
+            if kind in (RecvActivation, ForwardPass):
                 self._note_activations(arguments["chunk"], arguments["micro_batch"], self._held() - held)
-            if kind in (instructions.BackwardPass, instructions.BackwardWeight):
+            if kind in (BackwardPass, BackwardWeight):
                 self._after_backward()
 
         return watched

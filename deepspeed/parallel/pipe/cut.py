@@ -77,7 +77,7 @@ def best_cut(
         schedule: Name of the schedule.
         stages: Stages of the pipeline.
         micro_batches: Micro-batches of a step.
-        num_chunks: Chunks per stage, as in :func:`~deepspeed.parallel.pipe.schedule.lists.place_chunks`.
+        num_chunks: Chunks per stage, as in :func:`~deepspeed.parallel.pipe.schedule.chunks.place_chunks`.
         loss: The cost of the loss, in the last chunk.
         transfer: Time of a transfer to the next stage.
         limit: Bytes that a stage may use; None: any number.

@@ -17,18 +17,33 @@ import torch
 
 from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, StageChannels
-from deepspeed.parallel.pipe.schedule import instructions
+from deepspeed.parallel.pipe.schedule.lists import (
+    BackwardInput,
+    BackwardPass,
+    BackwardWeight,
+    BufferOpInstruction,
+    ForwardPass,
+    LoadMicroBatch,
+    OptimizerStep,
+    PipeInstruction,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
+    ReduceTiedGrads,
+    SendActivation,
+    SendGrad,
+)
 from deepspeed.parallel.pipe.values import leaves_of, tensors_of, to_device, writable
 
 BUFFERS = ("inputs", "labels", "outputs", "output_tensors", "gradients", "work")
-_BACKWARDS = (instructions.BackwardPass, instructions.BackwardWeight)
+_BACKWARDS = (BackwardPass, BackwardWeight)
 
 Handler = Callable[..., None]
 """Executes one instruction; called with the keyword arguments of the instruction."""
 
 
-def _is_local(command: instructions.PipeInstruction) -> bool:
-    return isinstance(command, (instructions.LoadMicroBatch, instructions.ForwardPass))
+def _is_local(command: PipeInstruction) -> bool:
+    return isinstance(command, (LoadMicroBatch, ForwardPass))
 
 
 class StageCompute(Protocol):
@@ -109,7 +124,7 @@ class Interpreter:
     ) -> None:
         self.channels = channels
         self.stage_of = stage_of
-        self.at: instructions.PipeInstruction | str = ""
+        self.at: PipeInstruction | str = ""
         self.pipe_buffers: dict[str, list[Any]] = {kind: [] for kind in BUFFERS}
         self._compute = compute
         self._device = device
@@ -129,7 +144,7 @@ class Interpreter:
 
     def run(
         self,
-        schedule: Iterable[list[instructions.PipeInstruction]],
+        schedule: Iterable[list[PipeInstruction]],
         own_handlers: Mapping[type, Handler] = types.MappingProxyType({}),
     ) -> None:
         """Runs one step.
@@ -149,7 +164,7 @@ class Interpreter:
             handlers = {kind: self._wrap(kind, handler) for kind, handler in handlers.items()}
         handlers.update(own_handlers)
         commands = [command for step in schedule for command in step]
-        used = [command.buffer_id for command in commands if isinstance(command, instructions.BufferOpInstruction)]
+        used = [command.buffer_id for command in commands if isinstance(command, BufferOpInstruction)]
         for buffers in self.pipe_buffers.values():
             buffers[:] = [None] * (max(used, default=-1) + 1)
         self._done.clear()
@@ -173,23 +188,23 @@ class Interpreter:
                 buffers.clear()
             self._items = []
 
-    def _execute(self, commands: list[instructions.PipeInstruction], handlers: Mapping[type, Handler]) -> None:
+    def _execute(self, commands: list[PipeInstruction], handlers: Mapping[type, Handler]) -> None:
         for command in commands:
             handler = handlers.get(type(command))
             if handler is None:
                 raise PipelineError(
-                    "schedule: expected instructions of deepspeed.parallel.pipe.schedule.instructions, found "
+                    "schedule: expected instructions of deepspeed.runtime.pipe.schedule, found "
                     f"{command!r}. Give the schedule only instructions that the pipeline engine can run"
                 )
             self.at = command
             handler(**command.kwargs)
 
-    def _post_receives(self, commands: list[instructions.PipeInstruction]) -> None:
+    def _post_receives(self, commands: list[PipeInstruction]) -> None:
         counts: Counter[tuple[str, int]] = Counter()
         for command in commands:
-            if isinstance(command, instructions.RecvActivation):
+            if isinstance(command, RecvActivation):
                 counts[ACTIVATIONS, self._peer(command.kwargs, -1)] += 1
-            elif isinstance(command, instructions.RecvGrad):
+            elif isinstance(command, RecvGrad):
                 counts[GRADIENTS, self._peer(command.kwargs, 1)] += 1
         for (kind, peer), count in counts.items():
             if peer != self.channels.stage:
@@ -308,17 +323,17 @@ class Interpreter:
 
 
 METHOD_OF_INSTRUCTION: dict[type, str] = {
-    instructions.OptimizerStep: "_exec_optimizer_step",
-    instructions.ReduceGrads: "_exec_reduce_grads",
-    instructions.ReduceTiedGrads: "_exec_reduce_tied_grads",
-    instructions.LoadMicroBatch: "_exec_load_micro_batch",
-    instructions.ForwardPass: "_exec_forward_pass",
-    instructions.BackwardPass: "_exec_backward_pass",
-    instructions.BackwardInput: "_exec_backward_input",
-    instructions.BackwardWeight: "_exec_backward_weight",
-    instructions.SendActivation: "_exec_send_activations",
-    instructions.RecvActivation: "_exec_recv_activations",
-    instructions.SendGrad: "_exec_send_grads",
-    instructions.RecvGrad: "_exec_recv_grads",
+    OptimizerStep: "_exec_optimizer_step",
+    ReduceGrads: "_exec_reduce_grads",
+    ReduceTiedGrads: "_exec_reduce_tied_grads",
+    LoadMicroBatch: "_exec_load_micro_batch",
+    ForwardPass: "_exec_forward_pass",
+    BackwardPass: "_exec_backward_pass",
+    BackwardInput: "_exec_backward_input",
+    BackwardWeight: "_exec_backward_weight",
+    SendActivation: "_exec_send_activations",
+    RecvActivation: "_exec_recv_activations",
+    SendGrad: "_exec_send_grads",
+    RecvGrad: "_exec_recv_grads",
 }
 """Names of the methods of :class:`Interpreter`, which are also names of methods of ``PipelineEngine``."""

@@ -16,7 +16,7 @@ import torch
 from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.channel import ACTIVATIONS
 from deepspeed.parallel.pipe.interpreter import METHOD_OF_INSTRUCTION, Interpreter
-from deepspeed.parallel.pipe.schedule import instructions, make_schedule, training_steps
+from deepspeed.parallel.pipe.schedule import lists, make_schedule, training_steps
 from deepspeed.parallel.pipe.split import backward_to_inputs
 
 COUNT = 4
@@ -220,14 +220,14 @@ def test_a_failure_names_the_instruction_and_frees_the_buffers():
     compute, interpreter = _alone(fails_at=2)
     with pytest.raises(ValueError, match="a layer failed"):
         interpreter.run(training_steps("1f1b", 1, COUNT, 1, 0))
-    assert isinstance(interpreter.at, instructions.ForwardPass)
+    assert isinstance(interpreter.at, lists.ForwardPass)
     assert interpreter.at.describe() == "forward of micro-batch 2"
     assert not any(interpreter.pipe_buffers.values())
     assert "update" not in compute.events
 
 
 def test_instructions_of_the_program():
-    class Note(instructions.PipeInstruction):
+    class Note(lists.PipeInstruction):
         pass
 
     compute, interpreter = _alone()
@@ -236,7 +236,7 @@ def test_instructions_of_the_program():
     heard: list[str] = []
     own: dict[type, Callable[..., None]] = {
         Note: lambda text: heard.append(text),
-        instructions.OptimizerStep: lambda: heard.append("own update"),
+        lists.OptimizerStep: lambda: heard.append("own update"),
     }
     steps = [[Note(text="a")], *training_steps("1f1b", 1, COUNT, 1, 0)]
     interpreter.run(steps, own)
@@ -257,16 +257,14 @@ def test_handlers_can_be_measured():
 
     interpreter.wrap_handlers(wrap)
     interpreter.run(training_steps("1f1b", 1, COUNT, 1, 0))
-    assert seen[instructions.ForwardPass] == seen[instructions.BackwardPass] == COUNT
-    assert seen[instructions.OptimizerStep] == 1
+    assert seen[lists.ForwardPass] == seen[lists.BackwardPass] == COUNT
+    assert seen[lists.OptimizerStep] == 1
     assert compute.events.count("update") == 1
 
 
 def test_every_instruction_has_a_method():
     published = {
-        kind
-        for kind in vars(instructions).values()
-        if isinstance(kind, type) and issubclass(kind, instructions.PipeInstruction)
-    } - {instructions.PipeInstruction, instructions.BufferOpInstruction}
+        kind for kind in vars(lists).values() if isinstance(kind, type) and issubclass(kind, lists.PipeInstruction)
+    } - {lists.PipeInstruction, lists.BufferOpInstruction}
     assert published == set(METHOD_OF_INSTRUCTION)
     assert all(callable(getattr(Interpreter, name)) for name in METHOD_OF_INSTRUCTION.values())

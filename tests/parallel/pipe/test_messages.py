@@ -11,7 +11,7 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import PipelineError
 from deepspeed.logging import logger
-from deepspeed.parallel.pipe.schedule import instructions
+from deepspeed.parallel.pipe.schedule import lists
 from deepspeed.pipe import PipelineModule
 from tests.harness.pool import run_ranks
 
@@ -60,14 +60,12 @@ def test_mistakes_name_what_to_change():
 
 def test_every_instruction_has_words():
     kinds = [
-        kind
-        for kind in vars(instructions).values()
-        if isinstance(kind, type) and issubclass(kind, instructions.PipeInstruction)
+        kind for kind in vars(lists).values() if isinstance(kind, type) and issubclass(kind, lists.PipeInstruction)
     ]
-    concrete = [kind for kind in kinds if kind not in (instructions.PipeInstruction, instructions.BufferOpInstruction)]
+    concrete = [kind for kind in kinds if kind not in (lists.PipeInstruction, lists.BufferOpInstruction)]
     assert len({kind.words for kind in concrete}) == len(concrete) == 12
-    assert instructions.RecvGrad(1, micro_batch=3).describe() == "receiving the gradients of micro-batch 3"
-    assert instructions.ForwardPass(1).describe() == "forward in buffer 1"
+    assert lists.RecvGrad(1, micro_batch=3).describe() == "receiving the gradients of micro-batch 3"
+    assert lists.ForwardPass(1).describe() == "forward in buffer 1"
 
 
 def _refers_to_train_batch():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.parallel.pipe.schedule import instructions as instr
+from deepspeed.parallel.pipe.schedule import lists as instr
 from deepspeed.parallel.pipe.schedule.published import DataParallelSchedule, InferenceSchedule, TrainSchedule
 
 

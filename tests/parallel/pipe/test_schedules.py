@@ -19,7 +19,7 @@ from deepspeed.parallel.pipe.schedule import (
     make_schedule,
     place_chunks,
 )
-from deepspeed.parallel.pipe.schedule import instructions as instr
+from deepspeed.parallel.pipe.schedule import lists as instr
 from deepspeed.parallel.pipe.schedule.simulate import ScheduleError, Times, simulate
 
 # Milliseconds per stage and micro-batch, as in the benchmark.

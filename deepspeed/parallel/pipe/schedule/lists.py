@@ -2,7 +2,9 @@
 
 A *stage* is a place in the pipeline, held by one rank of each model copy. A *chunk* is a run of consecutive layers,
 numbered through the model; a stage holds one chunk or several. An *action* is one computation on one chunk and one
-micro-batch. :class:`StageSchedule` derives transfers and loads of data from the actions.
+micro-batch. :class:`StageSchedule` derives the *instructions* of a stage from the actions: the computations, and their
+transfers and loads of data. Instructions have the published names and attributes. ``schedule.chunks`` says which stage
+has which chunk.
 
 The functions may continue beyond the last micro-batch: computations on micro-batches that do not exist are left out
 afterwards. No computation depends on another micro-batch, so what is left still runs, and no schedule needs a case for
@@ -11,32 +13,17 @@ few of them.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deepspeed.parallel.partition import partition_uniform
-from deepspeed.parallel.pipe.schedule.instructions import (
-    BackwardInput,
-    BackwardPass,
-    BackwardWeight,
-    BufferOpInstruction,
-    ForwardPass,
-    LoadMicroBatch,
-    OptimizerStep,
-    PipeInstruction,
-    PipeSchedule,
-    RecvActivation,
-    RecvGrad,
-    ReduceGrads,
-    ReduceTiedGrads,
-    SendActivation,
-    SendGrad,
-)
+from deepspeed.parallel.pipe.schedule.chunks import dualpipev, place_chunks, zbv
 
 
 class Kind(Enum):
@@ -114,46 +101,9 @@ def held(actions: tuple[Action, ...]) -> list[int]:
     return counts
 
 
-class _Stage(list[Action]):
-    """The computations of one stage; each call appends the next micro-batch's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._done: Counter[tuple[bool, int]] = Counter()
-        self._weights: deque[tuple[int, int]] = deque()
-
-    def forward(self, chunk: int) -> None:
-        self.append(Action(Kind.FORWARD, chunk, self._next(True, chunk)))
-
-    def backward(self, chunk: int) -> None:
-        self.append(Action(Kind.BACKWARD, chunk, self._next(False, chunk)))
-
-    def backward_input(self, chunk: int) -> None:
-        micro_batch = self._next(False, chunk)
-        self.append(Action(Kind.BACKWARD_INPUT, chunk, micro_batch))
-        self._weights.append((chunk, micro_batch))
-
-    def weight(self) -> None:
-        """The weights' part of the longest waiting backward."""
-        self.append(Action(Kind.BACKWARD_WEIGHT, *self._weights.popleft()))
-
-    def remaining_weights(self) -> None:
-        while self._weights:
-            self.weight()
-
-    def _next(self, is_forward: bool, chunk: int) -> int:
-        self._done[is_forward, chunk] += 1
-        return self._done[is_forward, chunk] - 1
-
-
 def gpipe(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
     """Returns all forwards, then all backwards (Huang et al. 2019)."""
-    actions = _Stage()
-    for _ in range(micro_batches):
-        actions.forward(stage)
-    for _ in range(micro_batches):
-        actions.backward(stage)
-    return actions
+    return [Action(kind, stage, i) for kind in (Kind.FORWARD, Kind.BACKWARD) for i in range(micro_batches)]
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
@@ -242,79 +192,10 @@ def _ranges(sizes: Sequence[int]) -> list[range]:
     return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
-def zbv(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
-    """Returns split backwards on two chunks per stage, placed in a V, so that the first stage also computes the loss.
-
-    Each stage works without a gap from its first forward on if F = B / 2 = W, and holds 2 p chunk activations, as
-    much as the first stage of 1F1B (Qi et al. 2024).
-    """
-    down, up = stage, 2 * stages - 1 - stage
-    after, total = stages - stage, max(micro_batches, 2 * stages)
-    actions = _Stage()
-    for _ in range(2 * after - 1):
-        actions.forward(down)
-    for _ in range(stage):
-        actions.forward(up)
-        actions.forward(down)
-    for _ in range(after):
-        actions.forward(up)
-        actions.backward_input(up)
-        actions.weight()
-    for _ in range(total - stages):
-        actions.forward(down)
-        actions.backward_input(down)
-        actions.weight()
-        actions.forward(up)
-        actions.backward_input(up)
-        actions.weight()
-    for _ in range(stage):
-        actions.backward_input(down)
-        actions.backward_input(up)
-    for _ in range(after):
-        actions.backward_input(down)
-        actions.weight()
-    actions.remaining_weights()
-    return actions
-
-
-def dualpipev(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
-    """Returns the V of ZBV with pairs of a forward and a whole backward, which may overlap (DeepSeek-AI 2025).
-
-    Only the backwards at the end are split.
-    """
-    down, up = stage, 2 * stages - 1 - stage
-    after, total = stages - 1 - stage, max(micro_batches, 2 * stages)
-    actions = _Stage()
-    for _ in range(2 * after):
-        actions.forward(down)
-    for _ in range(stage + 1):
-        actions.forward(down)
-        actions.forward(up)
-    for _ in range(after):
-        actions.backward_input(up)
-        actions.weight()
-        actions.forward(up)
-    for _ in range(total - 2 * stages + stage + 1):
-        actions.forward(down)
-        actions.backward(up)
-        actions.forward(up)
-        actions.backward(down)
-    for _ in range(after):
-        actions.backward(up)
-        actions.forward(up)
-        actions.backward(down)
-    # The weights of the last stage + 1 backwards wait for the gaps that follow.
-    for number in range(2 * (stage + 1)):
-        chunk = down if number % 2 else up
-        if number > stage:
-            actions.backward_input(chunk)
-        else:
-            actions.backward(chunk)
-    for _ in range(after):
-        actions.weight()
-        actions.backward_input(down)
-    actions.remaining_weights()
-    return actions
+def _in_v(
+    order: Callable[[int, int, int], list[tuple[str, int, int]]], stage: int, stages: int, micro_batches: int, _: int
+) -> list[Action]:
+    return [Action(Kind(letter), chunk, i) for letter, chunk, i in order(stage, stages, micro_batches)]
 
 
 _LISTS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
@@ -322,51 +203,9 @@ _LISTS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "zb-h1": zb_h1,
-    "zbv": zbv,
-    "dualpipev": dualpipev,
+    "zbv": partial(_in_v, zbv),
+    "dualpipev": partial(_in_v, dualpipev),
 }
-# What ``PipelineModule(schedule=...)`` and ``pipeline.schedule`` accept.
-TRAIN_SCHEDULES = tuple(_LISTS)
-_VEES = ("zbv", "dualpipev")
-
-
-def place_chunks(name: str, stages: int, num_chunks: int | None = None) -> tuple[int, ...]:
-    """Returns the stage of each chunk of the model, in order.
-
-    Args:
-        name: One of :data:`TRAIN_SCHEDULES`.
-        stages: Stages of the pipeline.
-        num_chunks: Chunks per stage; None: as few as the schedule can have.
-
-    Raises:
-        ValueError: The schedule does not exist or cannot have this many chunks.
-    """
-    if name not in _LISTS:
-        raise ValueError(f"schedule={name!r} is not known; choose one of {', '.join(map(repr, TRAIN_SCHEDULES))}")
-    if stages < 1:
-        raise ValueError(f"a pipeline of {stages} stages is not possible; give it one stage or more")
-    if name in _VEES:
-        if num_chunks not in (None, 2):
-            raise ValueError(
-                f"schedule={name!r} lays two chunks per stage in a V, so num_chunks={num_chunks} is not possible; "
-                "leave num_chunks out, or choose schedule='interleaved', which takes any number from 2"
-            )
-        return (*range(stages), *reversed(range(stages)))
-    if name == "interleaved":
-        if num_chunks is not None and num_chunks < 2:
-            raise ValueError(
-                f"num_chunks={num_chunks} with schedule='interleaved': expected 2 chunks per stage or more. Raise "
-                "num_chunks, or choose schedule='1f1b', which has one"
-            )
-        return tuple(range(stages)) * (num_chunks or 2)
-    if name == "zb-h1" and num_chunks is not None and num_chunks > 1:
-        return tuple(range(stages)) * num_chunks
-    if num_chunks not in (None, 1):
-        raise ValueError(
-            f"schedule={name!r} has one chunk per stage and num_chunks is {num_chunks}; leave num_chunks out, or "
-            "choose schedule='interleaved'"
-        )
-    return tuple(range(stages))
 
 
 @lru_cache(maxsize=16)
@@ -425,6 +264,220 @@ def make_inference(stage_of: tuple[int, ...], micro_batches: int) -> Schedule:
 
 
 # -- the instructions of one stage -------------------------------------------------------------------------------------
+
+
+class PipeInstruction:
+    """One instruction; its keyword arguments are also its attributes.
+
+    Two are equal if they are of one class with equal arguments.
+
+    Attributes:
+        name: Name of the class.
+        kwargs: The keyword arguments.
+        words: What the class of instructions does, for messages.
+    """
+
+    words = ""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.name = type(self).__name__
+        self.kwargs = kwargs
+        for key, value in kwargs.items():
+            setattr(self, key, value)
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.kwargs.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.kwargs == other.kwargs  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((type(self), *self.kwargs.items()))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{type(self).__name__} has no argument {name!r}")
+
+    def describe(self) -> str:
+        """Returns the instruction in words, for messages: ``forward of micro-batch 2``.
+
+        Instructions of the published schedules carry no micro-batch; their buffer is named instead.
+        """
+        words = self.words or self.name
+        if "micro_batch" in self.kwargs:
+            return f"{words} of micro-batch {self.kwargs['micro_batch']}"
+        return f"{words} in buffer {self.kwargs['buffer_id']}" if "buffer_id" in self.kwargs else words
+
+
+class OptimizerStep(PipeInstruction):
+    """Update the weights; all gradients of the step are there."""
+
+    words = "update of the weights"
+
+
+class ReduceGrads(PipeInstruction):
+    """Combine the gradients of the stage over its data-parallel ranks."""
+
+    words = "reduction of the gradients"
+
+
+class ReduceTiedGrads(PipeInstruction):
+    """Sum the gradients of tied weights over the stages that hold them."""
+
+    words = "reduction of tied gradients"
+
+
+class BufferOpInstruction(PipeInstruction):
+    """An instruction about one micro-batch in flight.
+
+    Those of a :class:`StageSchedule` carry all of these, those of the
+    published schedules ``buffer_id`` only.
+
+    Attributes:
+        buffer_id: Which buffer of the stage holds the micro-batch, from 0. Reused when its backward is done.
+        micro_batch: Number of the micro-batch in the step, from 0.
+        chunk: Number of the chunk in the model, from 0: not the place among the stage's chunks.
+    """
+
+    def __init__(self, buffer_id: int, **kwargs: Any) -> None:
+        super().__init__(buffer_id=buffer_id, **kwargs)
+
+
+class LoadMicroBatch(BufferOpInstruction):
+    """Pulls the next item of the data. Issued once per micro-batch, on stages with the first or the last chunk."""
+
+    words = "loading"
+
+
+class ForwardPass(BufferOpInstruction):
+    """Compute the chunk's outputs, for the last chunk the loss.
+
+    Attributes:
+        is_first: No forward of this chunk came before in this step.
+        is_last: None comes after.
+    """
+
+    words = "forward"
+
+
+class BackwardPass(BufferOpInstruction):
+    """Compute the gradients of the chunk's inputs and weights. ``is_first``, ``is_last`` as in a forward."""
+
+    words = "backward"
+
+
+class BackwardInput(BufferOpInstruction):
+    """Compute the gradients of the chunk's inputs only; the previous chunk waits for them."""
+
+    words = "backward to the inputs"
+
+
+class BackwardWeight(BufferOpInstruction):
+    """Compute the gradients of the chunk's weights, after the :class:`BackwardInput` of the same micro-batch.
+
+    ``is_first`` and ``is_last`` as in a forward.
+    """
+
+    words = "backward to the weights"
+
+
+class SendActivation(BufferOpInstruction):
+    """Send the chunk's outputs to the next chunk.
+
+    Attributes:
+        peer: The stage that holds the other chunk; the stage itself where neighboring chunks lie on one.
+    """
+
+    words = "sending the activations"
+
+
+class RecvActivation(BufferOpInstruction):
+    """Receive the chunk's inputs from the previous chunk, on stage ``peer``."""
+
+    words = "receiving the activations"
+
+
+class SendGrad(BufferOpInstruction):
+    """Send the gradients of the chunk's inputs to the previous chunk, on stage ``peer``."""
+
+    words = "sending the gradients"
+
+
+class RecvGrad(BufferOpInstruction):
+    """Receive the gradients of the chunk's outputs from the next chunk, on stage ``peer``."""
+
+    words = "receiving the gradients"
+
+
+class PipeSchedule(ABC):
+    """The instructions of one stage for one step; iterating gives them in lists, which are called steps.
+
+    Args:
+        micro_batches: Micro-batches of the step.
+        stages: Stages of the pipeline.
+        stage_id: The stage that runs the instructions, from 0.
+
+    Raises:
+        ValueError: There is no micro-batch, or no such stage.
+    """
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
+        if micro_batches < 1 or not 0 <= stage_id < stages:
+            raise ValueError(
+                f"{type(self).__name__}(micro_batches={micro_batches}, stages={stages}, stage_id={stage_id}): at least "
+                "one micro-batch is needed, and a stage_id from 0 to below stages"
+            )
+        self.micro_batches = micro_batches
+        self.stages = stages
+        self.stage_id = stage_id
+        self.prev_stage = stage_id - 1
+        self.next_stage = stage_id + 1
+
+    @abstractmethod
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """Gives the instructions, in order."""
+
+    def num_pipe_buffers(self) -> int:
+        """Returns how many micro-batches the stage holds at once, at most."""
+        return self.micro_batches
+
+    def __iter__(self) -> Iterator[list[PipeInstruction]]:
+        return iter(self.steps())
+
+    @property
+    def stage(self) -> int:
+        """The stage that runs the instructions."""
+        return self.stage_id
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.stages
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the step."""
+        return self.micro_batches
+
+    @property
+    def is_first_stage(self) -> bool:
+        """This stage holds the first layer."""
+        return self.stage_id == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """This stage computes the loss."""
+        return self.stage_id == self.stages - 1
+
+    # Programs that bring a schedule of their own call these three.
+    def _valid_micro_batch(self, micro_batch_id: int) -> bool:
+        return 0 <= micro_batch_id < self.micro_batches
+
+    def _valid_stage(self, stage_id: int) -> bool:
+        return 0 <= stage_id < self.stages
+
+    def _buffer_idx(self, micro_batch_id: int) -> int:
+        return micro_batch_id % self.num_pipe_buffers()
+
 
 PASSES: dict[Kind, type[BufferOpInstruction]] = {
     Kind.FORWARD: ForwardPass,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deepspeed.parallel.pipe.schedule.instructions import (
+from deepspeed.parallel.pipe.schedule.lists import (
     BackwardPass,
     ForwardPass,
     LoadMicroBatch,

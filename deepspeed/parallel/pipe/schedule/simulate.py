@@ -11,11 +11,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deepspeed.parallel.pipe.schedule import instructions
-from deepspeed.parallel.pipe.schedule.lists import PASSES, Action, Kind, Schedule, StageSchedule
+from deepspeed.parallel.pipe.schedule.lists import (
+    PASSES,
+    Action,
+    Kind,
+    LoadMicroBatch,
+    PipeInstruction,
+    RecvActivation,
+    RecvGrad,
+    Schedule,
+    SendActivation,
+    SendGrad,
+    StageSchedule,
+)
 
 _KINDS: dict[type, Kind] = {instruction: kind for kind, instruction in PASSES.items()}
-_GRADIENTS = (instructions.SendGrad, instructions.RecvGrad)
+_GRADIENTS = (SendGrad, RecvGrad)
 
 
 class ScheduleError(Exception):
@@ -158,11 +169,11 @@ class _Run:
         """Runs a stage: None after each instruction that is done, a sentence whenever one cannot be done yet."""
         clock, loaded = 0.0, 0
         for instruction in (instruction_ for step in StageSchedule(self.schedule, stage) for instruction_ in step):
-            if isinstance(instruction, (instructions.RecvActivation, instructions.RecvGrad)):
+            if isinstance(instruction, (RecvActivation, RecvGrad)):
                 while (taken := self._receive(stage, instruction, clock)) is None:
                     yield f"{instruction!r}, of which nothing was sent"
                 clock = taken
-            elif isinstance(instruction, (instructions.SendActivation, instructions.SendGrad)):
+            elif isinstance(instruction, (SendActivation, SendGrad)):
                 while (free_from := self._buffer_free_from(stage, instruction)) is None:
                     yield f"{instruction!r}, for which there is no room"
                 clock = max(clock, free_from)
@@ -172,13 +183,13 @@ class _Run:
                 end = clock + self._times[action.chunk].of(kind)
                 self.spans[stage].append(TimedAction(action, clock, end))
                 clock = end
-            elif isinstance(instruction, instructions.LoadMicroBatch):
+            elif isinstance(instruction, LoadMicroBatch):
                 if instruction.micro_batch != loaded:
                     raise ScheduleError(f"stage {stage} loads {instruction!r} when the data gives item {loaded}")
                 loaded += 1
             yield None
 
-    def _receive(self, stage: int, instruction: instructions.PipeInstruction, clock: float) -> float | None:
+    def _receive(self, stage: int, instruction: PipeInstruction, clock: float) -> float | None:
         is_gradient = isinstance(instruction, _GRADIENTS)
         key = (instruction.peer, stage, is_gradient)
         if not self.channels[key]:
@@ -192,7 +203,7 @@ class _Run:
         self._received_at[key].append(max(clock, arrival))
         return self._received_at[key][-1]
 
-    def _buffer_free_from(self, stage: int, instruction: instructions.PipeInstruction) -> float | None:
+    def _buffer_free_from(self, stage: int, instruction: PipeInstruction) -> float | None:
         """Returns when a message can be sent; None: not before the receiver has gone on."""
         key = (stage, instruction.peer, isinstance(instruction, _GRADIENTS))
         # A stage hands its own chunks the tensors themselves.
@@ -201,7 +212,7 @@ class _Run:
             return 0.0
         return self._received_at[key][before - 1] if len(self._received_at[key]) >= before else None
 
-    def _send(self, stage: int, instruction: instructions.PipeInstruction, clock: float) -> None:
+    def _send(self, stage: int, instruction: PipeInstruction, clock: float) -> None:
         key = (stage, instruction.peer, isinstance(instruction, _GRADIENTS))
         arrival = clock + (self._times[instruction.chunk].transfer if stage != instruction.peer else 0.0)
         self.channels[key].append((instruction.chunk, instruction.micro_batch, arrival))
