@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.parallel.pipe.channel import ACTIVATIONS, ChannelReceiver, ChannelSender, Route
-from deepspeed.parallel.pipe.transports import TENSORS
+from deepspeed.parallel.pipe.channel import ACTIVATIONS, TENSORS, ChannelReceiver, ChannelSender, Route
 from tests.harness import run_ranks
 from tests.harness.device import simulated_rank
 from tests.harness.device.peers import SimulatedGroup

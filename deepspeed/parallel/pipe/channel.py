@@ -33,13 +33,14 @@ from deepspeed.comm.job.job import Job, rank_in
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.connect import open_message_queue
 from deepspeed.comm.transports.counters import traffic
-from deepspeed.comm.transports.transport import job_is_over
+from deepspeed.comm.transports.transport import job_is_over, start_p2p
 from deepspeed.comm.watch.watched_group import ShortMessages, WatchedGroup
 from deepspeed.errors import PipelineError
-from deepspeed.parallel.pipe.transports import DESCRIPTIONS, HEADERS, TENSORS, PipeTransport, transport_over
 from deepspeed.parallel.pipe.values import (
+    AHEAD,
     HEADER,
     MessageLayout,
+    NextMessages,
     as_bytes,
     put_together,
     quick_description,
@@ -50,7 +51,7 @@ from deepspeed.parallel.pipe.values import (
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 _KINDS = (ACTIVATIONS, GRADIENTS)
 _OTHER = {ACTIVATIONS: GRADIENTS, GRADIENTS: ACTIVATIONS}
-_AHEAD = 2
+HEADERS, DESCRIPTIONS, TENSORS = range(3)  # what may be in flight side by side
 _TAGS = (1 << 30) + (1 << 28)  # above the tags of transports
 _OWNERS = 8
 
@@ -95,32 +96,75 @@ class Route:
         )
 
 
-class _NextMessages:
-    """Tracks the operations posted for the next messages; equal on both ends of a channel."""
+@dataclass(frozen=True)
+class _QueuedMessage:
+    """A header or packet to be received into ``buffer``, 1-D bytes."""
 
-    def __init__(self, *, posts_tensors: bool) -> None:
-        self._posts_tensors = posts_tensors
-        self.layout: MessageLayout | None = None  # of the latest message
-        self._next: deque[MessageLayout | None] = deque([None] * _AHEAD)
+    queue: ShortMessages
+    peer: int
+    tag: int
+    buffer: torch.Tensor
 
-    def posted_layout(self, number: int) -> MessageLayout | None:
-        """Returns the layout whose packet is posted for the message after ``number`` others; None: only a header is."""
-        return self._next[number]
+    def wait(self) -> None:
+        self.queue.take(self.peer, self.tag, self.buffer.numpy().data)
 
-    def has_buffers(self) -> bool:
-        """Returns whether receives of unpacked tensors are posted for the next message."""
-        is_known = self._next[0] is not None and self._next[0] is self.layout
-        return self._posts_tensors and is_known and self.layout is not None and not self.layout.is_packed
+    def has_come(self) -> bool:
+        return self.queue.take_if_there(self.peer, self.tag, self.buffer.numpy().data)
 
-    def advance(self, layout: MessageLayout | None) -> None:
-        """Moves on by a message that is sent or received.
 
-        Args:
-            layout: Its layout; None: that of the message before.
+@dataclass(frozen=True)
+class ChannelTransport:
+    """Sends and receives the 1-D byte tensors of a channel, in order; each call returns a work with ``wait``.
+
+    What is sent is HEADERS or DESCRIPTIONS, which are always on the host, or TENSORS.
+
+    Attributes:
+        group: A process group of gloo, with the ranks of both stages; its other channels have other tags.
+        peer: The other rank in it, and in ``native``.
+        tag: The first of three that no other channel between these ranks has.
+        queue: Carries headers and packets between ranks of one host; None if there is none.
+        native: A process group of the device's backend, for this kind of message and direction; None: tensors go
+            through ``group``.
+    """
+
+    group: Any
+    peer: int
+    tag: int
+    queue: ShortMessages | None
+    native: Any
+
+    @property
+    def posts_tensors_ahead(self) -> bool:
+        """Returns whether receives of tensors are started before it is known that they have been sent.
+
+        Equal on both sides. False where a receive is a kernel, which would occupy the device until then.
         """
-        self._next.popleft()
-        self._next.append(self.layout if layout is None else None)
-        self.layout = layout or self.layout
+        return self.native is None
+
+    def send(self, tensor: torch.Tensor, what: int) -> Any:
+        """Starts to send ``tensor`` (contiguous, any shape); returns None where nothing needs to be kept for it."""
+        if what == TENSORS and self.native is not None:
+            return start_p2p(self.native.send, tensor, self.peer, 0)
+        if what == HEADERS and self.queue is not None:
+            self.queue.post(self.peer, self.tag, tensor.numpy().data)
+            return None
+        return start_p2p(self.group.send, tensor, self.peer, self.tag + what)
+
+    def receive(self, tensor: torch.Tensor, what: int) -> Any:
+        """Starts to receive into ``tensor`` (contiguous, any shape)."""
+        if what == TENSORS and self.native is not None:
+            return start_p2p(self.native.recv, tensor, self.peer, 0)
+        if what == HEADERS and self.queue is not None:
+            return _QueuedMessage(self.queue, self.peer, self.tag, tensor)
+        return start_p2p(self.group.recv, tensor, self.peer, self.tag + what)
+
+    def has_left(self, work: Any, what: int) -> bool:
+        """Returns whether the send of a received message has completed on the device too."""
+        return self.native is None or what != TENSORS or bool(work.is_completed())
+
+    def has_come(self, work: Any, what: int) -> bool:
+        """Returns whether a receive is known to be complete; then it has waited for ``work``, without a watchdog."""
+        return what == HEADERS and self.queue is not None and bool(work.has_come())
 
 
 @dataclass
@@ -143,14 +187,14 @@ class ChannelSender:
         received: Number of messages received in the other direction.
     """
 
-    def __init__(self, route: Route, transport: PipeTransport, *, packs: bool, received: Callable[[], int]) -> None:
+    def __init__(self, route: Route, transport: ChannelTransport, *, packs: bool, received: Callable[[], int]) -> None:
         self._route = route
         self._transport = transport
         self._packs = packs
         self._count_received = received
         self._text = b""
         self._quick: Any = None  # of the latest message
-        self._expected = _NextMessages(posts_tensors=transport.posts_tensors_ahead)
+        self._expected = NextMessages(posts_tensors=transport.posts_tensors_ahead)
         self._leaving: deque[_SentMessage] = deque()
         self._left = 0
 
@@ -274,7 +318,7 @@ class ChannelReceiver:
     def __init__(
         self,
         route: Route,
-        transport: PipeTransport,
+        transport: ChannelTransport,
         device: torch.device,
         *,
         packs: bool,
@@ -286,7 +330,7 @@ class ChannelReceiver:
         self._packs = packs
         self._drop_sent = drop_sent
         self._description: Any = None
-        self._known = _NextMessages(posts_tensors=transport.posts_tensors_ahead)
+        self._known = NextMessages(posts_tensors=transport.posts_tensors_ahead)
         self._posted: deque[_PostedReceive] = deque()
         self.expected = self.received = 0
 
@@ -296,7 +340,7 @@ class ChannelReceiver:
         self._post()
 
     def _post(self) -> None:
-        for number in range(len(self._posted), min(_AHEAD, self.expected)):
+        for number in range(len(self._posted), min(AHEAD, self.expected)):
             layout = self._known.posted_layout(number)
             layout = layout if layout is not None and layout.is_packed else None
             packet = torch.empty(layout.nbytes if layout else HEADER.size, dtype=torch.uint8)
@@ -507,11 +551,10 @@ class StageChannels:
         if self._queue is not None and self._queue.has_unsent:
             assert self._watched is not None
             # Completion needs no call of another rank, so the watchdog need not supervise it: a receiver may be late.
-            # for.
             label = "free space for messages to other stages"
             self._watched.guard(self._queue.flush, self._watched.issue("queue"), label, members=(), axis=PIPE)
 
-    def _connect(self, kind: str, source: int, target: int) -> tuple[Route, Any]:
+    def _connect(self, kind: str, source: int, target: int) -> tuple[Route, ChannelTransport]:
         if self._watched is None or self._axis is None:
             raise job_is_over(f"{kind} between stages")
         peer = target if source == self.stage else source
@@ -520,7 +563,7 @@ class StageChannels:
         place = self._axis.members.index(self._ranks[peer])
         number = self._owner % _OWNERS * len(_KINDS) + _KINDS.index(kind)
         native = self._native[kind, source < target] if self._native else None
-        return route, transport_over(self._axis.group, place, _TAGS + 3 * number, queue=self._queue, native=native)
+        return route, ChannelTransport(self._axis.group, place, _TAGS + 3 * number, self._queue, native)
 
 
 def connect_stages(mesh: Mesh, device: torch.device) -> StageChannels:

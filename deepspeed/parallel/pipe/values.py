@@ -1,12 +1,14 @@
 """Separates nested values into tensors and a description of the rest, for sending between stages.
 
 Tuples (named ones too), lists, dicts and dataclasses may be nested; everything else that is not a tensor is part of the
-description and is sent by pickle. :class:`MessageLayout` lays the tensors out for sending.
+description and is sent by pickle. :class:`MessageLayout` lays the tensors out for sending, and :class:`NextMessages`
+tells which of their receives are posted ahead.
 """
 
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +20,8 @@ from deepspeed import nested
 
 HEADER = struct.Struct("=3q")
 """A message's micro-batch, bytes of its description, and messages received in the other direction."""
+AHEAD = 2
+"""Messages for which receives of headers and packets are posted."""
 _ALIGNED = 16  # bytes; the largest element
 _PACKET = 1 << 16  # bytes up to which a copy is cheaper than another transfer
 
@@ -197,6 +201,34 @@ class MessageLayout:
             )
             for start, slot, strides in zip(self._starts, self.slots, self._strides, strict=True)
         ]
+
+
+class NextMessages:
+    """Tracks the operations posted for the next messages; equal on both ends of a channel."""
+
+    def __init__(self, *, posts_tensors: bool) -> None:
+        self._posts_tensors = posts_tensors
+        self.layout: MessageLayout | None = None  # of the latest message
+        self._next: deque[MessageLayout | None] = deque([None] * AHEAD)
+
+    def posted_layout(self, number: int) -> MessageLayout | None:
+        """Returns the layout whose packet is posted for the message after ``number`` others; None: only a header is."""
+        return self._next[number]
+
+    def has_buffers(self) -> bool:
+        """Returns whether receives of unpacked tensors are posted for the next message."""
+        is_known = self._next[0] is not None and self._next[0] is self.layout
+        return self._posts_tensors and is_known and self.layout is not None and not self.layout.is_packed
+
+    def advance(self, layout: MessageLayout | None) -> None:
+        """Moves on by a message that is sent or received.
+
+        Args:
+            layout: Its layout; None: that of the message before.
+        """
+        self._next.popleft()
+        self._next.append(self.layout if layout is None else None)
+        self.layout = layout or self.layout
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
