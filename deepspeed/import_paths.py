@@ -122,7 +122,7 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "ops.transformer": {},
     "pipe": {
-        "deepspeed.parallel.pipe.added_losses": "add_loss",
+        "deepspeed.parallel.pipe.stage_layers": "add_loss",
         "deepspeed.parallel.pipe.module": "DualPipeVModule PipelineModule",
         "deepspeed.parallel.pipe.spec": "LayerSpec TiedLayerSpec",
         "deepspeed.parallel.pipe.transformers_models": "transformers_state_dict",

@@ -22,10 +22,9 @@ from deepspeed.engine.progress import ProgressLog
 from deepspeed.engine.reminders import paired_roots
 from deepspeed.engine.train_step import TrainStep
 from deepspeed.errors import CommunicationError, DivergenceError, PipelineError
-from deepspeed.parallel.pipe.added_losses import split_losses
 from deepspeed.parallel.pipe.data import DataAgreement, DataError, DataFeed, agree_on_data, parts_of
-from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.parallel.pipe.split import backward_to_inputs
+from deepspeed.parallel.pipe.stage_layers import StageLayers, split_losses
 from deepspeed.parallel.pipe.values import detached, shapes_of
 from deepspeed.zero.runtime import MicroBatch, ModelChunk
 
@@ -36,7 +35,7 @@ class PipelineCompute:
     """Computes the chunks of one pipeline stage. Implements ``StageCompute`` for the interpreter.
 
     Args:
-        module: The pipeline.
+        module: The layers of the stage; its ``forward`` runs the active chunk.
         step: The engine's training step.
         batches: Sizes of batches.
         progress: Receives the losses.
@@ -62,7 +61,7 @@ class PipelineCompute:
 
     def __init__(
         self,
-        module: PipelineModule,
+        module: StageLayers,
         step: TrainStep,
         batches: Batches,
         progress: ProgressLog,

@@ -6,8 +6,7 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +19,10 @@ from deepspeed.comm.job.job import is_initialized, size_of
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.config.sections.pipeline import PipelineSection
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
-from deepspeed.give_base import PlainAttributes
 from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import output_head
 from deepspeed.models.configurations import counts_routers
 from deepspeed.parallel.pipe import layer_files
-from deepspeed.parallel.pipe.added_losses import run_collecting, run_recomputed, split_losses
 from deepspeed.parallel.pipe.cut import LayerCost, best_cut
 from deepspeed.parallel.pipe.partition import Method, chunk_bounds, costs_by_size, counted_costs, is_plan
 from deepspeed.parallel.pipe.schedule import place_chunks
@@ -40,15 +37,15 @@ from deepspeed.parallel.pipe.spec import (
     tied_places,
     trainable_numel,
 )
+from deepspeed.parallel.pipe.stage_layers import StageLayers
 from deepspeed.parallel.pipe.tied import Tie, declare_ties, settle_ties
 from deepspeed.parallel.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
-from deepspeed.parallel.pipe.values import shapes_of
 
 DEFAULT_SCHEDULE = "1f1b"
 _PLANNED_MICRO_BATCHES = 4  # per stage; the actual number is unknown when layers are cut
 
 
-class PipelineModule(PlainAttributes, nn.Module):
+class PipelineModule(StageLayers):
     """Layers that run one after the other, each on one value, divided among stages. Every rank must make it alike.
 
     Layer i is the child ``str(i)`` on any stage, so names do not depend on the cut; tied layers are
@@ -121,19 +118,20 @@ class PipelineModule(PlainAttributes, nn.Module):
     ) -> None:
         if not is_initialized():
             raise RuntimeError("PipelineModule: there is no process group yet; call deepspeed.init_distributed() first")
-        super().__init__()
-        self.loss_fn = loss_fn
-        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
-        self.activation_checkpoint_interval = activation_checkpoint_interval
-        self.activation_checkpoint_func = activation_checkpoint_func or non_reentrant_checkpoint
-        self.checkpointable_layers = checkpointable_layers
+        specs = checked(list(layers))
+        super().__init__(
+            list(map(class_name, specs)),
+            loss_fn,
+            seed_layers=seed_layers,
+            seed_fn=seed_fn,
+            base_seed=base_seed,
+            activation_checkpoint_interval=activation_checkpoint_interval,
+            activation_checkpoint_func=activation_checkpoint_func or non_reentrant_checkpoint,
+            checkpointable_layers=checkpointable_layers,
+        )
         self.dynamic_shape = dynamic_shape
-        self.micro_offset = 0
-        self.active_chunk: int | None = None
-        self.failed_at = ""
-        self.added_losses: dict[str, torch.Tensor] = {}
-        self._layer_specs = checked(list(layers))
-        self._num_layers = len(self._layer_specs)
+        self._layer_specs = specs
+        self._num_layers = len(specs)
         self._partition_method = partition_method
         self._topo = _topology(num_stages, topology)
         self._grid = PipelineParallelGrid(self._topo)
@@ -265,8 +263,7 @@ class PipelineModule(PlainAttributes, nn.Module):
 
     def run_of_blocks(self) -> range:
         """Returns the numbers of the repeated blocks: the longest run of layers of one class, on whatever stages."""
-        names = [class_name(entry) for entry in self._layer_specs]
-        runs = [(len(list(run)), name) for name, run in itertools.groupby(names)]
+        runs = [(len(list(run)), name) for name, run in itertools.groupby(self._names)]
         ends = list(itertools.accumulate(length for length, _ in runs))
         length, place = max((length, -place) for place, (length, _) in enumerate(runs))
         return range(ends[-place] - length, ends[-place])
@@ -302,11 +299,10 @@ class PipelineModule(PlainAttributes, nn.Module):
 
     def _place(self, schedule: str, num_chunks: int | None) -> None:
         self._stage_of = self._stages_of_chunks(schedule, num_chunks)
-        names = [class_name(entry) for entry in self._layer_specs]
         method = self._partition_method
         if is_plan(method) and self._num_layers >= len(self._stage_of):
             method = self._planned(schedule, num_chunks)
-        self.parts = chunk_bounds(method, self._numels(), names, len(self._stage_of))
+        self.parts = chunk_bounds(method, self._numels(), self._names, len(self._stage_of))
         self.chunks = [chunk for chunk, stage in enumerate(self._stage_of) if stage == self.stage_id]
         self._local_start, self._local_stop = self.parts[self.chunks[0]], self.parts[self.chunks[0] + 1]
         self._build()
@@ -340,12 +336,11 @@ class PipelineModule(PlainAttributes, nn.Module):
     def _build(self) -> None:
         for name in [name for name, _ in self.named_children() if name != "loss_fn"]:  # loss_fn may be a module too
             delattr(self, name)
-        self.forward_funcs: list[Callable[..., Any]] = []
+        self.forward_funcs = []
         self.fwd_map: dict[str, int] = {}
         self.tied_modules = nn.ModuleDict()
         self.tied_weight_attrs: dict[str, list[str]] = {}
-        self._ranges: dict[int, range] = {}  # local layers of each chunk
-        self._numbers: list[int] = []  # global numbers of the local layers
+        self._ranges, self._numbers = {}, []
         for chunk in self.chunks:
             first = len(self.forward_funcs)
             for number in range(self.parts[chunk], self.parts[chunk + 1]):
@@ -391,9 +386,8 @@ class PipelineModule(PlainAttributes, nn.Module):
         lines = [f"pipeline of {layers} on {self.num_stages} stage(s), {self.schedule}:"]
         for chunk, stage in enumerate(self._stage_of):
             first, stop = self.parts[chunk], self.parts[chunk + 1]
-            names = [class_name(entry) for entry in self._layer_specs[first:stop]]
             runs: list[list[Any]] = []
-            for name in names:
+            for name in self._names[first:stop]:
                 if runs and runs[-1][0] == name:
                     runs[-1][1] += 1
                 else:
@@ -403,88 +397,7 @@ class PipelineModule(PlainAttributes, nn.Module):
             lines.append(f"  stage {stage}: {which}: {shown}")
         return "\n".join(lines)
 
-    # -- running -----------------------------------------------------------------------------------------------------
-
-    def forward(self, forward_input: Any) -> Any:
-        """Runs this rank's layers, or those of the active chunk.
-
-        Args:
-            forward_input: What the first of them takes.
-
-        Returns:
-            What the last of them returns; of an active chunk with the losses that layers have added, if any.
-        """
-        chosen = self._ranges[self.active_chunk] if self.active_chunk is not None else range(len(self.forward_funcs))
-        self.micro_offset += 1
-        value, self.added_losses = forward_input, {}
-        interval = self.activation_checkpoint_interval
-        step = interval if interval > 0 else max(len(chosen), 1)
-        for first in range(chosen.start, chosen.stop, step):
-            block = range(first, min(first + step, chosen.stop))
-            run = functools.partial(self._run, block, self.micro_offset)
-            if interval > 0 and torch.is_grad_enabled() and self._is_checkpointable(block):
-                value = run_recomputed(self.activation_checkpoint_func, run, value)
-            else:
-                value = run_collecting(run, value)
-        if self.active_chunk is not None:
-            return value
-        outputs, self.added_losses = split_losses(value)
-        return outputs
-
-    def _run(self, block: range, micro_offset: int, value: Any) -> Any:
-        for place in block:
-            seed = self.base_seed * micro_offset + self._numbers[place]
-            try:
-                with seeded(seed, self.seed_fn) if self.seed_layers else nullcontext():
-                    value = self.forward_funcs[place](value)
-            except Exception:
-                number = self._numbers[place]
-                self.failed_at = f"layer {number}, {class_name(self._layer_specs[number])}, input {shapes_of(value)}"
-                raise
-        return value
-
-    def _is_checkpointable(self, block: range) -> bool:
-        funcs = [self.forward_funcs[place] for place in block]
-        if self.checkpointable_layers is not None:
-            return all(type(func).__name__ in self.checkpointable_layers for func in funcs)
-        modules = [func.args[0] if isinstance(func, functools.partial) else func for func in funcs]
-        return any(isinstance(m, nn.Module) and any(True for _ in m.parameters()) for m in modules)
-
-    def parameters_of(self, chunk: int) -> Iterator[nn.Parameter]:
-        """Yields the parameters of a chunk that this rank has; a tied one may be in several."""
-        for place in self._ranges[chunk]:
-            func = self.forward_funcs[place]
-            module = func.args[0] if isinstance(func, functools.partial) and func.args else func
-            if isinstance(module, nn.Module):
-                yield from module.parameters()
-
-    def set_checkpoint_interval(self, interval: int) -> None:
-        """Sets how many layers are recomputed together; 0: none are."""
-        self.activation_checkpoint_interval = interval
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles layer by layer; arguments as in ``torch.compile``."""
-        for place, func in enumerate(self.forward_funcs):
-            if isinstance(func, nn.Module):
-                func.compile(*args, **kwargs)
-            elif isinstance(func, functools.partial):  # its argument, the tied module, is looked for there
-                self.forward_funcs[place] = functools.partial(torch.compile(func.func, *args, **kwargs), *func.args)
-            else:
-                self.forward_funcs[place] = torch.compile(func, *args, **kwargs)
-
-    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Returns further losses of the last micro-batch, to be logged beside the loss.
-
-        Equal keys on all stages, or None.
-        """
-        return None
-
     # -- queries -----------------------------------------------------------------------------------------------------
-
-    @property
-    def stage_of_chunks(self) -> tuple[int, ...]:
-        """The stage of each chunk of the model."""
-        return self._stage_of
 
     def partitions(self) -> list[int]:
         """Bounds of the chunks in the row of layers."""

@@ -21,9 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.partition import partition_balanced, partition_uniform
-from deepspeed.parallel.pipe.added_losses import run_collecting, split_losses
 from deepspeed.parallel.pipe.cut import LayerCost
 from deepspeed.parallel.pipe.spec import Entry, LayerSpec, TiedLayerSpec, built_on_meta, class_name, trainable_numel
+from deepspeed.parallel.pipe.stage_layers import run_collecting, split_losses
 from deepspeed.parallel.pipe.values import map_tensors, tensors_of
 from deepspeed.zero.address import full_shape
 from deepspeed.zero.construction.modules import suspended

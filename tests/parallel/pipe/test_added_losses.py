@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.errors import PipelineError
-from deepspeed.parallel.pipe.added_losses import run_collecting
+from deepspeed.parallel.pipe.stage_layers import run_collecting
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec, add_loss
 from tests.harness.pool import run_ranks
 

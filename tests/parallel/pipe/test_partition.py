@@ -13,6 +13,7 @@ from torch import nn
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.pipe.cut import best_cut
 from deepspeed.parallel.pipe.partition import chunk_bounds, costs_by_size, counted_costs
+from deepspeed.parallel.pipe.spec import class_name
 from deepspeed.parallel.pipe.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
@@ -189,4 +190,4 @@ def test_the_usual_topology_uses_every_rank(world):
 def test_the_repeated_blocks_are_the_first_of_the_longest_runs(norms, blocks):
     row = [LayerSpec(nn.Embedding, 3, 2), *(LayerSpec(nn.Linear, 2, 2) for _ in range(2)), LayerSpec(nn.Tanh)]
     row += [LayerSpec(nn.LayerNorm, 2) for _ in range(norms)]
-    assert PipelineModule.run_of_blocks(SimpleNamespace(_layer_specs=row)) == blocks
+    assert PipelineModule.run_of_blocks(SimpleNamespace(_names=[class_name(entry) for entry in row])) == blocks
