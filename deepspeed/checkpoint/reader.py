@@ -31,7 +31,7 @@ from deepspeed.checkpoint.format import (
     SavedRun,
     SavedTile,
 )
-from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted
+from deepspeed.checkpoint.source import CheckpointSource, SavedBuffer, SavedParameter, Wanted
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.tiling.tiles import CommonRun, Tile, common_runs
 
@@ -186,8 +186,8 @@ class FileRun(NamedTuple):
         return self.offset + (self.stop - self.start) * self.saved.dtype.itemsize
 
 
-class CheckpointReader:
-    """The tensors of one tag folder, as a :class:`~deepspeed.checkpoint.source.CheckpointSource`.
+class CheckpointReader(CheckpointSource):
+    """The tensors of one tag folder.
 
     Args:
         folder: The tag folder.

@@ -6,9 +6,10 @@ can be filled from any other: the loader requests the intervals that its rank ow
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -104,56 +105,45 @@ class TrainingState:
     withheld: list[str] = field(default_factory=list)
 
 
-class CheckpointSource(Protocol):
-    """A checkpoint that can be read."""
+class CheckpointSource(ABC):
+    """A checkpoint that can be read.
 
-    @property
-    def label(self) -> str:
-        """Its path, for messages."""
-        ...
+    Attributes:
+        label: Its path, for messages.
+        parameters: The parameters by name; tied ones occur once.
+        buffers: Persistent buffers by name.
+        aliases: Further names of tied tensors.
+        left_out: Parameters that the model had and the checkpoint has not (frozen ones, on request).
+    """
 
-    @property
-    def parameters(self) -> Mapping[str, SavedParameter]:
-        """The parameters by name; tied ones occur once."""
-        ...
+    label: str
+    parameters: Mapping[str, SavedParameter]
+    buffers: Mapping[str, SavedBuffer]
+    aliases: Mapping[str, str]
+    left_out: Collection[str]
 
-    @property
-    def buffers(self) -> Mapping[str, SavedBuffer]:
-        """Persistent buffers by name."""
-        ...
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Further names of tied tensors."""
-        ...
-
-    @property
-    def left_out(self) -> Collection[str]:
-        """Parameters that the model had and the checkpoint has not (frozen ones, on request)."""
-        ...
-
+    @abstractmethod
     def check(self, wanted: Sequence[Wanted]) -> None:
         """Makes sure that ``wanted`` and all buffers can be read and are undamaged, as far as the format can detect.
 
         Raises:
             CheckpointError: Something is missing or altered; names the file.
         """
-        ...
 
+    @abstractmethod
     def read(self, wanted: Wanted, out: torch.Tensor) -> None:
         """Copies ``wanted`` into ``out``: 1-D, of that length, any dtype and device.
 
         Padding of a tile becomes zero, unless the checkpoint has the same tile; then its padding is copied.
         """
-        ...
 
+    @abstractmethod
     def covered(self, wanted: Wanted) -> list[tuple[int, int]]:
         """Returns the parts of ``wanted`` that the checkpoint has, as intervals of the same flattened tile."""
-        ...
 
+    @abstractmethod
     def read_buffer(self, name: str) -> torch.Tensor:
         """Returns the buffer ``name``."""
-        ...
 
 
 def read_whole(wanted: Wanted, out: torch.Tensor, read: Callable[[int, int, torch.Tensor], object]) -> None:
@@ -174,8 +164,8 @@ def read_whole(wanted: Wanted, out: torch.Tensor, read: Callable[[int, int, torc
         read(whole_start, whole_start + numel, out[start - wanted.start :][:numel])
 
 
-class StateDictSource:
-    """Reads a full state dict in memory, through the interface :class:`CheckpointSource`.
+class StateDictSource(CheckpointSource):
+    """Reads a full state dict in memory.
 
     Args:
         state_dict: Tensors by name; tied names may share one tensor.
@@ -198,8 +188,7 @@ class StateDictSource:
         self.buffers = {
             name: SavedBuffer(name, tuple(value.shape), value.dtype) for name, value in self._tensors.items()
         }
-        self.aliases: dict[str, str] = {}
-        self.left_out: frozenset[str] = frozenset()
+        self.aliases, self.left_out = {}, frozenset()
 
     def check(self, wanted: Sequence[Wanted]) -> None:
         """Checks nothing: what is in memory is whole."""

@@ -108,7 +108,7 @@ class MemoryFile(FileReader):
 
 
 class MemorySource(CheckpointReader):
-    """Copies on the ranks of a job, as a :class:`~deepspeed.checkpoint.source.CheckpointSource`.
+    """Copies on the ranks of a job.
 
     Args:
         layout: The layout of the job that made the copies.

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed.checkpoint.directory import Format
 from deepspeed.checkpoint.format import COMPUTE, MASTER
-from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted, read_whole
+from deepspeed.checkpoint.source import CheckpointSource, SavedBuffer, SavedParameter, Wanted, read_whole
 from deepspeed.checkpoint.upstream.content import CheckpointValues, Values, is_element_state
 from deepspeed.checkpoint.upstream.files import find_files, find_layers, load
 from deepspeed.checkpoint.upstream.partitioned import (
@@ -25,8 +25,8 @@ from deepspeed.checkpoint.upstream.slices import INFO, join_slices, whole_of
 from deepspeed.errors import CheckpointError
 
 
-class UpstreamSource:
-    """Reads a checkpoint in upstream's layout; a :class:`~deepspeed.checkpoint.source.CheckpointSource`.
+class UpstreamSource(CheckpointSource):
+    """Reads a checkpoint in upstream's layout.
 
     Attributes:
         state: Everything that is no large tensor.
@@ -36,8 +36,7 @@ class UpstreamSource:
         self.label = str(folder)
         self._content = content
         self.state = content.state
-        self.aliases: Mapping[str, str] = content.aliases
-        self.left_out: frozenset[str] = frozenset()
+        self.aliases, self.left_out = content.aliases, frozenset()
         self.parameters = {name: self._parameter(name) for name in content.shapes}
         self.buffers = {
             name: SavedBuffer(name, tuple(tensor.shape), tensor.dtype) for name, tensor in content.buffers.items()
