@@ -354,12 +354,8 @@ ACTIONS: dict[str, Callable[[CallRun, float, int], Any]] = {
         CallRun.export_masters,
     )
 }  # fmt: skip
-READS: dict[str, Callable[[CallRun, float, int], Any]] = {
-    action.__name__: action
-    for action in (
-        CallRun.evaluate, CallRun.counters, CallRun.gathered, CallRun.get, CallRun.get_gradient, CallRun.move_states,
-        CallRun.save, CallRun.save_and_return, CallRun.copy_optimizer_state, CallRun.save_weights, CallRun.export,
-        CallRun.read_as_modifier, CallRun.stream_weights,
-    )
-}  # fmt: skip
+READS = (
+    "evaluate", "counters", "gathered", "get", "get_gradient", "move_states", "save", "save_and_return",
+    "copy_optimizer_state", "save_weights", "export", "read_as_modifier", "stream_weights",
+)  # fmt: skip
 """Calls that change nothing, at any micro-batch."""

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 from tests.random_stacks.call_run import ACTIONS, Log, run_calls
+from tests.random_stacks.menu import draw_config, tolerance_of
 from tests.random_stacks.stack import Config, End, Stack, run_on_ranks
 
 _ZERO: tuple[tuple[str, float, tuple[Any, ...]], ...] = (
@@ -39,6 +40,10 @@ _OPTIMIZERS: dict[str, Config] = {
     "AdamW": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
     "SGD": {"lr": 0.05, "momentum": 0.9},
 }
+_FEATURES = (
+    "activation_checkpointing", "checkpoint", "communication_data_type", "compression_training", "curriculum_learning",
+    "data_types", "flops_profiler", "gradient_predivide_factor", "prescale_gradients", "wall_clock_breakdown",
+)  # fmt: skip
 _WARMUP: Config = {
     "type": "WarmupLR",
     "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 3},
@@ -69,6 +74,9 @@ def draw(seed: int) -> Stack:
         config["optimizer"] = {"type": optimizer, "params": _OPTIMIZERS[optimizer]}
     if dice.random() < 0.3:
         config["scheduler"] = _WARMUP
+    if dice.random() < 0.5:
+        more, _ = draw_config(dice)
+        config |= {key: more[key] for key in _FEATURES if key in more}
     names = [*["train"] * 14, *ACTIONS]
     calls = [[dice.choice(names), dice.random(), dice.randrange(1000)] for _ in range(dice.randint(8, 22))]
     model = {name: True for name in ("tied", "frozen", "unused") if dice.random() < 0.35}
@@ -88,7 +96,7 @@ def work(stack: Stack, folder: str) -> End:
     found = run_calls(stack, config, f"{folder}/found")
     wanted = run_calls(stack, {**config, "zero_optimization": {"stage": 0}}, f"{folder}/wanted")
     is_rough = bool({"bf16", "fp16", "torch_autocast"} & set(config))
-    tolerance = 4e-2 if is_rough else 1e-4
+    tolerance = max(4e-2 if is_rough else 1e-4, tolerance_of(config))
     for number, (mine, its) in enumerate(zip(found, wanted, strict=False)):
         if not is_close(mine, its, tolerance):
             return "different", f"call {number}:\n  found  {str(mine)[:500]}\n  wanted {str(its)[:500]}"

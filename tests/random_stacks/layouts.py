@@ -84,7 +84,7 @@ def _pipeline(dice: Random, config: Config, optimizer: str) -> dict[str, Any]:
 def _llama(dice: Random, config: Config, world: int) -> dict[str, Any]:
     """Returns the sizes of the axes of a Llama, and adds them to a configuration."""
     tensor = dice.choice((1, 2))
-    sequence = 2 if tensor == 1 or (world == 4 and dice.random() < 0.4) else 1
+    sequence = dice.choice((1, 2, 2)) if tensor == 1 or world == 4 else 1
     if tensor > 1:
         more: Config = dice.choice(({}, {"sequence_parallel_norms": True}, {"vocab_parallel_lm_head": True}))
         config["tensor_parallel"] = {"autotp_size": tensor, **more}
@@ -94,7 +94,7 @@ def _llama(dice: Random, config: Config, world: int) -> dict[str, Any]:
         if dice.random() < 0.2:
             config["seq_parallel_communication_data_type"] = "fp32"
         config["sequence_parallel"] = {"mode": dice.choice(("ulysses", "ring")), **more}
-    if sequence == 1 and dice.random() < 0.4:
+    if tensor == sequence == 1:
         config["sparse_attention"] = {"apply_to": "model", "block": 2, **dice.choice(_PATTERNS)}
     config.pop("curriculum_learning", None)
     if "keep_in_fp32_modules" in config.get("data_types", {}):  # Llama does not cast what its norm returns
@@ -167,6 +167,17 @@ class Layout:
                 engine.step()
                 losses.append(mean_over_ranks(loss))
         return losses
+
+    def evaluate(self, engine: Any, number: int) -> float:
+        """Returns the loss of a batch, or the mean of the ranks' losses, in evaluation."""
+        batch = self._batch(engine, number)
+        if self.model == "pipeline":
+            return float(engine.eval_batch(iter([batch]), num_micro_batches=1))
+        engine.eval()
+        with torch.no_grad():
+            loss = mean_over_ranks(self._loss(engine, *batch))
+        engine.train()
+        return loss
 
     def _batch(self, engine: Any, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self.has_same_data:

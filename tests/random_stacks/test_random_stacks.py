@@ -13,7 +13,7 @@ from tests.random_stacks.kinds import KINDS, attempt
 from tests.random_stacks.resuming import end_of
 from tests.random_stacks.stack import Stack
 
-QUICK = {"configurations": 4007, "calls": 2002, "layouts": 383, "worlds": 494, "watched": 33}
+QUICK = {"configurations": 4007, "calls": 2002, "layouts": 383, "worlds": 494, "watched": 430}
 MANY = {"configurations": 40, "calls": 40, "layouts": 30, "worlds": 20, "watched": 30}
 
 
