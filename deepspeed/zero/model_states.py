@@ -27,7 +27,7 @@ from deepspeed.zero.address import Address, ShardedParameter, address_of, full_n
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.construction.materialize import Materializer
 from deepspeed.zero.construction.provisional import note_freed
-from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules, mark_configured_leaves, z3_leaf_module
+from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules, z3_leaf_module
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
@@ -181,8 +181,6 @@ class ModelStates:
         groups: Groups,
         param_groups: Mapping[int, int],
     ) -> None:
-        if options.leaves is not None:
-            mark_configured_leaves(model, options.leaves)
         self.units = find_units(model, options.granularity)
         self.memory_tracker = MemoryTracker()
         self._model = model

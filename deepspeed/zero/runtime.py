@@ -24,7 +24,7 @@ from deepspeed.zero.address import address_of, full_shape
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import agree_to_go_on
 from deepspeed.zero.gather.hooks import ForwardHooks, tensors_in
-from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules
+from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules, mark_configured_leaves
 from deepspeed.zero.gather.schedule import GatherSchedule
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket, ReductionPolicy
 from deepspeed.zero.gradient.gradients import GradientReducer
@@ -464,6 +464,8 @@ def build_runtime(
         groups: The ranks that share parameters, and those that decide together.
         optimizer: The torch optimizer, or None. Its states become those of the runs.
     """
+    if options.leaves is not None:
+        mark_configured_leaves(model, options.leaves)  # may raise, so before an earlier engine loses the model
     _retire_earlier_owners(model)
     states = ModelStates(model, options, groups, group_indices(optimizer))
     if optimizer is not None:

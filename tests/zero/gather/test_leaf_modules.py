@@ -85,12 +85,13 @@ def test_by_name_and_by_suffix():
 def check_configuration() -> None:
     model = Model()
     zero = {"leaf_module": {"classes": ["nowhere.Absent"], "names": ["blocks.1"], "name_suffixes": ["3.experts"]}}
-    engine_of(model, 3, zero=zero)
+    engine = engine_of(model, 3, zero=zero)
     assert get_z3_leaf_modules(model) == [model.blocks[1], model.blocks[3].experts]
     assert z3_leaf_parameter(model.blocks[1].experts[0].rise.weight)
     assert not z3_leaf_parameter(model.blocks[0].rise.weight)
     with pytest.raises(DeepSpeedConfigError, match="leaf_module: no module fits blocks.7"):
-        engine_of(Model(), 3, zero={"leaf_module": {"names": ["blocks.7"]}})
+        engine_of(model, 3, zero={"leaf_module": {"names": ["blocks.7"]}})
+    assert not engine._runtime.is_retired, "nothing was changed"
 
 
 def test_by_the_configuration():
