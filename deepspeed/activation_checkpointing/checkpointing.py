@@ -23,11 +23,11 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.axes import TENSOR
+from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.job.groups import get_tensor_model_parallel_rank
-from deepspeed.comm.job.job import channel_along
+from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.job.mpu import call_mpu, call_tensor_mpu
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist, warn_once
@@ -97,7 +97,7 @@ def _keeping(options: Settings) -> Any:
     """Returns a context that keeps the saved inputs of a block: in parts, in host memory, or unchanged."""
     group = partition_group(options)
     if group is not None:
-        hooks = Partition(group, on_host=options.checkpoint_in_cpu)
+        hooks = Partition(axis_of(group, TENSOR), on_host=options.checkpoint_in_cpu)
         return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
     if not options.checkpoint_in_cpu:
         return nullcontext()
@@ -193,17 +193,15 @@ class ActivationShard:
 class Partition:
     """A pair of saved-tensor hooks.
 
-    Every rank of the group must run the same blocks on equal inputs, and their backwards in the same order.
+    Every rank of the axis must run the same blocks on equal inputs, and their backwards in the same order.
 
     Args:
-        group: The process group of the tensor ranks.
+        axis: The tensor ranks.
         on_host: Keep the parts in host memory.
     """
 
-    def __init__(self, group: Any, *, on_host: bool) -> None:
-        self._group = group
-        self._rank = comm.get_rank(group)
-        self._size = comm.get_world_size(group)
+    def __init__(self, axis: Axis, *, on_host: bool) -> None:
+        self._axis, self._rank, self._size = axis, axis.place, axis.size
         self._on_host = on_host
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | ActivationShard:
@@ -227,7 +225,7 @@ class Partition:
         if not isinstance(packed, ActivationShard):
             return packed
         mine = packed.values.to(packed.device)
-        channel = channel_along(self._group, mine.device, TENSOR)
+        channel = self._axis.channel(mine.device)
         flat = torch.cat(channel.gather(mine, [mine.numel()] * self._size, "a checkpointed activation"))
         return flat[: packed.shape.numel()].view(packed.shape)
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from deepspeed.axes import DATA, SAMPLES
-from deepspeed.comm.job.groups import group_along
-from deepspeed.comm.job.job import channel_along
+from deepspeed.axes import SAMPLES
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import Transport
@@ -35,13 +34,12 @@ def mean_outputs(job: Transport, mesh: Mesh, outputs: list[Any] | None) -> Any:
     tensors = [tensors_of(output) for output in outputs or ()]
     shapes = [[tuple(tensor.shape) for tensor in each] for each in tensors]
     _check_shapes(gather_objects(job, shapes, label="the shapes of the outputs"), mesh)
-    group = group_along(*SAMPLES) if mesh.size(*SAMPLES) > 1 else None
+    axis = Job.current().axis(*SAMPLES) if mesh.size(*SAMPLES) > 1 else None
     if outputs is None:
         return None
     means = [torch.stack([tensor.float() for tensor in same]).mean(0) for same in zip(*tensors, strict=True)]
-    if group is not None:
-        copies = mesh.size(*SAMPLES)
-        means = [channel_along(group, mean.device, DATA).sum(mean, _MEANS).div_(copies) for mean in means]
+    if axis is not None:
+        means = [axis.channel(mean.device).sum(mean, _MEANS).div_(axis.size) for mean in means]
     remaining = iter(means)
     return map_tensors(outputs[0], lambda _tensor: next(remaining))
 

@@ -256,12 +256,12 @@ def refuse_cut_tensors(
     """
     if not callable(getattr(optimizer, "attach_segments", None)):
         return
-    adds_norms = vars(type(optimizer)).get("_adds_norms_of_parts", False) and groups.other_parts is not None
+    other_parts = groups.other_parts if vars(type(optimizer)).get("_adds_norms_of_parts", False) else None
     takes_tables = vars(type(optimizer)).get("_takes_tables_of_groups", False)
     parts = []
     for name, parameter in model.named_parameters():
         group = groups[groups.name_of(name, describe(name, parameter))]
-        if group.is_part and not group.spans_stages and adds_norms:
+        if group.is_part and not group.spans_stages and other_parts is not None:
             parts.append(f"{name}: a part of it, whose norms LAMB adds up")
         elif group.is_part or (group.name != DATA and placement.shard_master and not takes_tables):
             if group.name == ROWS:
@@ -273,5 +273,5 @@ def refuse_cut_tensors(
                 f"{group.name!r}, whose ranks hold a part of it or share it among themselves; use an optimizer that "
                 f"works element by element, such as AdamW{advice}"
             )
-    if adds_norms:
-        comm.check_same_model(parts, groups.other_parts)
+    if other_parts is not None:
+        comm.check_same_model(parts, other_parts.group)

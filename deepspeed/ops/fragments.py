@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deepspeed.comm.job.axis import Axis
+
 
 @dataclass(frozen=True)
 class TensorFragment:
@@ -101,17 +103,17 @@ class SharedTensor:
 
 @dataclass(frozen=True)
 class CutTensors:
-    """The tensors of which each rank of a model-parallel group has a part.
+    """The tensors of which each model-parallel rank has a part.
 
     Attributes:
-        group: The process group of these ranks.
+        axis: These ranks.
         columns: Indices of the tensors in the table of fragments. The tensors come in the same order on all ranks;
             their indices may differ between ranks.
         counts: For each tensor, whether this rank's part is added in sums over ranks. If ranks hold equal parts, only
             one is added.
     """
 
-    group: object
+    axis: Axis
     columns: tuple[int, ...]
     counts: tuple[bool, ...]
 
@@ -123,23 +125,21 @@ class FragmentTable:
     Attributes:
         by_param: ``id(run tensor)`` to its fragments, in ascending order of ``start``. Gaps are padding.
         num_tensors: Number of tensors on all ranks together.
-        group: The process group over which tensors are cut; None when every tensor is whole on this rank.
-        axis: Name of the axis along which the ranks of ``group`` lie, for the traffic counters.
+        axis: The ranks over which tensors are cut; None when every tensor is whole on this rank.
         job_ranks: The global rank of each position; empty if unknown.
         shared: Every tensor that has a param group, in ascending order of ``index``.
-        ranks: The rank in the group of each position.
+        ranks: The place on the axis of each position.
         position: The position of this rank.
         cut: The tensors that are parts of larger ones; None if there are none. Their shapes are those of the parts.
     """
 
     by_param: dict[int, tuple[TensorFragment, ...]]
     num_tensors: int
-    group: object | None = None
+    axis: Axis | None = None
     shared: tuple[SharedTensor, ...] = ()
     ranks: Sequence[int] = range(1)
     position: int = 0
     cut: CutTensors | None = None
-    axis: str = "data"
     job_ranks: Sequence[int] = ()
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed.axes import TENSOR
-from deepspeed.comm.job.job import channel_along
+from deepspeed.comm.job.job import axis_of
 
 _LABEL = "the norm of gradients (clip_grad_norm_)"
 
@@ -60,7 +60,7 @@ def _is_own_part(parameter: torch.Tensor) -> bool:
 
 
 def _norm_over_group(norm: torch.Tensor, device: torch.device, norm_type: float, mpu: Any) -> torch.Tensor:
-    channel = channel_along(mpu.get_model_parallel_group(), device, TENSOR)
+    channel = axis_of(mpu.get_model_parallel_group(), TENSOR).channel(device)
     norm = norm.to(device=device, dtype=torch.float32).view(1)
     if math.isinf(norm_type):
         return channel.largest(norm, _LABEL)[0]

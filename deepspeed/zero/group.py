@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
@@ -20,10 +19,11 @@ from deepspeed.axes import TENSOR
 from deepspeed.comm.codecs.codec import Codec
 from deepspeed.comm.codecs.coded import CodedTransport, coded
 from deepspeed.comm.codecs.rows import by_rows
+from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.job.declared_groups import Defined
 from deepspeed.comm.job.grid import create_grid, gathering_by_nodes
 from deepspeed.comm.job.groups import get_tensor_model_parallel_group
-from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.job import Job, axis_of
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.comm.job.new_groups import Lease
 from deepspeed.comm.transports.connect import warm_up
@@ -186,15 +186,15 @@ class Groups:
         by_name: The group of every name that occurs.
         peers: The ranks with the same part of the model: they make the same calls.
         job: All ranks that decide about an update together.
-        other_parts: Torch process group of the ranks with the other parts, for groups with ``is_part``; None if there
-            are none, or the program's mpu does not know them.
+        other_parts: The ranks with the other parts, for groups with ``is_part``; None if there are none, or the
+            program's mpu does not know them.
         lease: The process groups that nothing else uses; see :meth:`give_back`.
     """
 
     by_name: Mapping[str, BucketGroup]
     peers: Transport
     job: Transport
-    other_parts: Any = None
+    other_parts: Axis | None = None
     lease: Lease | None = None
 
     def __post_init__(self) -> None:
@@ -369,7 +369,8 @@ def _groups_over(
         tied = (_copies(one, cut if one.is_cut else whole, device) for one in defined.values() if one.spans_stages)
         parts = (whole, cut, *shared, *own, *tied)
         job = Job.current().axis_of(name=JOB).transport(device=device, timeout=timeout)
-        tensor = get_tensor_model_parallel_group() if ranks.mesh.size(TENSOR) > 1 else None
+        group = get_tensor_model_parallel_group() if ranks.mesh.size(TENSOR) > 1 else None
+        tensor = None if group is None else axis_of(group, TENSOR)
         groups = Groups({group.name: group for group in parts}, reduce, job, tensor, lease)
     for transport in dict.fromkeys((gather, groups.job, *(group.gather for group in own))):
         warm_up(transport)

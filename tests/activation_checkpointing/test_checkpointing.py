@@ -17,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing import checkpointing as settings_module
 from deepspeed.activation_checkpointing.checkpointing import ActivationShard, Partition
 from deepspeed.activation_checkpointing.feature import recompute_attention
+from deepspeed.comm.job.job import axis_of
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import logger
 from tests.engine.support import SHARDED, adamw
@@ -420,7 +421,7 @@ def _kept():
             y = torch.tanh(y) * 2
         y.sum().backward()
         torch.testing.assert_close(found, first.grad, rtol=0, atol=0)
-    hooks = Partition(mpu.get_model_parallel_group(), on_host=True)
+    hooks = Partition(axis_of(mpu.get_model_parallel_group(), "tensor"), on_host=True)
     whole = torch.arange(7.0)
     part = hooks.pack(whole)
     assert isinstance(part, ActivationShard) and part.values.numel() == 4

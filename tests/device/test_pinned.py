@@ -12,6 +12,7 @@ from torch import nn
 from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.activation_checkpointing.checkpointing import Partition
 from deepspeed.comm.job.fake import FakeGroup
+from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.connect import channel_over
 from deepspeed.parallel.tensor.batches import BatchCheck
 from tests.device.test_host_chunks import _layer, _weights
@@ -38,7 +39,7 @@ def _keeps_inputs_in_host_memory(_device: Device) -> Callable[[], Any]:
 
 
 def _keeps_parts_in_host_memory(_device: Device) -> Callable[[], Any]:
-    parts = Partition(FakeGroup((0,)), on_host=True)
+    parts = Partition(axis_of(FakeGroup((0,)), "tensor"), on_host=True)
     x = torch.ones(8, 64).to("cuda")
     return lambda: [parts.pack(x * number) for number in range(3)]
 

@@ -9,7 +9,7 @@ from deepspeed.errors import NotYetSupportedError
 from deepspeed.ops.elementwise import supports_flat_update
 from deepspeed.ops.fragments import FragmentTable, TensorFragment
 from deepspeed.ops.lamb import FusedLamb
-from tests.ops.fragments import Layout, ThreadedGroup, use_threaded_collectives
+from tests.ops.fragments import Layout, ThreadedAxis, use_threaded_collectives
 
 SHAPES = [(70, 3), (5,), (64,), (13, 11), (), (2, 3, 4, 5), (1,), (200,)]
 OPTIONS = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.9, 0.99)}
@@ -72,7 +72,7 @@ def test_fragments_equal_whole_tensors(monkeypatch, world_size, cuts):
     use_threaded_collectives(monkeypatch)
     weights, gradients = data()
     expected, reference = whole(weights, gradients, **OPTIONS)
-    layout, group = Layout(SHAPES, world_size, cuts), ThreadedGroup(world_size)
+    layout, group = Layout(SHAPES, world_size, cuts), ThreadedAxis(world_size)
 
     def rank_step(rank):
         run = torch.nn.Parameter(layout.slice_of(weights, rank))
@@ -182,7 +182,7 @@ def test_a_copy_forgets_the_table():
 
 def test_a_rank_without_runs_takes_part(monkeypatch):
     use_threaded_collectives(monkeypatch)
-    layout, group = Layout([(64,)], 2, [64]), ThreadedGroup(2)
+    layout, group = Layout([(64,)], 2, [64]), ThreadedAxis(2)
 
     def rank_step(rank):
         run = torch.nn.Parameter(torch.full((64,), 2.0))

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from deepspeed.comm.job.job import axis_of
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.elementwise import supports_flat_update
 from deepspeed.ops.fragments import FragmentTable, SharedTensor, TensorFragment
@@ -14,7 +15,7 @@ from deepspeed.ops.muon import Muon, set_optimizer_flags
 from deepspeed.ops.muon.muon import orthogonalize
 from tests.ecosystem.support import needs_transformers
 from tests.harness import run_ranks
-from tests.ops.fragments import SHAPES, Layout, ThreadedGroup, use_threaded_collectives
+from tests.ops.fragments import SHAPES, Layout, ThreadedAxis, use_threaded_collectives
 
 OPTIONS = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}
 STEPS = 3
@@ -164,7 +165,7 @@ def test_fragments_equal_whole_matrices(monkeypatch, world_size, cuts, method):
     use_threaded_collectives(monkeypatch)
     weights, gradients = data()
     expected = whole(weights, gradients, ns_method=method)
-    layout, group = Layout(SHAPES, world_size, cuts), ThreadedGroup(world_size)
+    layout, group = Layout(SHAPES, world_size, cuts), ThreadedAxis(world_size)
     results = group.run(lambda rank: fragment_steps(layout, weights, gradients, group, rank, ns_method=method))
     for found, value in zip(layout.tensors(run for run, _ in results), expected, strict=True):
         assert torch.equal(found, value)
@@ -176,7 +177,7 @@ def test_several_rounds(monkeypatch):
     use_threaded_collectives(monkeypatch)
     monkeypatch.setattr("deepspeed.ops.muon.fragments.ROUND_NUMEL_PER_RANK", 128)
     weights, gradients = data()
-    layout, group = Layout(SHAPES, 3), ThreadedGroup(3)
+    layout, group = Layout(SHAPES, 3), ThreadedAxis(3)
     results = group.run(lambda rank: fragment_steps(layout, weights, gradients, group, rank))
     for found, value in zip(layout.tensors(run for run, _ in results), whole(weights, gradients), strict=True):
         assert torch.equal(found, value)
@@ -196,7 +197,7 @@ def gloo_rank(cuts):
 
     weights, gradients = data()
     layout = Layout(SHAPES, dist.get_world_size(), cuts)
-    return fragment_steps(layout, weights, gradients, dist.group.WORLD, dist.get_rank())[0]
+    return fragment_steps(layout, weights, gradients, axis_of(dist.group.WORLD, "data"), dist.get_rank())[0]
 
 
 @pytest.mark.parametrize("cuts", [None, [0]])
@@ -229,7 +230,7 @@ def test_a_stack_is_so_many_matrices(method):
 def test_fragments_equal_whole_stacks(monkeypatch, world_size, cuts):
     use_threaded_collectives(monkeypatch)
     weights, gradients = stack_data()
-    layout, group = Layout(STACK_SHAPES, world_size, cuts), ThreadedGroup(world_size)
+    layout, group = Layout(STACK_SHAPES, world_size, cuts), ThreadedAxis(world_size)
 
     def body(rank):
         run = torch.nn.Parameter(layout.slice_of(weights, rank))
@@ -249,7 +250,7 @@ def test_matrices_of_one_stack_are_shared_out(monkeypatch):
     """With a stack as one matrix, one rank had it all."""
     use_threaded_collectives(monkeypatch)
     weights = [torch.ones(8, 16, 16)]
-    layout, group = Layout([(8, 16, 16)], 4), ThreadedGroup(4)
+    layout, group = Layout([(8, 16, 16)], 4), ThreadedAxis(4)
 
     def body(rank):
         run = torch.nn.Parameter(layout.slice_of(weights, rank))
@@ -394,7 +395,7 @@ def test_stacks_of_an_engine_equal_separate_matrices(world_size, stage, offload)
 def test_a_rank_without_gradient_takes_part_unchanged(monkeypatch):
     use_threaded_collectives(monkeypatch)
     weights, gradients = data()
-    layout, group = Layout(SHAPES, 2), ThreadedGroup(2)
+    layout, group = Layout(SHAPES, 2), ThreadedAxis(2)
 
     def rank_step(rank):
         run = torch.nn.Parameter(layout.slice_of(weights, rank))
@@ -511,7 +512,9 @@ def test_the_heaviest_rank_is_that_of_the_largest_matrix_in_any_table(is_first):
         run = torch.nn.Parameter(torch.empty(rows * 4, device="meta"))
         tensor = SharedTensor(name, 0, (2 * rows, 4), 0, 0, range(0, rows * 8 + 1, rows * 4))
         fragment = TensorFragment(name, 0, 0, rows * 4, 0, tensor.shape)
-        return run, FragmentTable({id(run): (fragment,)}, 1, "group", (tensor,), range(2), 0, job_ranks=job_ranks)
+        return run, FragmentTable(
+            {id(run): (fragment,)}, 1, ThreadedAxis(2), (tensor,), range(2), 0, job_ranks=job_ranks
+        )
 
     made = [table("experts", 8, (1, 3)), table("dense", 2, (0, 2))]
     runs, tables = zip(*(made if is_first else reversed(made)), strict=True)

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from deepspeed import comm
 from deepspeed.comm.job.fake import FakeGroup
-from deepspeed.comm.job.job import channel_along
+from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.recorder import log
 from deepspeed.comm.transports.counters import counted
@@ -54,9 +54,10 @@ def test_alone_the_loss_is_that_of_torch() -> None:
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_what_optimizers_exchange_is_counted_under_its_axis(backend: str) -> None:
     with world(backend).as_current(), counted() as traffic:
-        add_over_ranks(torch.zeros(4, dtype=torch.float64), TENSOR, "the test", axis="tensor")
-        largest_over_ranks(torch.zeros(4, dtype=torch.float64), SEQUENCE, "the test", axis="ep_size_2")
-        exchange_parts(torch.empty(5), torch.empty(5), ([2, 3], [1, 4]), SEQUENCE, "the test", axis="ep_size_2")
+        add_over_ranks(torch.zeros(4, dtype=torch.float64), axis_of(TENSOR, "tensor"), "the test")
+        experts = axis_of(SEQUENCE, "ep_size_2")
+        largest_over_ranks(torch.zeros(4, dtype=torch.float64), experts, "the test")
+        exchange_parts(torch.empty(5), torch.empty(5), ([2, 3], [1, 4]), experts, "the test")
         assert {key: tally.nbytes for key, tally in traffic.requested_along.items()} == {
             ("all_reduce", "tensor"): 2 * 4 * 8,
             ("all_gather", "ep_size_2"): 2 * 4 * 8,
@@ -66,9 +67,9 @@ def test_what_optimizers_exchange_is_counted_under_its_axis(backend: str) -> Non
 
 def test_groups_of_one_axis_have_channels_of_their_own() -> None:
     with world("gloo").as_current():
-        first, second = (channel_along(FakeGroup(ranks), torch.device("cpu"), "tensor") for ranks in [(0, 1), (0, 2)])
+        first, second = (axis_of(FakeGroup(ranks), "tensor").channel() for ranks in [(0, 1), (0, 2)])
         assert first.transport.ranks == (0, 1) and second.transport.ranks == (0, 2)
-        assert channel_along(FakeGroup((0, 1)), torch.device("cpu"), "tensor") is first
+        assert axis_of(FakeGroup((0, 1)), "tensor").channel() is first
 
 
 class _Exchanging(torch.nn.Linear):

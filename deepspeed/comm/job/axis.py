@@ -12,6 +12,7 @@ from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.connect import Connector
 from deepspeed.comm.transports.transport import LocalTransport, Transport
 from deepspeed.comm.watch.watched_group import GroupRecord, WatchedGroup
+from deepspeed.uncompiled import uncompiled
 
 Use = Literal["engine", "outside engines", "layers"]
 """The users of a transport: one engine; calls of all ranks outside engines; or layers, losses and loaders."""
@@ -62,6 +63,7 @@ class Axis:
         """The number of ranks."""
         return 1 if self._record is None else self._ranks.size_of(self.group)
 
+    @uncompiled
     def transport(
         self, use: Use = "engine", *, device: torch.device | None = None, timeout: timedelta | None = None
     ) -> Transport:
@@ -84,6 +86,7 @@ class Axis:
             return self._connector.outside_engines(self._record, self.name, device, timeout)
         return self._connector.create(self.group, device, timeout, self.name)
 
+    @uncompiled
     def channel(self, device: torch.device | None = None) -> Channel:
         """Returns the channel over the layers' transport, the same one for all callers."""
         if self._record is None:

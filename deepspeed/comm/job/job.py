@@ -4,8 +4,8 @@ A job begins when code first requests it after ``init_process_group``, and is ov
 destroyed; the next process group is another job, perhaps of other ranks. Its watchdog, process groups, transports, mesh
 and declared groups are attributes of the job, so that nothing of it outlives it.
 
-Losses, layers and loaders get a process group from the caller. :func:`transport_along` and :func:`channel_along` make
-it an axis of the job, so that the watchdog supervises their transfers, counters count them, and plans simulate them.
+Public losses, layers and loaders get a process group from the program. :func:`axis_of` makes it an axis of the job, so
+that the watchdog supervises their transfers, counters count them, and plans simulate them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from deepspeed.comm.job.expert_groups import ExpertGroups
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.new_groups import ProcessGroups
 from deepspeed.comm.job.ranks import Ranks
-from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.connect import Connector
 from deepspeed.comm.transports.counters import JOB
-from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch.backward_notes import BackwardNotes
 from deepspeed.comm.watch.watched_group import WatchedGroups
 from deepspeed.errors import CallOrderError
@@ -307,23 +305,16 @@ def _replace(job: Job) -> Job:
 
 
 @uncompiled
-def transport_along(group: Any, device: torch.device, axis: str) -> Transport:
-    """Returns the transport for what the ranks of ``group`` exchange along ``axis``. Later calls return the same one.
+def axis_of(group: Any, name: str) -> Axis:
+    """Returns the ranks of a program's process group as an axis of the current job. No other rank has to call.
 
-    No other rank has to call. All ranks of the group must use it in the same order.
+    What outlives a job or a plan, such as a layer, keeps the group and calls this in each forward.
 
     Args:
         group: A torch process group; None: all ranks.
-        device: Where the tensors live.
-        axis: For the traffic counters, as ``comm.job.mesh`` names it.
+        name: The name of the axis, for the traffic counters.
     """
-    return Job.current().axis_of(group, axis).transport("layers", device=device)
-
-
-@uncompiled
-def channel_along(group: Any, device: torch.device, axis: str) -> Channel:
-    """Returns the channel of ``group`` along ``axis``, made at the first call; arguments as in transport_along."""
-    return Job.current().axis_of(group, axis).channel(device)
+    return Job.current().axis_of(group, name)
 
 
 def is_initialized() -> bool:

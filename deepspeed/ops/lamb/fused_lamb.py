@@ -143,13 +143,13 @@ class FusedLamb(KeepsStateDtypes):
         loss = evaluate(closure)
         num_tensors = self._table.num_tensors if self._table else sum(len(g["params"]) for g in self.param_groups)
         updates = list(self._updates(num_tensors))
-        group = self._table.group if self._table is not None else None
-        device = exchange_device((param for g in self.param_groups for param in g["params"]), group)
+        axis = self._table.axis if self._table is not None else None
+        device = exchange_device((param for g in self.param_groups for param in g["params"]), axis)
         squares = torch.zeros(2, num_tensors, dtype=torch.float64, device=device)
         for update in updates:
             squares += update.advance_moments().to(device)
         if self._table is not None:
-            add_over_ranks(squares, group, "LAMB's norms of weights and updates", self._table.axis)
+            add_over_ranks(squares, axis, "LAMB's norms of weights and updates")
             _add_over_parts(squares, self._table)
         ratios = _ratios(squares)
         self._coeffs = ratios.clamp(self.defaults["min_coeff"], self.defaults["max_coeff"])
@@ -197,7 +197,7 @@ def _add_over_parts(squares: Tensor, table: FragmentTable) -> None:
     columns = torch.tensor(table.cut.columns, device=squares.device)
     counts = torch.tensor(table.cut.counts, dtype=squares.dtype, device=squares.device)
     summed = squares[:, columns] * counts
-    add_over_ranks(summed, table.cut.group, "LAMB's norms of tensors that are cut over ranks", axis="tensor")
+    add_over_ranks(summed, table.cut.axis, "LAMB's norms of tensors that are cut over ranks")
     squares[:, columns] = summed
 
 

@@ -95,8 +95,8 @@ class FragmentExchange:
     def __init__(
         self, table: FragmentTable, runs: list[Tensor], groups: Collection[int], stacks: Collection[int] = ()
     ) -> None:
-        self._group, self._axis = table.group, table.axis
-        self._device = exchange_device(runs, table.group)
+        self._axis = table.axis
+        self._device = exchange_device(runs, table.axis)
         matrices: list[SharedTensor] = []
         self._stack_of: dict[int, int] = {}
         by_tensor: dict[int, list[SharedTensor]] = {}
@@ -119,7 +119,7 @@ class FragmentExchange:
         self._rounds = [_ExchangeRound(members, table) for members in planned]
         heaviest, self.heaviest_numels = heaviest_position(planned)
         self.heaviest_rank = None if heaviest is None else (table.job_ranks or table.ranks)[heaviest]
-        self.num_matrices, self.is_exchanged = len(matrices), table.group is not None
+        self.num_matrices, self.is_exchanged = len(matrices), table.axis is not None
         pairs = [pair for members in planned for pair in members.owners]
         self.sent_bytes = _FP32 * sum(_sent_numel(tensor, owner, table.position) for tensor, owner in pairs)
         self.all_sent_bytes = 2 * _FP32 * sum(tensor.numel - tensor.numel_at(owner) for tensor, owner in pairs)
@@ -166,7 +166,7 @@ class FragmentExchange:
             location = self._locations[fragment.tensor.index]
             view.copy_(update_of(location.run, slice(location.fragment.start, location.fragment.stop)))
 
-        matrices = fragments if self._group is None else fragments.new_empty(sum(exchange_round.receive_numels))
+        matrices = fragments if self._axis is None else fragments.new_empty(sum(exchange_round.receive_numels))
         self._exchange(matrices, fragments, (exchange_round.receive_numels, exchange_round.send_numels))
         self._orthogonalize_all(
             list(zip(exchange_round.received, _views(matrices, exchange_round.received), strict=True)), orthogonalize
@@ -178,8 +178,8 @@ class FragmentExchange:
             apply(location.run, slice(location.fragment.start, location.fragment.stop), view, fragment.tensor.shape)
 
     def _exchange(self, incoming: Tensor, outgoing: Tensor, numels: tuple[list[int], list[int]]) -> None:
-        if self._group is not None:
-            exchange_parts(incoming, outgoing, numels, self._group, "the matrices of Muon", self._axis)
+        if self._axis is not None:
+            exchange_parts(incoming, outgoing, numels, self._axis, "the matrices of Muon")
 
     def _orthogonalize_all(
         self, fragments: list[tuple[MatrixFragment, Tensor]], orthogonalize: Callable[..., Tensor]

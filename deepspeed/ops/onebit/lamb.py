@@ -161,7 +161,7 @@ class OneBitLamb(FusedLamb):
         """
         table = self._attached()
         members = [param for group in self.param_groups for param in group["params"]]
-        device = exchange_device(members, table.group)
+        device = exchange_device(members, table.axis)
         sums = torch.zeros(2, table.num_tensors, dtype=torch.float64, device=device)
         for param in members:
             state = self.state.get(param)
@@ -172,7 +172,7 @@ class OneBitLamb(FusedLamb):
                 sums[0] += block_map.sums(squares)[0].to(device)
                 for fragment in table.of(param):
                     sums[1, fragment.index] += fragment.numel
-        add_over_ranks(sums, table.group, "1-bit LAMB's sizes of momenta", table.axis)
+        add_over_ranks(sums, table.axis, "1-bit LAMB's sizes of momenta")
         roots = (sums[0] / sums[1].clamp(min=1)).sqrt()
         remembered = self._remembered()
         for index, name in self._names().items():
@@ -227,15 +227,15 @@ class OneBitLamb(FusedLamb):
             for param in group["params"]
             if param.grad is not None
         ]
-        device = exchange_device((param for g in self.param_groups for param in g["params"]), table.group)
+        device = exchange_device((param for g in self.param_groups for param in g["params"]), table.axis)
         squares = torch.zeros(2, table.num_tensors, dtype=torch.float64, device=device)
         most = torch.zeros(table.num_tensors, dtype=torch.float64, device=device)
         for update in updates:
             sums, largest = update.advance()
             squares += sums.to(device)
             most = torch.maximum(most, largest.to(device))
-        add_over_ranks(squares, table.group, "1-bit LAMB's norms of updates", table.axis)
-        largest_over_ranks(most, table.group, "1-bit LAMB's largest ratios of variances", table.axis)
+        add_over_ranks(squares, table.axis, "1-bit LAMB's norms of updates")
+        largest_over_ranks(most, table.axis, "1-bit LAMB's largest ratios of variances")
         ratios = self._ratios(squares, most)
         self._coeffs = ratios.float()
         for update in updates:

@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 from deepspeed.axes import EXPERT
-from deepspeed.comm.job.job import channel_along
+from deepspeed.comm.job.job import axis_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.dispatch import count_each
 from deepspeed.uncompiled import uncompiled
@@ -415,7 +415,7 @@ def returned(routes: Routes, ep_group: Any, sparse_routes: bool, *, by_token: bo
 @uncompiled
 def _largest_over(value: torch.Tensor, group: Any) -> torch.Tensor:
     """Returns the largest ``value`` of the ranks that share experts; all of them must call it."""
-    return channel_along(group, value.device, EXPERT).largest(value.view(1), "the capacity of experts")
+    return axis_of(group, EXPERT).channel(value.device).largest(value.view(1), "the capacity of experts")
 
 
 def dense(routes: Routes, locations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

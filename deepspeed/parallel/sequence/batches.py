@@ -14,11 +14,11 @@ import torch
 from torch.nn import functional
 
 from deepspeed.axes import SEQUENCE
-from deepspeed.comm.job.job import transport_along
+from deepspeed.comm.job.axis import Axis
+from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
-from deepspeed.parallel.sequence.exchange import transport_of
 from deepspeed.parallel.sequence.loss import IGNORED
 
 _OF_TOWERS = (
@@ -61,23 +61,23 @@ class BatchDescription:
 
 
 def exchange_batches(
-    tensors: dict[str, torch.Tensor], descriptions: list[BatchDescription], group: Any, device: torch.device
+    tensors: dict[str, torch.Tensor], descriptions: list[BatchDescription], axis: Axis, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Returns this rank's tokens of every rank's batch, in rank order. Every rank of the group must call it.
+    """Returns this rank's tokens of every rank's batch, in rank order. Every rank of the axis must call it.
 
     Args:
         tensors: This rank's batch as :func:`describe_batch` made it, by name: ``[batch, padded tokens]``.
         descriptions: Every rank's.
-        group: Torch process group of the ranks that share a sequence.
-        device: Where the group's transfers read and write; batches come on the host.
+        axis: The ranks that share a sequence.
+        device: Where transfers read and write; batches come on the host.
     """
     # By name: the order of entries may differ between ranks.
-    found = {name: _exchanged(tensors[name], name, descriptions, group, device) for name in sorted(tensors)}
+    found = {name: _exchanged(tensors[name], name, descriptions, axis, device) for name in sorted(tensors)}
     return [{**one.others, **{name: found[name][rank] for name in tensors}} for rank, one in enumerate(descriptions)]
 
 
 def _exchanged(
-    tensor: torch.Tensor, name: str, descriptions: list[BatchDescription], group: Any, device: torch.device
+    tensor: torch.Tensor, name: str, descriptions: list[BatchDescription], axis: Axis, device: torch.device
 ) -> list[torch.Tensor]:
     ranks = len(descriptions)
     original, tensor = tensor.device, tensor.to(device)
@@ -86,7 +86,7 @@ def _exchanged(
     received = [rows * tokens for rows, tokens in shapes]
     out = tensor.new_empty(sum(received))
     sent = [part.numel() for part in parts]
-    transport, label = transport_of(group, device), f"{name} of a batch (sequence parallel)"
+    transport, label = axis.transport("layers", device=device), f"{name} of a batch (sequence parallel)"
     transport.all_to_all(torch.cat(parts), sent, out, received, label=label).wait()
     return [part.view(shape).to(original) for part, shape in zip(out.split(received), shapes, strict=True)]
 
@@ -271,7 +271,8 @@ class UlyssesSPDataLoaderAdapter:
         mine, tensors = (
             (BatchDescription(ended=True), {}) if batch is None else describe_batch(batch, self.sp_world_size)
         )
-        transport = transport_along(self.sp_group, self.device, SEQUENCE)
+        axis = axis_of(self.sp_group, SEQUENCE)
+        transport = axis.transport("layers", device=self.device)
         descriptions = gather_objects(transport, mine, label=f"the shapes of the next batches ({_CLASS})")
         if any(one.ended for one in descriptions):
             self._batches = None
@@ -285,7 +286,7 @@ class UlyssesSPDataLoaderAdapter:
         leave_out_added_positions(descriptions, mine, tensors)
         check(descriptions, _CLASS)
         self._warn(descriptions)
-        self._waiting.extend(exchange_batches(tensors, descriptions, self.sp_group, self.device))
+        self._waiting.extend(exchange_batches(tensors, descriptions, axis, self.device))
 
     def _warn(self, descriptions: list[BatchDescription]) -> None:
         padded = next((one for one in descriptions if one.padded), None)

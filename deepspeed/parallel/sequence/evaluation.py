@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed import comm
 from deepspeed.axes import SEQUENCE
-from deepspeed.comm.job.job import transport_along
+from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
@@ -26,7 +25,6 @@ from deepspeed.models.configurations import model_type_of
 from deepspeed.models.head import causal_output
 from deepspeed.parallel.sequence.batches import BatchDescription, check, describe_batch, exchange_batches
 from deepspeed.parallel.sequence.context import SequenceParallelContext
-from deepspeed.parallel.sequence.exchange import channel_of
 from deepspeed.parallel.sequence.loss import IGNORED
 
 _CUT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
@@ -83,13 +81,12 @@ def _shared(
     keeps_logits: bool,
 ) -> Any:
     """Returns the model's output for this rank's batch; None if some rank's batch cannot be shared."""
-    group = sharing.group
+    axis = axis_of(sharing.group, SEQUENCE)
     ids = given.get("input_ids")
-    ranks = comm.get_world_size(group)
     problem, batch, more = _split_arguments(given, model)
-    mine, tensors = (BatchDescription(problem=problem), {}) if problem else describe_batch(batch, ranks)
+    mine, tensors = (BatchDescription(problem=problem), {}) if problem else describe_batch(batch, axis.size)
     mine.others = more
-    transport = transport_along(group, next(model.parameters()).device, SEQUENCE)
+    transport = axis.transport("layers", device=next(model.parameters()).device)
     descriptions = gather_objects(transport, mine, label="the batches of an evaluation (sequence parallel)")
     try:
         check(descriptions, "evaluation")
@@ -101,7 +98,7 @@ def _shared(
         return None
     assert isinstance(ids, torch.Tensor)
     sums, logits, dtype = [], None, torch.float32
-    for rank, part in enumerate(exchange_batches(tensors, descriptions, group, ids.device)):
+    for rank, part in enumerate(exchange_batches(tensors, descriptions, axis, ids.device)):
         part = {name: value.to(ids.device) if name in tensors else value for name, value in part.items()}
         labels = part.get("shift_labels")
         with sharing.evaluating(part.get("position_ids")):
@@ -111,15 +108,15 @@ def _shared(
             sums.append(_sum_and_count(found.loss, labels, part.get("num_items_in_batch")))
         if labels is None or keeps_logits:
             gathered = _gathered(found.logits, rank, sharing)
-            logits = gathered if rank == comm.get_rank(group) else logits
+            logits = gathered if rank == axis.place else logits
         del found
     if logits is not None:
         logits = logits[:, : ids.size(1)]
     loss = None
     if sums:
-        channel = channel_of(group, ids.device)
+        channel = axis.channel(ids.device)
         summed = channel.sum(torch.stack(sums), "the losses of an evaluation (sequence parallel)")
-        total, count = summed[comm.get_rank(group)]
+        total, count = summed[axis.place]
         loss = (total / count if more.get("num_items_in_batch") is None else total).to(dtype)
     return causal_output(given.get("return_dict"), loss=loss, logits=logits)
 

@@ -21,8 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from deepspeed.axes import SEQUENCE
-from deepspeed.comm.job.job import channel_along, transport_along
-from deepspeed.comm.transports.channel import Channel
+from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
@@ -205,8 +204,8 @@ _uses: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
 
 @uncompiled
 def transport_of(group: Any, device: torch.device) -> Transport:
-    """Returns the transport of ``group`` for an exchange of tokens; arguments as for ``transport_along``."""
-    transport = transport_along(group, device, SEQUENCE)
+    """Returns the transport of a torch process group (None: all ranks) for exchanges of tokens on ``device``."""
+    transport = axis_of(group, SEQUENCE).transport("layers", device=device)
     _uses[transport] = _uses.get(transport, 0) + 1
     return transport
 
@@ -214,12 +213,6 @@ def transport_of(group: Any, device: torch.device) -> Transport:
 def uses_of_transports() -> int:
     """Returns how often tokens were exchanged in this process so far, over all groups that are alive."""
     return sum(_uses.values())
-
-
-@uncompiled
-def channel_of(group: Any, device: torch.device) -> Channel:
-    """Returns the channel of ``group``, for losses; arguments as in ``comm.job.job.transport_along``."""
-    return channel_along(group, device, SEQUENCE)
 
 
 Share = tuple[int, int]

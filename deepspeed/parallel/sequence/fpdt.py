@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from deepspeed.comm.job.job import size_of
+from deepspeed.axes import SEQUENCE
+from deepspeed.comm.job.job import axis_of, size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.attention import rotated
 from deepspeed.parallel.sequence.exchange import exchange, shares_of_heads
@@ -281,4 +282,4 @@ class FPDT_LogitsLoss:  # noqa: N801
         losses = chunked_cross_entropy(
             lm_output, lambda part: functional.linear(part, logit_weights), wanted, tile_tokens=tile, reduction="none"
         )
-        return gather_tokens(losses, spg, own_share=own_share)
+        return gather_tokens(losses, axis_of(spg, SEQUENCE), own_share=own_share)

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from deepspeed.axes import SEQUENCE
 from deepspeed.comm.job import groups
+from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.differentiable import reduce_from, sum_over
 from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.sequence.exchange import channel_of
 from deepspeed.uncompiled import uncompiled
 
 IGNORED = -100
@@ -78,7 +79,7 @@ def sum_over_ranks(values: torch.Tensor, group: Any, *, own_share: bool = False)
         group: Torch process group.
         own_share: See :func:`mean_loss`.
     """
-    channel, label = channel_of(group, values.device), "the sum of a loss (sequence parallel)"
+    channel, label = axis_of(group, SEQUENCE).channel(values.device), "the sum of a loss (sequence parallel)"
     if own_share:
         return reduce_from(values, channel, label)
     if torch.is_grad_enabled() and values.requires_grad:

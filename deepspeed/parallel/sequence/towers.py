@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.job.job import rank_in, size_of
+from deepspeed.axes import SEQUENCE
+from deepspeed.comm.job.job import axis_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.context import SequenceParallelContext, registered
 from deepspeed.uncompiled import uncompiled
@@ -133,4 +134,5 @@ def _is_per_token(value: Any, rows: int, length: int) -> bool:
 
 def _part(whole: torch.Tensor, dim: int, sharing: SequenceParallelContext) -> torch.Tensor:
     """Returns this rank's tokens of a tensor with whole sequences along ``dim``."""
-    return whole.chunk(size_of(sharing.group), dim)[rank_in(sharing.group)].contiguous()
+    axis = axis_of(sharing.group, SEQUENCE)
+    return whole.chunk(axis.size, dim)[axis.place].contiguous()

@@ -7,15 +7,15 @@ from typing import Any, Literal
 
 import torch
 
-from deepspeed.axes import TENSOR
-from deepspeed.comm.job.job import channel_along, rank_in, size_of
+from deepspeed.axes import SEQUENCE, TENSOR
+from deepspeed.comm.job.axis import Axis
+from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import gather_from
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.head import losses_of_logits
-from deepspeed.parallel.sequence.exchange import channel_of
 from deepspeed.parallel.sequence.loss import IGNORED
 from deepspeed.parallel.sequence.tiled import run_again
 from deepspeed.parallel.vocabulary import cut_cross_entropy
@@ -104,34 +104,31 @@ def vocab_sequence_parallel_cross_entropy(
         raise DeepSpeedConfigError(
             f'vocab_sequence_parallel_cross_entropy(backend="{backend}"): there is only "torch"; leave the argument out'
         )
-    words = vocab_parallel_logits.size(-1)
-    start = (
-        (rank_in(tp_group) * words if tp_group is not None else 0) if vocab_start_index is None else vocab_start_index
-    )
+    device, words = vocab_parallel_logits.device, vocab_parallel_logits.size(-1)
+    channel = Channel(LocalTransport()) if tp_group is None else axis_of(tp_group, TENSOR).channel(device)
+    start = channel.rank * words if vocab_start_index is None else vocab_start_index
     if vocab_end_index is not None and vocab_end_index - start != words:
         raise DeepSpeedConfigError(
             f"vocab_sequence_parallel_cross_entropy: the vocabulary entries {start} to {vocab_end_index} "
             f"are {vocab_end_index - start}, but the logits have {words}; pass the range of this rank"
         )
-    device = vocab_parallel_logits.device
-    channel = Channel(LocalTransport()) if tp_group is None else channel_along(tp_group, device, TENSOR)
     loss = cut_cross_entropy(vocab_parallel_logits, target, channel, start, ignore_index)
     count = (target != ignore_index).sum()
-    if gather_sequence_loss and size_of(sp_group) > 1:
-        loss = gather_tokens(loss, sp_group, own_share=own_share)
-        counts = channel_of(sp_group, device).gather(count.view(1), [1] * size_of(sp_group), _COUNTS)
-        count = torch.cat(counts).sum()
+    axis = axis_of(sp_group, SEQUENCE)
+    if gather_sequence_loss and axis.size > 1:
+        loss = gather_tokens(loss, axis, own_share=own_share)
+        count = torch.cat(axis.channel(device).gather(count.view(1), [1] * axis.size, _COUNTS)).sum()
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / count.clamp(min=1)
 
 
 @uncompiled
-def gather_tokens(loss: torch.Tensor, group: Any, *, own_share: bool) -> torch.Tensor:
+def gather_tokens(loss: torch.Tensor, axis: Axis, *, own_share: bool) -> torch.Tensor:
     """Returns ``[tokens, batch]`` of all ranks, rank after rank; ``own_share`` as in ``mean_loss``."""
-    if size_of(group) == 1:
+    if axis.size == 1:
         return loss
     if not own_share and torch.is_grad_enabled() and loss.requires_grad:
         backward_comm.note_anywhere()
     label = "the losses of tokens (sequence parallel)"
-    return gather_from(loss, channel_of(group, loss.device), 0, is_partial=not own_share, label=label)
+    return gather_from(loss, axis.channel(loss.device), 0, is_partial=not own_share, label=label)

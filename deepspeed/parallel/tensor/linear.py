@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
 from deepspeed.axes import TENSOR
-from deepspeed.comm.job.job import channel_along
+from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import copy_to, gather_from, scatter_to
 from deepspeed.comm.transports.transport import LocalTransport
@@ -283,7 +283,7 @@ class _MadeFromLinear(nn.Linear):
                 "the layer that the ranks of mp_group shall share"
             )
         device = module.weight.device
-        channel = Channel(LocalTransport()) if mp_group is None else channel_along(mp_group, device, TENSOR)
+        channel = Channel(LocalTransport()) if mp_group is None else axis_of(mp_group, TENSOR).channel(device)
         whole = module.weight.shape[self._dim] * (channel.size if skip_partition else 1)
         for key, parameter in (("weight", module.weight), ("bias", module.bias)):
             if parameter is not None and (key == "weight" or self._dim == 0):

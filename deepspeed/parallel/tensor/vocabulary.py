@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from deepspeed.axes import TENSOR
-from deepspeed.comm.job.job import channel_along
+from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import gather_from, reduce_from
 from deepspeed.comm.transports.transport import LocalTransport
@@ -61,7 +61,7 @@ class _MadeFromEmbedding(nn.Embedding):
                 "embedding whole"
             )
         device = module.weight.device
-        channel = Channel(LocalTransport()) if mp_group is None else channel_along(mp_group, device, TENSOR)
+        channel = Channel(LocalTransport()) if mp_group is None else axis_of(mp_group, TENSOR).channel(device)
         split = Split.evenly(module.weight.shape[self._dim], channel.size)
         self.weight = take_part(module.weight, self._dim, channel.rank, channel.size, label)  # type: ignore[arg-type]
         self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.comm.job.axis import Axis
+from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.transport import Transport, Work
 from deepspeed.ops.fragments import CutTensors, FragmentTable, SharedTensor, TensorFragment
 from deepspeed.ops.rounding import ParameterInterval
@@ -368,12 +370,12 @@ def cut_state(state: dict[str, Any], of: int, offset: int, numel: int) -> dict[s
     return made
 
 
-def fragment_tables(masters: list[MasterBucket], other_parts: object | None = None) -> list[FragmentTable]:
+def fragment_tables(masters: list[MasterBucket], other_parts: Axis | None = None) -> list[FragmentTable]:
     """Returns which parts of which parameters every run holds, for optimizers that need whole-tensor information.
 
     Args:
         masters: All of this rank.
-        other_parts: The process group of the ranks that hold other parts of some parameters; None where none do.
+        other_parts: The ranks that hold other parts of some parameters; None where none do.
 
     Returns:
         A table for the masters that are cut over the same ranks, in the same order on all ranks: usually one, and
@@ -385,7 +387,7 @@ def fragment_tables(masters: list[MasterBucket], other_parts: object | None = No
     return [_fragment_table(members, other_parts) for members in together.values() or [[]]]
 
 
-def _fragment_table(masters: list[MasterBucket], other_parts: object | None) -> FragmentTable:
+def _fragment_table(masters: list[MasterBucket], other_parts: Axis | None) -> FragmentTable:
     """Returns the table of masters that are cut over the same ranks."""
     by_param: dict[int, tuple[TensorFragment, ...]] = {}
     shared: list[SharedTensor] = []
@@ -402,10 +404,11 @@ def _fragment_table(masters: list[MasterBucket], other_parts: object | None) -> 
     along = owners.owners if owners.is_spread else owners.reduce
     ranks = tuple(transport.rank_at(position) for position in range(transport.size))
     in_job = tuple(transport.ranks[rank] for rank in ranks) if transport.ranks else ()
-    return FragmentTable(by_param, first, along.group, tuple(shared), ranks, transport.rank, parts, along.axis, in_job)
+    axis = None if along.group is None else axis_of(along.group, along.axis)
+    return FragmentTable(by_param, first, axis, tuple(shared), ranks, transport.rank, parts, in_job)
 
 
-def _cut_tensors(masters: list[MasterBucket], group: object) -> CutTensors | None:
+def _cut_tensors(masters: list[MasterBucket], other_parts: Axis) -> CutTensors | None:
     """Returns the trained tensors of buckets whose ranks have parts, in the order of their names."""
     found: dict[str, tuple[int, bool]] = {}
     first = 0
@@ -418,7 +421,7 @@ def _cut_tensors(masters: list[MasterBucket], group: object) -> CutTensors | Non
     if not found:
         return None
     columns, counts = zip(*(found[name] for name in sorted(found)), strict=True)
-    return CutTensors(group, columns, counts)
+    return CutTensors(other_parts, columns, counts)
 
 
 def _fragments(master: MasterBucket, run: MasterRun, first: int) -> Iterator[TensorFragment]:

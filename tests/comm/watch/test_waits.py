@@ -233,7 +233,7 @@ def test_a_training_exchanges_through_transports():
             place = f"{graph.path_of(module)}:{node.lineno} {ast.unparse(node)}"
             places.setdefault(module.removeprefix("deepspeed."), []).append(place)
     wrong = [place for module, found in places.items() if module not in NO_TRANSPORT for place in found]
-    assert not wrong, "use a transport (deepspeed.comm.job.job.transport_along):\n" + "\n".join(wrong)
+    assert not wrong, "use a transport (deepspeed.comm.job.axis.Axis):\n" + "\n".join(wrong)
     assert not NO_TRANSPORT.keys() - places.keys(), "these use no collective, so they need no exemption"
 
 

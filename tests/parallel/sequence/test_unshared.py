@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 
 import deepspeed
-from deepspeed.comm.job.job import Job, channel_along
+from deepspeed.comm.job.job import Job, axis_of
 from deepspeed.comm.job.torch_groups import counts_sends
 from deepspeed.comm.transports.transport import TensorTransfer
 from deepspeed.errors import DeepSpeedConfigError
@@ -158,7 +158,7 @@ def _counts() -> None:
     mixed = dist.new_group([0, 1], backend="cpu:gloo,cuda:gloo_too")
     assert mixed._get_backend_name() == "undefined"
     begin, transport = program_calls([0, 1]), Job.current().connector.over(mixed, None)
-    channel = channel_along(world, torch.device("cpu"), "sequence")
+    channel = axis_of(world, "sequence").channel(torch.device("cpu"))
     channel.sum(torch.ones(3), "a sum")
     transport.broadcast(torch.ones(3), 0, label="values")
     transport.move([TensorTransfer(0, 1, torch.ones(3))], label="values")
