@@ -169,6 +169,17 @@ class LoopbackTransport(Transport):
         return self._start("swap", key, label, flat.clone(), land)
 
     @override
+    def all_to_all(
+        self, source: torch.Tensor, sent: Sequence[int], out: torch.Tensor, received: Sequence[int], *, label: str
+    ) -> Work:
+        def land(parts: list[tuple[torch.Tensor, ...]]) -> None:
+            arrived = [part[self.rank] for part in parts]
+            assert [len(part) for part in arrived] == list(received)
+            out.copy_(torch.cat(arrived))
+
+        return self._start("all_to_all", self.next_move(label), label, source.clone().split(list(sent)), land)
+
+    @override
     def share(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
         return self.all_gather(flat, key=key, label=label, operation="share")
 

@@ -3,7 +3,8 @@
 What is the same on all ranks is *copied to* the part of a model that each rank has a shard of, and its gradient is
 summed; summands are *reduced from* it, and the gradient passes unchanged (`Shoeybi et al.
 <https://arxiv.org/abs/1909.08053>`_). Along a dimension *scatter* and *gather* are each other's backward; so are gather
-and *reduce-scatter* where gradients are summands (`Korthikanti et al. <https://arxiv.org/abs/2205.05198>`_).
+and *reduce-scatter* where gradients are summands (`Korthikanti et al. <https://arxiv.org/abs/2205.05198>`_). The
+backward of an *all-to-all* is the exchange in reverse.
 
 Every rank of the channel must call a function, and run its backward, in the same order.
 """
@@ -145,6 +146,48 @@ def reduce_scatter_to(
     return _CollectiveFunction.apply(
         values, lambda x: scatter_along(x, channel, dim, label), lambda grad: gather_along(grad, channel, dim, back)
     )
+
+
+class AllToAll(Protocol):
+    """An exchange in which every rank sends pieces, of equal or unequal sizes, to every other one."""
+
+    def run(self, *values: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Sends pieces of ``values`` and returns those that arrive, of any shapes; without autograd."""
+        ...
+
+    def reverse(self) -> AllToAll:
+        """Returns the exchange of the gradients: from the shapes of what arrives to the shapes of what is sent."""
+        ...
+
+
+class _AllToAllFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: AllToAll, expected: object, *values: torch.Tensor) -> Any:
+        ctx.exchange, ctx.expected = exchange, expected
+        return exchange.run(*values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+        found = all_to_all(ctx.exchange.reverse(), *gradients)
+        ctx.expected = None
+        return (None, None, *(found if isinstance(found, tuple) else (found,)))
+
+
+@uncompiled
+def all_to_all(exchange: AllToAll, *values: torch.Tensor, expected: object = None) -> Any:
+    """Returns what arrives in an exchange; the backward sends the gradients back.
+
+    It writes and reads the pieces where ``exchange`` lays them out, so it needs no copy of its own.
+
+    Args:
+        exchange: The pieces.
+        *values: What this rank sends, of any shapes.
+        expected: Kept until the backward is over, such as the token of ``comm.watch.backward_comm.note``.
+
+    Returns:
+        A tensor or a tuple of tensors, as ``exchange.run`` does.
+    """
+    return _AllToAllFunction.apply(exchange, expected, *values)
 
 
 # -- tensors without gradients ---------------------------------------------------------------------------------------

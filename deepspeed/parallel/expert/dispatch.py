@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from deepspeed.comm.transports import packing
+from deepspeed.comm.transports.differentiable import all_to_all
 from deepspeed.comm.transports.packing import Tensors
 from deepspeed.comm.transports.transport import LocalTransport, Transport, Work
 from deepspeed.comm.watch import backward_comm
@@ -251,7 +252,8 @@ def dispatch(
     Returns:
         ``[S, M']`` in the dtype of what the experts return; zeros for a token without a route.
     """
-    rows = _ToExperts.apply(x, plan, module, per_expert)
+    exchanges = x.requires_grad and plan.transport.size > 1
+    rows = all_to_all(_ToExperts(plan, per_expert), x, expected=backward_comm.note(module) if exchanges else None)
     results = run(list(rows) if per_expert else rows)
     results = (results,) if isinstance(results, torch.Tensor) else tuple(results)
     is_alone = plan.transport.size == 1
@@ -279,30 +281,34 @@ def _dtype_on_the_way(x: torch.Tensor) -> torch.dtype:
 # -- the two ways, forward and backward --------------------------------------------------------------------------------
 
 
-class _ToExperts(torch.autograd.Function):
-    """The row of every kept route, at its expert; backward adds up, for each token, the gradients of its routes."""
+@dataclass(frozen=True)
+class _ToExperts:
+    """Gives each expert the rows of its routes; with ``back`` adds up, for each token, the rows of its routes."""
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, plan: RoutePlan, module: nn.Module, per_expert: bool) -> Any:
-        exchanges = ctx.needs_input_grad[0] and plan.transport.size > 1
-        ctx.plan, ctx.pending = plan, backward_comm.note(module) if exchanges else None
+    plan: RoutePlan
+    per_expert: bool
+    back: bool = False
+
+    def run(self, *values: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        if self.back:
+            return _summed(_send_back(self.plan, values, values[0].dtype), None, self.plan)
 
         def fill(routes: slice, out: torch.Tensor) -> None:
-            torch.index_select(x, 0, plan.tokens[routes], out=out)
+            torch.index_select(values[0], 0, self.plan.tokens[routes], out=out)
 
-        rows = _send_to_experts(plan, x, fill)
-        return rows.split(plan.load) if per_expert else rows
+        rows = _send_to_experts(self.plan, values[0], fill)
+        return rows.split(self.plan.load) if self.per_expert else rows
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        rows = _send_back(ctx.plan, gradients, gradients[0].dtype)
-        ctx.pending = None  # the exchange has run
-        return _summed(rows, None, ctx.plan), None, None, None
+    def reverse(self) -> _ToExperts:
+        return replace(self, back=not self.back)
 
 
 class _FromExperts(torch.autograd.Function):
-    """Adds up the experts' results for each token. ``anchor`` only gives the result a graph."""
+    """Adds up the experts' results for each token. ``anchor`` only gives the result a graph.
+
+    Not by ``all_to_all``: its backward multiplies gradients by weights in the buffer that is sent, and computes the
+    gradient of the weights from the same rows, which saves a pass over all rows.
+    """
 
     @staticmethod
     def forward(

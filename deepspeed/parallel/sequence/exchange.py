@@ -22,6 +22,7 @@ import torch
 
 from deepspeed.axes import SEQUENCE
 from deepspeed.comm.job.job import axis_of
+from deepspeed.comm.transports.differentiable import all_to_all
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
@@ -74,13 +75,19 @@ def exchange(
     _check(x, move)
     if transport.size == 1:
         return x
-    moved: torch.Tensor = _AllToAll.apply(x, move)
+    if x.requires_grad:
+        backward_comm.note_anywhere()
+    moved: torch.Tensor = all_to_all(move, x)
     return moved
 
 
 @dataclass(frozen=True)
 class _Move:
-    """Holds the sizes of an exchange of one tensor: by rank, the tokens on one side and the heads on the other."""
+    """An exchange of one tensor: by rank, the tokens on one side and the heads on the other.
+
+    Each element is copied once when it is sent and once when it is received; those that stay are copied once. Tokens
+    come first in what is sent; if they are also first in memory, the tokens for one rank are a contiguous range.
+    """
 
     transport: Transport
     sequence_axis: int
@@ -89,30 +96,11 @@ class _Move:
     tokens: tuple[Share, ...]
     heads: tuple[Share, ...]
 
+    def run(self, *values: torch.Tensor) -> torch.Tensor:
+        return _heads_together(values[0], self) if self.back else _heads_apart(values[0], self)
+
     def reverse(self) -> _Move:
         return replace(self, back=not self.back)
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, move: _Move) -> torch.Tensor:
-        ctx.move = move
-        if ctx.needs_input_grad[0]:
-            backward_comm.note_anywhere()
-        return _moved(x, move)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
-        return _moved(gradients[0], ctx.move.reverse()), None
-
-
-def _moved(x: torch.Tensor, move: _Move) -> torch.Tensor:
-    """Returns ``x`` after the exchange of heads for tokens, or back.
-
-    Each element is copied once when it is sent and once when it is received; those that stay are copied once. Tokens
-    come first in what is sent; if they are also first in memory, the tokens for one rank are a contiguous range.
-    """
-    return _heads_together(x, move) if move.back else _heads_apart(x, move)
 
 
 def _heads_apart(x: torch.Tensor, move: _Move) -> torch.Tensor:

@@ -8,10 +8,12 @@ even chunks are longer by one: every rank has an even and an odd chunk.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from deepspeed.comm.transports.differentiable import all_to_all
 from deepspeed.comm.transports.packing import Tensors
 from deepspeed.comm.transports.transport import Transport, Work
 from deepspeed.comm.watch import backward_comm
@@ -60,9 +62,9 @@ def ring_attention(
     rule = MaskRule(is_causal, window, 1 / math.sqrt(query.size(-1)) if scale is None else scale)
     in_zigzag = is_causal and transport.size > 1
     if in_zigzag:
-        query, key, value = (_ZigzagExchange.apply(tensor, transport, False) for tensor in (query, key, value))
+        query, key, value = (all_to_all(_ZigzagExchange(transport), tensor) for tensor in (query, key, value))
     out: torch.Tensor = _Ring.apply(query, key, value, transport, rule, in_zigzag, documents)
-    return _ZigzagExchange.apply(out, transport, True) if in_zigzag else out  # type: ignore[no-any-return]
+    return all_to_all(_ZigzagExchange(transport, back=True), out) if in_zigzag else out  # type: ignore[no-any-return]
 
 
 def tokens_of(rank: int, transport: Transport, tokens: int, in_zigzag: bool, documents: torch.Tensor | None) -> Tokens:
@@ -89,18 +91,18 @@ def _chunk(number: int, tokens: int) -> tuple[int, int]:
     return number // 2 * tokens + number % 2 * first, tokens - first if number % 2 else first
 
 
-class _ZigzagExchange(torch.autograd.Function):
+@dataclass(frozen=True)
+class _ZigzagExchange:
     """Exchanges consecutive tokens along axis 2 for zigzag chunks, or with ``back`` in reverse."""
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, transport: Transport, back: bool) -> torch.Tensor:
-        ctx.arguments = transport, back
-        return _exchange_chunks(x, transport, back)
+    transport: Transport
+    back: bool = False
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
-        transport, back = ctx.arguments
-        return _exchange_chunks(gradients[0], transport, not back), None, None
+    def run(self, *values: torch.Tensor) -> torch.Tensor:
+        return _exchange_chunks(values[0], self.transport, self.back)
+
+    def reverse(self) -> _ZigzagExchange:
+        return _ZigzagExchange(self.transport, not self.back)
 
 
 def _exchange_chunks(x: torch.Tensor, transport: Transport, back: bool) -> torch.Tensor:
