@@ -79,7 +79,7 @@ def take_experiment() -> Experiment | None:
 
 def write_json(path: Path, values: Any) -> None:
     """Writes a JSON file atomically: no reader sees a partial file."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # several ranks may write at the same time
     part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     part.replace(path)
 

@@ -177,10 +177,11 @@ class TuningHooks(EngineHooks):
             )
 
     def _fail(self, reason: str, **facts: Any) -> None:
-        """Ends the script with exit code 0; rank 0 writes the reason to ``failure.json``."""
+        """Ends the script with exit code 0; writes the reason to ``failure.json``. That of rank 0 has priority."""
         self._is_over = True
-        if comm.get_rank() == 0:
-            write_json(Path(self._experiment.folder) / FAILURE, {"reason": reason, **facts})
+        failure = Path(self._experiment.folder) / FAILURE
+        if comm.get_rank() == 0 or not failure.exists():  # it may be this rank alone that fails
+            write_json(failure, {"reason": reason, **facts})
         sys.exit(0)
 
     def _end_early(self) -> None:

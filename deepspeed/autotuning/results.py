@@ -122,6 +122,8 @@ def reason_of(folder: Path, code: int) -> str:
         sentences = [text for line in lines if (text := line.removeprefix("deepspeed: ")) != line]
         if sentences:
             return _short(sentences[0])
+    if code == 0:  # an engine would have written why it has measured nothing
+        return "the script ended without an engine of deepspeed.initialize; let it make one and train with it"
     return f"exit code {code}; see {folder / 'stderr.log'}"
 
 

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from deepspeed.autotuning import autotuner
 from deepspeed.autotuning.autotuner import find_config, with_config, with_mapped
@@ -114,6 +116,22 @@ def test_an_exception_is_not_called_an_early_end(error, tmp_path, monkeypatch):
     assert (tmp_path / "failure.json").exists() == (error is None)
     (tmp_path / "stderr.log").write_text("[rank 0] Traceback (most recent call last):\n[rank 0] ValueError: bad\n")
     assert reason_of(tmp_path, 1) == "ValueError: bad"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_alone_whose_batch_has_another_size_writes_why(rank, tmp_path, monkeypatch):
+    hooks = TuningHooks(TuningConfig(Experiment("a", "trial", str(tmp_path)), {}, {}, {}), None, None)
+    hooks._engine = SimpleNamespace(train_micro_batch_size_per_gpu=lambda: 8)
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda: rank)
+    with pytest.raises(SystemExit):
+        hooks._take_inputs(torch.nn.Linear(3, 3), (torch.ones(4, 3),), {})
+    failure = json.loads((tmp_path / "failure.json").read_text())
+    assert failure["is_micro_batch"] and "gave its model 4 samples" in failure["reason"]
+
+
+def test_a_script_without_an_engine_gets_advice(tmp_path):
+    assert "the script ended without an engine of deepspeed.initialize" in reason_of(tmp_path, 0)
+    assert reason_of(tmp_path, 3).startswith("exit code 3; see ")
 
 
 @pytest.mark.parametrize("label", ["", "[rank 0] "])
