@@ -332,7 +332,7 @@ def cost(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     packet = getattr(function, "_overloadpacket", None)
     product = product_formula(function)
     if product is not None:
-        # torch's formulas convert tensors to shapes themselves; ours ignores `out_val`.
+        # Formulas of torch convert tensors to shapes themselves; most of ours ignore `out_val`.
         operations = int(product(*args, **kwargs, out_val=result))
         return operations, operations // 2
     per_element = PER_ELEMENT.get(packet)
