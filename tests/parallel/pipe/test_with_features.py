@@ -159,9 +159,11 @@ def test_what_is_held(width):
             assert (name, stage, most, left) == (name, stage, planned, 0)
         assert found["1f1b"][0] == stages - stage + (stage < stages - 1) and found["gpipe"][0] == count
         # Activations that were sent are let go when the next stage confirms that it has them, and gradients likewise;
-        # those that lie in a packet, among ranks of one host, as soon as they are sent.         large = width > 4
-        # assert found["1f1b"][2] <= 3 * large, (stage, found)         assert stage or found["gpipe"][2] == (count - 1)
-        # * large, (stage, found)         assert found["zb-h1"][0] <= stages and found["zbv"][0] <= 2 * stages
+        # those that lie in a packet, among ranks of one host, as soon as they are sent.
+        large = width > 4
+        assert found["1f1b"][2] <= 3 * large, (stage, found)
+        assert stage or found["gpipe"][2] == (count - 1) * large
+        assert found["zb-h1"][0] <= stages and found["zbv"][0] <= 2 * stages
 
 
 def _adapted(stages: int) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
