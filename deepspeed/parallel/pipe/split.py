@@ -11,11 +11,12 @@ under recomputation, which would otherwise run once per node.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Node = Any  # torch.autograd.graph.Node
@@ -32,10 +33,17 @@ class _BranchNode:
 
 @dataclass
 class WeightWork:
-    """Holds what the second half of a backward, the weights' gradients, still has to do."""
+    """Holds what the second half of a backward, the weights' gradients, still has to do.
+
+    Attributes:
+        branches: Where the second half starts.
+        roots: Outputs from which no input is reached, with their gradients.
+        owners: What keeps the nodes of ``branches`` alive.
+    """
 
     branches: list[_BranchNode] = field(default_factory=list)
     roots: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    owners: list[Node | GradientEdge] = field(default_factory=list)
 
     def run(self) -> None:
         """Accumulates the gradients of the weights."""
@@ -52,7 +60,7 @@ class WeightWork:
         if self.roots:
             tensors, given = zip(*self.roots, strict=True)
             torch.autograd.backward(tensors, given)
-        self.branches, self.roots = [], []
+        self.branches, self.roots, self.owners = [], [], []
 
 
 def backward_to_inputs(
@@ -68,7 +76,7 @@ def backward_to_inputs(
     Returns:
         The second half; None where there is none left, as this was the whole backward.
     """
-    on_the_way, order = _nodes_towards(roots, inputs)
+    on_the_way, order, parents = _nodes_towards(roots, inputs)
     branches = [found for node in order if (found := _branch(node, on_the_way)) is not None]
     beside = [pair for pair in zip(roots, gradients, strict=True) if get_gradient_edge(pair[0]).node not in on_the_way]
     weights = [id(weight) for branch in branches for weight in branch.weights]
@@ -85,7 +93,7 @@ def backward_to_inputs(
     finally:
         for handle in handles:
             handle.remove()
-    return WeightWork(branches, beside)
+    return WeightWork(branches, beside, _owners(branches, parents, [root for root, _ in through]))
 
 
 def _keeper(branch: _BranchNode) -> Any:
@@ -106,8 +114,35 @@ def _children(node: Node) -> Iterable[Node]:
     return (child for child, _ in node.next_functions if child is not None)
 
 
-def _nodes_towards(roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[set[Node], list[Node]]:
-    """Nodes from which an input is reached, as a set and in the order in which they were found."""
+def _owners(
+    branches: Sequence[_BranchNode], parents: Mapping[Node, Sequence[Node]], roots: Sequence[torch.Tensor]
+) -> list[Node | GradientEdge]:
+    """Returns what must be kept until the second half, so that no branch node ends with the outputs of the model.
+
+    Before torch 2.13 the Python object of a node of an ``autograd.Function`` does not own the node. A node above it
+    does, with all that this one saved for its own backward; so the nearest one is kept, and not the roots.
+    """
+    if torch.__version__ >= "2.13":
+        return []
+    owners: list[Node | GradientEdge] = []
+    for branch in branches:
+        node = branch.node
+        while isinstance(node, BackwardCFunction) and node in parents:
+            node = parents[node][0]
+        if node is not branch.node and not isinstance(node, BackwardCFunction):
+            owners.append(node)
+    edges = [get_gradient_edge(root) for root in roots]
+    return owners + [edge for edge in edges if isinstance(edge.node, BackwardCFunction)]
+
+
+def _nodes_towards(
+    roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[set[Node], list[Node], dict[Node, list[Node]]]:
+    """Finds the nodes from which an input is reached.
+
+    Returns:
+        Them as a set, and in the order in which they were found; the nodes that lead to each node.
+    """
     targets = {get_gradient_edge(tensor).node for tensor in inputs}
     parents: dict[Node, list[Node]] = {}
     order: list[Node] = []
@@ -129,7 +164,7 @@ def _nodes_towards(roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
         if node not in found:
             found.add(node)
             stack += parents.get(node, [])
-    return found, [node for node in order if node in found]
+    return found, [node for node in order if node in found], parents
 
 
 def _branch(node: Node, on_the_way: set[Node]) -> _BranchNode | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -72,6 +74,33 @@ def test_each_product_is_computed_once():
     with FlopCounterMode(display=False) as second:
         work.run()
     assert first.get_total_flops() == second.get_total_flops() == 2 * 2 * 4 * 8 * 8
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient * weight, gradient * x
+
+
+@pytest.mark.parametrize("ends_with", ["a function", "an operation"])
+def test_nodes_of_functions_outlive_the_outputs(ends_with):
+    weights = [nn.Parameter(torch.tensor([2.0, 3.0])) for _ in range(3)]
+    leaf = torch.ones(2, requires_grad=True)
+    out = _Product.apply(_Product.apply(_Product.apply(leaf, weights[0]), weights[1]) + 1, weights[2])
+    if ends_with == "an operation":
+        out = out * 1
+    work = backward_to_inputs([out], [torch.ones(2)], [leaf])
+    del out
+    gc.collect()
+    work.run()
+    assert leaf.grad.tolist() == [8.0, 27.0]
+    assert [weight.grad.tolist() for weight in weights] == [[4.0, 9.0], [4.0, 9.0], [5.0, 10.0]]
 
 
 @pytest.mark.parametrize("inputs", [1, 2])
