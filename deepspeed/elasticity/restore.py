@@ -335,10 +335,10 @@ def build_again(engine: EngineBase) -> None:
     New members call ``deepspeed.initialize`` instead, which makes the same collective calls.
     """
     client, config = engine._parts.client, engine.config
-    before = {name: getattr(engine, name) for name in ("training",)}
+    was_training = engine.training
     with suspended():
         parts = build_parts(client, config)
         kind: Any = type(engine)
         kind.__init__(engine, parts)
-        engine.train(before["training"])
+        engine.training = was_training  # not train(), which would also change layers in another mode than the engine's
         parts.features.finish(engine, client.training_data)

@@ -238,14 +238,15 @@ class HybridEngineRollout:
         if sampling.temperature > 0:
             top_k = max(sampling.top_k, 0)
             how |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": top_k}
-        was_training = engine.training
+        modes = [(module, module.training) for module in engine.modules()]
         engine.eval()
         try:
             found = engine.generate(
                 input_ids=ids, attention_mask=mask, pad_token_id=self._padding, eos_token_id=self._end, **how
             )
         finally:
-            engine.train(was_training)
+            for module, is_training in modes:
+                module.training = is_training
         start = ids.shape[1]
         return RolloutBatch(found, torch.cat((mask.long(), self._written(found[:, start:])), 1), start)
 

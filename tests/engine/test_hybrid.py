@@ -190,6 +190,7 @@ def rollouts():
 
     engine = start(make(), 3, enabled=True)
     rank = engine.global_rank
+    engine.module.model.layers[0].training = False
     roll = HybridEngineRollout(engine, Words())
     ids = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10]])[:, rank:]
     mask = (ids != 0).long()
@@ -198,7 +199,10 @@ def rollouts():
     expected = plain.generate(ids, attention_mask=mask, max_new_tokens=6 + rank, do_sample=False)
     start_at = 4 - rank
     assert torch.equal(found.input_ids, expected.repeat_interleave(2, 0)) and found.response_start_idx == start_at
-    assert torch.equal(found.attention_mask[:, :start_at], mask.repeat_interleave(2, 0)) and engine.training
+    assert torch.equal(found.attention_mask[:, :start_at], mask.repeat_interleave(2, 0))
+    assert engine.training and [name for name, module in engine.module.named_modules() if not module.training] == [
+        "model.layers.0"
+    ]
     for row, seen in zip(found.input_ids[:, start_at:], found.attention_mask[:, start_at:], strict=True):
         ends = (row == 2).nonzero().flatten().tolist()
         assert seen.sum() == (ends[0] + 1 if ends else len(row))
