@@ -25,7 +25,7 @@ from deepspeed.engine_feature import SEQUENCE_RANKS, STAGES, TENSOR_RANKS, Confl
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.zero.address import address_of
-from deepspeed.zero.storage import dense
+from deepspeed.zero.storage import broadcast_values, distinct
 from deepspeed.zero.update.driver import UpdateDriver
 from deepspeed.zero.update.outer_step import OuterStep, bits_sent
 
@@ -59,10 +59,11 @@ class IslandTraining:
             device: Where the ranks communicate; values elsewhere are sent through it.
         """
         for tensor in (*model.parameters(), *model.buffers()):
-            sent = dense(tensor.detach().to(device))
-            self._across.broadcast(sent.view(-1).view(torch.uint8), 0, label="the model of the first island")
-            if sent.data_ptr() != tensor.data_ptr():
-                tensor.copy_(sent)
+            values = distinct(tensor.detach())
+            sent = values.to(device)
+            broadcast_values(sent, self._across, label="the model of the first island")
+            if sent is not values:
+                values.copy_(sent)
 
     def by_one(self, what: str, action: Callable[[], Any]) -> Any:
         """Makes the outer step, then lets the first island write what is the same on all. Every rank must call it.

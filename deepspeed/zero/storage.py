@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from typing_extensions import override
 
-from deepspeed.comm.transports.transport import DoneWork, Work
+from deepspeed.comm.transports.transport import DoneWork, Transport, Work
 from deepspeed.torch_private import storage_references
 from deepspeed.zero.placement import Tier
 
@@ -365,3 +365,16 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
         if size > 1 and stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+@torch.no_grad()
+def broadcast_values(tensor: torch.Tensor, transport: Transport, *, label: str) -> None:
+    """Overwrites ``tensor`` (any shape) with that of group rank 0. Every rank of ``transport`` must call it.
+
+    Values are sent as contiguous bytes, since backends do not support all dtypes and strides.
+    """
+    values = distinct(tensor)
+    sent = dense(values)
+    transport.broadcast(sent.view(-1).view(torch.uint8), 0, label=label)
+    if sent is not values:
+        values.copy_(sent)

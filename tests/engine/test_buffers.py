@@ -52,3 +52,16 @@ def spread(folder: Path) -> None:
 
 def test_rank_0_gives_buffers_of_any_strides(tmp_path: Path) -> None:
     run_ranks(spread, 2, tmp_path)
+
+
+def spread_over_islands() -> None:
+    expected = dict(Strided(0.0).named_buffers())
+    islands = {"size": 1, "sync_every": 2}
+    engine = engine_of(Strided(100.0 * dist.get_rank()), 1, communication_compression={"islands": islands})
+    for name, buffer in engine.module.named_buffers():
+        assert torch.equal(buffer, expected[name]), name
+    engine.destroy()
+
+
+def test_the_first_island_gives_buffers_of_any_strides() -> None:
+    run_ranks(spread_over_islands, 2)

@@ -42,6 +42,7 @@ from deepspeed.models.loading import empty_record, find_unlikely, redirect_tenso
 from deepspeed.zero.access.gathered import GatheredParameters, with_addresses
 from deepspeed.zero.address import showing_wholes
 from deepspeed.zero.construction.modules import serving_all_ranks
+from deepspeed.zero.storage import broadcast_values, distinct
 
 _ROUND_BYTES = 32 * 2**20
 _LISTED = 8  # tensors that a message names
@@ -144,11 +145,12 @@ class _Loading:
         sharded = {id(parameter) for parameter, _ in with_addresses(targets)}
         with torch.no_grad(), GatheredParameters(targets, modifier_rank=0):
             for target, value in zip(targets, values or (), strict=values is not None):
-                target.copy_(value)
+                own = distinct(target)
+                own.copy_(value[tuple(slice(size) for size in own.shape)])
         for target in targets:
             mark_initialized(target)
             if id(target) not in sharded:
-                self._transport.broadcast(target.data, 0, label="a buffer of the weights of rank 0")
+                broadcast_values(target.data, self._transport, label="a buffer of the weights of rank 0")
         self.loaded += names
 
     def _announce(self, message: dict[str, Any] | None) -> dict[str, Any]:

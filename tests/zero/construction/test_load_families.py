@@ -76,6 +76,35 @@ def _build(name):
     raise LookupError(name)
 
 
+def _strided(folder):
+    import transformers
+
+    class Strided(transformers.PreTrainedModel):
+        config_class = transformers.LlamaConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.layer = torch.nn.Linear(4, 4)
+            self.register_buffer("gappy", torch.arange(8.0)[::2])
+            self.register_buffer("repeated", torch.arange(2.0)[:, None].expand(2, 3))
+            self.post_init()
+
+    place = os.path.join(folder, "strided")
+    if dist.get_rank() == 0:
+        model = Strided(models.llama_config())
+        model.gappy.fill_(5.0)
+        model.repeated[:, 0].fill_(6.0)
+        model.save_pretrained(place)
+    dist.barrier()
+    with models.zero3_switched_on(models.auto_config()):
+        model = Strided.from_pretrained(place)
+    return model.gappy.tolist(), model.repeated.tolist()
+
+
+def test_buffers_of_any_strides_are_loaded_on_every_rank(tmp_path):
+    assert run_ranks(_strided, 2, str(tmp_path)) == [([5.0] * 4, [[6.0] * 3] * 2)] * 2
+
+
 def _same_as_stage_0(folder):
     for name in FAMILIES:
         kind, config = _build(name)
