@@ -110,7 +110,7 @@ def roster(run_state: RunState, exchange: Exchange) -> Roster:
         is_first = runtime.groups.peers.rank == 0
         if is_first:
             return listed, aliases, buffers, run_state.extra_state()
-        return listed, {}, sorted(run_state.own_buffers()), {}
+        return listed, {}, sorted(run_state.own_buffers()), run_state.own_extra_state()
 
     gathered = exchange.together("listing the model", mine)
     everything = tuple(entry for listed, *_ in gathered for entry in listed)
@@ -129,7 +129,7 @@ def roster(run_state: RunState, exchange: Exchange) -> Roster:
 
 
 def names_elsewhere(run_state: RunState, exchange: Exchange) -> set[str]:
-    """Returns the parameters and buffers that other ranks have, by all of their names.
+    """Returns the parameters, buffers and extra states that other ranks have, by all of their names.
 
     Empty where all ranks have the same.
 
@@ -137,7 +137,7 @@ def names_elsewhere(run_state: RunState, exchange: Exchange) -> set[str]:
     """
     if run_state.is_one_part:
         return set()
-    mine = [*run_state.shapes(), *run_state.aliases(), *run_state.buffers()]
+    mine = [*run_state.shapes(), *run_state.aliases(), *run_state.buffers(), *run_state.extra_state_owners()]
     is_first = any(bucket.group.place == 0 for bucket in run_state.runtime.buckets)
     gathered = exchange.gather(mine if is_first else [], "comparing the names of the model")
     return {name for names in gathered for name in names}

@@ -107,18 +107,27 @@ class RunState:
 
     def own_buffers(self) -> set[str]:
         """Returns the names of those buffers that other ranks of the same data-parallel group do not have."""
-        places = tuple(f"{name}." for module in self.model.modules() if (name := logical_name_of(module)) is not None)
+        places = self._own_places()
         return {name for name in self.buffers() if name.startswith(places)}
 
+    def _own_places(self) -> tuple[str, ...]:
+        """Returns the name prefixes of modules that other ranks of the same data-parallel group do not have."""
+        return tuple(f"{name}." for module in self.model.modules() if (name := logical_name_of(module)) is not None)
+
     def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, module in self._named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the modules with their names in the whole model."""
         logical: dict[str, str] = {}
         for place, module in self.model.named_modules(remove_duplicate=False):
             above, _, own = place.rpartition(".")
             prefix = logical_name_of(module) or (f"{logical.get(above, above)}.{own}" if above else own)
             logical[place] = prefix
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    yield f"{prefix}.{name}" if prefix else name, buffer
+            yield prefix, module
 
     def state_dict_names(self) -> Iterator[str]:
         """Returns the names of parameters and persistent buffers in state-dict order, tied ones each time."""
@@ -144,11 +153,11 @@ class RunState:
         return found
 
     def extra_state_owners(self) -> dict[str, nn.Module]:
-        """Returns the modules with a state of their own (``get_extra_state``), by state-dict key."""
+        """Returns the modules with a state of their own (``get_extra_state``), by key in the whole model."""
         default = nn.Module.get_extra_state
         return {
             f"{prefix}._extra_state" if prefix else "_extra_state": module
-            for prefix, module in self.model.named_modules(remove_duplicate=False)
+            for prefix, module in self._named_modules()
             if type(module).get_extra_state is not default
         }
 
@@ -174,6 +183,11 @@ class RunState:
     def extra_state(self) -> dict[str, Any]:
         """Returns the extra state of modules, by state-dict key."""
         return {key: module.get_extra_state() for key, module in self.extra_state_owners().items()}
+
+    def own_extra_state(self) -> dict[str, Any]:
+        """Returns the extra state of those modules that other ranks of the same data-parallel group do not have."""
+        owners, places = self.extra_state_owners(), self._own_places()
+        return {key: module.get_extra_state() for key, module in owners.items() if key.startswith(places)}
 
     @property
     def is_pipeline(self) -> bool:

@@ -197,7 +197,7 @@ def runtime_options(
 def place_buffers(setup: EngineSetup, precision: PrecisionPolicy, groups: Groups) -> None:
     """Casts the model's buffers, moves them to the device, and gives them rank 0's values. Every rank must call it."""
     precision.cast_buffers(setup.model, setup.device)
-    spread_buffers(setup.model, groups.peers)
+    spread_buffers(setup.model, groups)
 
 
 def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy) -> ReductionPolicy:

@@ -33,12 +33,12 @@ from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.placement import Placement, Tier
-from deepspeed.zero.storage import Memory, MemoryTracker, dense, distinct
+from deepspeed.zero.storage import Memory, MemoryTracker, broadcast_values
 from deepspeed.zero.tiling.assemble import assemble, scatter
 from deepspeed.zero.tiling.describe import describe
 from deepspeed.zero.tiling.formula import MemoryFormula
 from deepspeed.zero.tiling.layout import BucketLayout, Fragment, Limits, ModelLayout, UnitTile, model_layout
-from deepspeed.zero.tiling.parts import tile_of
+from deepspeed.zero.tiling.parts import logical_name_of, tile_of
 from deepspeed.zero.update.masters import MasterBucket
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -570,12 +570,16 @@ def moves(old: Sequence[Fragment], new: Sequence[Fragment]) -> list[Move]:
     return found
 
 
-@torch.no_grad()
-def spread_buffers(model: nn.Module, transport: Transport) -> None:
-    """Broadcasts rank 0's buffers, as bytes, since backends do not support all dtypes and strides."""
-    for buffer in model.buffers():
-        values = distinct(buffer)
-        sent = dense(values)
-        transport.broadcast(sent.view(-1).view(torch.uint8), 0, label="the buffers of rank 0")
-        if sent is not values:
-            values.copy_(sent)
+def spread_buffers(model: nn.Module, groups: Groups) -> None:
+    """Broadcasts buffers: those of an expert among the ranks that hold it, all others from rank 0 of the peers."""
+    experts = [module for module in model.modules() if logical_name_of(module) is not None]
+    inside = {id(module) for expert in experts for module in expert.modules()}
+    others = [module for module in model.modules() if id(module) not in inside]
+    shared = {id(buffer): buffer for module in others for buffer in module._buffers.values() if buffer is not None}
+    for buffer in shared.values():
+        broadcast_values(buffer, groups.peers, label="the buffers of rank 0")
+    for expert in experts:
+        names = {groups.name_of(name, describe(name, parameter)) for name, parameter in expert.named_parameters()}
+        for buffer in expert.buffers():
+            if id(buffer) not in shared and names:  # without parameters nothing says which ranks hold the expert
+                broadcast_values(buffer, groups[min(names)].gather, label="the buffers of an expert")
