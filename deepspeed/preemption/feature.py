@@ -42,11 +42,7 @@ class StopRequest:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise DeepSpeedConfigError(
-                "preemption.enabled: expected initialize in the main thread, where Python handles signals, found "
-                f"thread {threading.current_thread().name!r}; call it there, or disable the section"
-            )
+        _refuse_other_threads()
         self.reason: str | None = None
         self._before: dict[int, Any] = {}
         self._first_at: dict[int, float] = {}  # seconds on the monotonic clock
@@ -69,6 +65,14 @@ class StopRequest:
             if signal.getsignal(number) == self._remember:
                 signal.signal(number, handler)
         self._before.clear()
+
+
+def _refuse_other_threads() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise DeepSpeedConfigError(
+            "preemption.enabled: expected initialize in the main thread, where Python handles signals, found "
+            f"thread {threading.current_thread().name!r}; call it there, or disable the section"
+        )
 
 
 def signals_of(section: Preemption, further: str) -> list[str]:
@@ -100,13 +104,25 @@ class PreemptionHooks(EngineHooks):
         assert section.save_dir is not None, "the configuration requires save_dir"
         self._section = section
         self._folder = os.path.abspath(section.save_dir)
-        self._request = StopRequest(signals_of(section, os.environ.get(SIGNAL_VARIABLE, "")))
+        self._signals = signals_of(section, os.environ.get(SIGNAL_VARIABLE, ""))
+        self._request: StopRequest | None = None  # until begin(): initialize may still fail
         self._exchange: Exchange | None = None
         self._engine: Any = None
 
     def begin(self, engine: Any) -> None:
-        """Loads the last checkpoint of ``preemption.save_dir`` if ``resume`` is set. All ranks must call it."""
+        """Waits for signals from now on, and loads the last checkpoint of ``preemption.save_dir`` if ``resume`` is set.
+
+        All ranks must call it.
+        """
         self._engine = engine
+        self._request = StopRequest(self._signals)
+        try:
+            self._resume(engine)
+        except BaseException:
+            self._request.release()
+            raise
+
+    def _resume(self, engine: Any) -> None:
         self._exchange = Exchange()
         found = self._exchange.gather(os.path.isdir(self._folder), "the search for a checkpoint (preemption)")
         if self._section.resume and any(found):
@@ -116,7 +132,7 @@ class PreemptionHooks(EngineHooks):
 
     @override
     def after_step(self, global_steps: int) -> None:
-        assert self._exchange is not None, "begin() was not called"
+        assert self._exchange is not None and self._request is not None, "begin() was not called"
         own_reason = self._request.reason
         reasons_by_rank = self._exchange.gather(
             None if own_reason is None else f"{own_reason} on rank {self._exchange.rank} (host {socket.gethostname()})",
@@ -135,12 +151,13 @@ class PreemptionHooks(EngineHooks):
             f"preemption: {reason} after step {global_steps}; saved to {self._folder} in {seconds:.1f} s; exit "
             f"code {self._section.exit_code}: start the same command again to resume"
         )
-        self._request.release()
+        self.close()
         sys.exit(self._section.exit_code)
 
     @override
     def close(self) -> None:
-        self._request.release()
+        if self._request is not None:
+            self._request.release()
 
 
 class PreemptionFeature(EngineFeature):
@@ -148,6 +165,11 @@ class PreemptionFeature(EngineFeature):
 
     title = "preemption"
     setting = "preemption"
+
+    @override
+    def refuse(self, setup: EngineSetup) -> None:
+        if setup.root.preemption is not None and setup.root.preemption.enabled:
+            _refuse_other_threads()
 
     @override
     def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Any, batch_size: int) -> EngineHooks | None:

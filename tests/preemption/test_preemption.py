@@ -13,7 +13,7 @@ import torch
 
 import deepspeed
 from deepspeed.config import parse
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.launcher.launch import stop_signal
 from deepspeed.ports import free_port
 from deepspeed.preemption import feature
@@ -127,6 +127,29 @@ def test_signals_are_the_main_threads():
     thread.start()
     thread.join()
     assert caught and "found thread 'trainer'" in caught[0]
+
+
+def _initialize_fails(folder):
+    before = signal.getsignal(signal.SIGTERM)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam"},
+        "preemption": {"enabled": True, "save_dir": str(folder)},
+    }
+
+    def no_schedule(_optimizer):
+        raise LookupError("no schedule")
+
+    with pytest.raises(LookupError, match="no schedule"):
+        deepspeed.initialize(model=torch.nn.Linear(3, 1), config=settings, lr_scheduler=no_schedule)
+    (folder / "latest").write_text("nothing")
+    with pytest.raises(CheckpointError):
+        deepspeed.initialize(model=torch.nn.Linear(3, 1), config=settings)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_signals_have_their_effect_when_initialize_fails(tmp_path):
+    run_ranks(_initialize_fails, 1, tmp_path)
 
 
 @pytest.mark.parametrize(
