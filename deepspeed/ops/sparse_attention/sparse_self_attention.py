@@ -283,7 +283,16 @@ class BertSparseSelfAttention(nn.Module):
 
 
 class BertSparseSelfAttentionInTransformers(BertSparseSelfAttention):
-    """Replaces the attention layer of a Transformers model: takes its further arguments, and returns a pair."""
+    """Replaces the attention layer of a Transformers model: takes its further arguments, and returns a pair.
+
+    In a decoder (``config.is_decoder``) no token attends to later ones.
+    """
+
+    def __init__(
+        self, config: Any, sparsity_config: SparsityConfig | None = None, *, max_seq_length: int = 2048
+    ) -> None:
+        super().__init__(config, sparsity_config, max_seq_length=max_seq_length)
+        self.sparse_self_attention.is_causal = bool(getattr(config, "is_decoder", False))
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, *_args: Any, **_kwargs: Any
@@ -293,7 +302,8 @@ class BertSparseSelfAttentionInTransformers(BertSparseSelfAttention):
         ``attention_mask`` masks keys, ``[batch, 1, any, length]``: False hides, floats are added.
         """
         if attention_mask is not None:
-            attention_mask = attention_mask[:, 0, 0] if attention_mask.dim() == 4 else attention_mask
+            # The last row: in a decoder the others also hide later tokens, which is_causal does.
+            attention_mask = attention_mask[:, 0, -1] if attention_mask.dim() == 4 else attention_mask
             if attention_mask.dtype == torch.bool:
                 hidden = torch.zeros(attention_mask.shape, dtype=hidden_states.dtype, device=attention_mask.device)
                 attention_mask = hidden.masked_fill(~attention_mask, float("-inf"))

@@ -178,6 +178,24 @@ def test_longer_position_tables():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_exchanged_layers_of_a_decoder_hide_later_tokens(attention):
+    from deepspeed.ops.sparse_attention import DenseSparsityConfig, SparseAttentionUtils
+
+    model = _make("Bert", "LMHeadModel", **SMALL, **PLAIN, is_decoder=True, attn_implementation=attention)
+    tokens = torch.randint(0, 97, (2, 32), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, 20:] = 0
+    wanted = [model(tokens, attention_mask=each, use_cache=False).logits for each in (None, mask)]
+    SparseAttentionUtils.replace_self_attention_layer_with_sparse_self_attention_layer(
+        model.config, model.bert.encoder.layer, DenseSparsityConfig(4, 8)
+    )
+    found = [model(tokens, attention_mask=each, use_cache=False).logits for each in (None, mask)]
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(found[1][mask.bool()], wanted[1][mask.bool()])
+
+
+@torch.no_grad()
 def test_exchanged_layers_and_padding_to_blocks():
     from deepspeed.ops.sparse_attention import FixedSparsityConfig, SparseAttentionUtils, use_sparse_attention
 
