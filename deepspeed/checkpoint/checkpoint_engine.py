@@ -157,7 +157,7 @@ class StateDictWriter(FileWriter):
                 offsets.append(stream.size)
                 stream.write(disk.bytes_of(tensor.view(-1)), tensor)
             checksums = stream.finish()
-        self._engine.save(state, _path_for_engine(self.folder / name))
+        self._engine.save(state, path_for_engine(self.folder / name))
         return offsets, stream.size, checksums
 
 
@@ -191,7 +191,7 @@ class StateDictFile(FileReader):
     @override
     def open(self) -> int:
         if not self._parts:
-            path = _path_for_engine(self.path)
+            path = path_for_engine(self.path)
             call = f"{type(self._engine).__name__}.load({path!r})"
             state = self._engine.load(path, map_location="cpu")
             if not isinstance(state, dict):
@@ -233,7 +233,7 @@ class StateDictFile(FileReader):
             out, offset = out[len(part) :], offset + len(part)
 
 
-def _path_for_engine(path: Path) -> str:
+def path_for_engine(path: Path) -> str:
     """Returns the path of a file as a checkpoint engine sees it; torch.load takes ``.safetensors`` for that format."""
     return str(path.with_suffix(".pt"))
 

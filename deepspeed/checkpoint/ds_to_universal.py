@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint import disk, names, restricted
+from deepspeed.checkpoint.checkpoint_engine import path_for_engine
 from deepspeed.checkpoint.commit import SaveFolder
 from deepspeed.checkpoint.consolidate import open_source
 from deepspeed.checkpoint.directory import LATEST_UNIVERSAL, Format, check_tag, format_of
-from deepspeed.checkpoint.format import BUFFERS, MANIFEST, Manifest, SavedFile
+from deepspeed.checkpoint.format import BUFFERS, MANIFEST, STORED_BY, Manifest, SavedFile
 from deepspeed.checkpoint.source import CheckpointSource, TrainingState, Wanted
 from deepspeed.checkpoint.upstream import UpstreamSource
 from deepspeed.checkpoint.writer import FileWriter
@@ -70,7 +71,7 @@ def _link(source: Path, root: Path, tag: str) -> None:
     folder = SaveFolder(root, tag, os.urandom(8).hex())
     folder.create()
     try:
-        for name in (*(entry.name for entry in manifest.files), MANIFEST):
+        for name in (*(_name_on_disk(source, manifest, entry) for entry in manifest.files), MANIFEST):
             try:
                 os.link(source / name, folder.folder / name)
             except OSError:
@@ -80,6 +81,24 @@ def _link(source: Path, root: Path, tag: str) -> None:
     except BaseException:
         folder.abandon()
         raise
+
+
+def _name_on_disk(source: Path, manifest: Manifest, entry: SavedFile) -> str:
+    """Returns the name of a checkpoint's file, which may be written by a checkpoint engine of the program.
+
+    Raises:
+        CheckpointError: The checkpoint engine has stored it elsewhere.
+    """
+    if STORED_BY not in manifest.facts or not (entry.runs or entry.tensors):
+        return entry.name
+    name = Path(path_for_engine(source / entry.name)).name
+    if not (source / name).exists():
+        raise CheckpointError(
+            f"{source}: its tensors were stored by the checkpoint engine {manifest.facts[STORED_BY]!r}, expected "
+            f"{name}, found no such file; leave the conversion out, load_checkpoint with the same checkpoint engine "
+            "needs none"
+        )
+    return name
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

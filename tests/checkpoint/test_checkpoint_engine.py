@@ -11,6 +11,7 @@ import torch
 
 from deepspeed import comm
 from deepspeed.checkpoint.consolidate import open_source
+from deepspeed.checkpoint.ds_to_universal import convert_folder
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
@@ -150,6 +151,30 @@ def test_checkpoints_go_through_ones_own(stage, in_background, tmp_path):
     assert not [path for path in (folder / "one").iterdir() if path.suffix == ".safetensors"]
     with pytest.raises(CheckpointError, match="stored by the checkpoint engine 'Elsewhere', expected files"):
         open_source(folder)
+
+
+class InTheFolder(Elsewhere):
+    def _place(self, path):
+        return Path(path)
+
+
+def _converted(folder, kind):
+    run = make_engine(2, "fp32")
+    run.checkpoint_engine = kind(folder)
+    train(run, range(1))
+    run.save_checkpoint(folder, tag="one")
+    saved = fragments(run)
+    convert_folder(Path(folder, "one"), Path(folder, "two"))
+    train(run, range(1))
+    run.load_checkpoint(folder, tag="two")
+    return saved, fragments(run)
+
+
+def test_the_command_links_the_files_of_ones_own(tmp_path):
+    ((saved, loaded),) = run_ranks(_converted, 1, str(tmp_path), InTheFolder)
+    assert_states_equal(loaded, saved)
+    with pytest.raises(Exception, match=r"stored by the checkpoint engine 'Elsewhere', expected rank00000-\w+\.pt"):
+        run_ranks(_converted, 1, str(tmp_path / "elsewhere"), Elsewhere)
 
 
 def _another_topology(folder, store, write):
