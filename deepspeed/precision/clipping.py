@@ -10,6 +10,7 @@ import torch
 
 from deepspeed.axes import TENSOR
 from deepspeed.comm.job.job import axis_of
+from deepspeed.comm.start.device import local_device
 
 _LABEL = "the norm of gradients (clip_grad_norm_)"
 
@@ -48,7 +49,8 @@ def clip_grad_norm_(
             for parameter in with_grad
             if parameter.grad is not None and (_is_own_part(parameter) or mpu.get_model_parallel_rank() == 0)
         ]
-        device = gradients[0].device if gradients else torch.device("cpu")
+        # Ranks without a gradient send from the same kind of device as the others.
+        device = (gradients or tensors)[0].device if tensors else local_device()
         norm = _norm_over_group(torch.nn.utils.get_total_norm(counted, norm_type), device, norm_type, mpu)
     torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
     return norm

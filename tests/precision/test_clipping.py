@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
+from deepspeed.comm.start.device import local_device
 from deepspeed.comm.transports.counters import counted
+from deepspeed.precision import clipping
 from deepspeed.precision.clipping import clip_grad_norm_, get_global_norm
 from tests.harness import run_ranks
 
@@ -71,3 +73,23 @@ def test_norm_spans_model_parallel_ranks(norm_type, mark):
     for rank, (norm, gradients) in enumerate(run_ranks(check_model_parallel, 2, norm_type, mark)):
         assert norm == pytest.approx(expected)
         assert gradients == pytest.approx([6.0 / expected, 8.0 * (rank + 1) / expected], rel=1e-5)
+
+
+def test_a_rank_without_gradients_sends_from_the_device_of_its_parameters(monkeypatch):
+    devices = []
+
+    class Channel:
+        def sum(self, norm: torch.Tensor, _label: str) -> torch.Tensor:
+            devices.append(norm.device.type)
+            return norm
+
+    class Ranks:
+        def channel(self, device: torch.device) -> Channel:
+            devices.append(device.type)
+            return Channel()
+
+    monkeypatch.setattr(clipping, "axis_of", lambda _group, _name: Ranks())
+    clip_grad_norm_([torch.nn.Parameter(torch.zeros(2, device="meta"))], 1.0, mpu=Unit())
+    clip_grad_norm_([], 1.0, mpu=Unit())  # as on a stage without parameters
+    own = local_device().type
+    assert devices == ["meta", "meta", own, own]
