@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 from typing_extensions import override
@@ -41,6 +42,15 @@ def with_cache(arguments: dict[str, Any]) -> dict[str, Any]:
     elif _ON_HOST[requested] is not None:
         made["cache_implementation"] = _ON_HOST[requested]
     return made
+
+
+def takes_synced_gpus(generate: Any) -> bool:
+    """Returns whether a model's ``generate`` has the argument ``synced_gpus``, as those of Transformers have.
+
+    With it, ranks that are done continue until all are, which gathers of sharded layers need.
+    """
+    parameters = inspect.signature(generate).parameters
+    return "synced_gpus" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def _generates(root: Root) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.generation import with_cache
+from deepspeed.engine.generation import takes_synced_gpus, with_cache
 from deepspeed.engine.parts import EngineParts
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.zero.access.gathered import GatheredParameters
@@ -56,7 +56,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 stack.enter_context(GatheredParameters(list(self.module.parameters())))
             if self._pins or not self._is_sharded:
                 stack.enter_context(merged(self.module))
-            else:
+            elif takes_synced_gpus(self._generate):
                 kwargs.setdefault("synced_gpus", self.world_size > 1)
             return self._generate(*args, **with_cache(kwargs))  # type: ignore[operator]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.engine.generation import with_cache
+from deepspeed.engine.generation import takes_synced_gpus, with_cache
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.inference.config import InferenceSettings
 from deepspeed.models.inputs import main_input_of
@@ -84,7 +84,7 @@ class InferenceEngine(nn.Module):
         is_text = main_input_of(self.module, "input_ids") == "input_ids"
         if self._longest is not None and is_text and isinstance(prompt, torch.Tensor):
             self._check_length(prompt.shape[-1], self._longest)
-        if self._runner[0] is not self.module:
+        if self._runner[0] is not self.module and takes_synced_gpus(self.module.generate):
             # Ranks gather weights together, so a rank that is done continues until all are done.
             kwargs.setdefault("synced_gpus", True)
         if self._config.enable_cuda_graph and get_accelerator().device_name() != "cpu":

@@ -168,17 +168,18 @@ class Generates(torch.nn.Linear):
         return "of the class"
 
 
-def own_method():
+def own_method(stage):
     model = Generates(2, 2)
     model.generate = lambda: "of the object"
-    engine = start(model, 0, enabled=True)
+    engine = start(model, stage, enabled=True, pin_parameters=False)
     assert engine.generate() == model.generate() == "of the object"
     engine.destroy()
     assert model.generate() == "of the object"
 
 
 def test_a_model_gets_a_generate_of_its_own_back():
-    run_ranks(own_method, 1)
+    run_ranks(own_method, 1, 0)
+    run_ranks(own_method, 2, 3)  # without synced_gpus, which it does not take
 
 
 class Words:
