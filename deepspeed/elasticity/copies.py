@@ -31,6 +31,7 @@ from deepspeed.comm.members.regroup import ReadyMember
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.elasticity.copy_memory import CopyMemory
+from deepspeed.zero.storage import distinct
 from deepspeed.zero.tiling.layout import BucketLayout
 from deepspeed.zero.update.masters import MasterBucket
 
@@ -152,7 +153,7 @@ class ForwardStates:
     """States of one rank that forwards change. They are restored after an interrupted step.
 
     Attributes:
-        buffers: Persistent buffers by name, on the host.
+        buffers: Persistent buffers by name, on the host; expanded dimensions have size 1.
         random: States of the random number generators.
         extra_state: Extra state of modules.
     """
@@ -164,7 +165,8 @@ class ForwardStates:
     @classmethod
     def of(cls, run_state: RunState) -> ForwardStates:
         """Returns a copy of the present states."""
-        buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in run_state.buffers().items()}
+        present = {name: distinct(buffer.detach()) for name, buffer in run_state.buffers().items()}
+        buffers = {name: buffer.to("cpu", copy=True) for name, buffer in present.items()}
         return cls(buffers, random_state(), run_state.extra_state())
 
 

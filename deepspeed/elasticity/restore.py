@@ -42,6 +42,7 @@ from deepspeed.logging import logger
 from deepspeed.zero.access.whole_buckets import publish
 from deepspeed.zero.address import address_of, forget_address
 from deepspeed.zero.construction.modules import suspended
+from deepspeed.zero.storage import distinct
 
 _WHERE = Path("copies in host memory")
 
@@ -290,7 +291,8 @@ def _training_state(own: SmallStates, listed: list[CopyOnRank], layout: CopyLayo
 def _restore_small(run_state: RunState, own: SmallStates, state: TrainingState, matches: Any) -> None:
     for name, buffer in run_state.buffers().items():
         if name in own.forward.buffers:  # those of experts that another rank had are not
-            buffer.copy_(own.forward.buffers[name])
+            target = distinct(buffer)
+            target.copy_(own.forward.buffers[name][tuple(slice(size) for size in target.shape)])
     for key, module in run_state.extra_state_owners().items():
         if key in own.forward.extra_state:
             module.set_extra_state(own.forward.extra_state[key])

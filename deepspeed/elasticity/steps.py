@@ -162,7 +162,7 @@ class ElasticSteps:
         self._total = total_steps
         self._collate = collate_fn or default_collate
         self._shuffle = shuffle
-        self._seed = seed
+        self._seed = int(seed)  # numpy's integers are none for torch
         self._order: tuple[int, torch.Tensor] = (-1, torch.empty(0, dtype=torch.int64))
 
     @property

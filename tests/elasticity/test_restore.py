@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 
 import deepspeed
-from deepspeed.elasticity.restore import build_again, take_apart
+from deepspeed.elasticity import ElasticSteps
+from deepspeed.elasticity.continuation import continuation_of
+from deepspeed.elasticity.restore import build_again, restore, take_apart
+from deepspeed.engine.resuming import run_state_of
+from tests.elasticity.program import SAMPLES, order
 from tests.harness import run_ranks
 
 
@@ -43,15 +48,17 @@ def test_parameters_keep_their_shape_when_a_rebuild_fails_and_begins_again():
     assert run_ranks(_lost_in_a_backward, 2) == [[(8, 8), (8,), (8, 8), (8,)]] * 2
 
 
+ELASTIC = {
+    "train_batch_size": 1,
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "Adam"},
+    "elasticity": {"continue": True},
+}
+
+
 def _modes_after_a_rebuild():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
-    config = {
-        "train_batch_size": 1,
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "Adam"},
-        "elasticity": {"continue": True},
-    }
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine, *_ = deepspeed.initialize(model=model, config=ELASTIC)
     model[1].eval()  # its statistics stay as they are
     found = []
     for mode in (True, False):
@@ -64,3 +71,30 @@ def _modes_after_a_rebuild():
 
 def test_layers_keep_their_mode_when_an_engine_is_rebuilt():
     assert run_ranks(_modes_after_a_rebuild, 1) == [[[True, True, True, False], [False, True, True, False]]]
+
+
+def _restored_buffers():
+    model = torch.nn.Linear(8, 8)
+    model.register_buffer("repeated", torch.arange(2.0)[:, None].expand(2, 3))
+    engine, *_ = deepspeed.initialize(model=model, config=ELASTIC)
+    continuation = continuation_of(engine)
+    continuation._hold_live_states()
+    model.repeated[:, :1].fill_(7.0)
+    number = continuation.run.members.links.number
+    restore(
+        engine,
+        run_state_of(engine),
+        continuation.run.held,
+        (0, 0),
+        number,
+        continuation._transport,
+        [number],
+    )
+    steps = ElasticSteps(engine, range(SAMPLES), 1, seed=numpy.int64(3))
+    return model.repeated.tolist(), [steps.sample(position) for position in range(4)]
+
+
+def test_expanded_buffers_are_restored_and_seeds_may_be_numpys():
+    ((buffer, samples),) = run_ranks(_restored_buffers, 1)
+    assert buffer == [[0.0] * 3, [1.0] * 3]
+    assert samples == [order(position, 3) for position in range(4)]
