@@ -153,7 +153,7 @@ class ZeroRows:
 def row_starts(starts: Sequence[int], shapes: Sequence[Sequence[int]], numel: int) -> list[int]:
     """Returns where the rows of tensors in a flat buffer begin, and the gaps between them.
 
-    A tensor of two or more dimensions has rows along its first one; any other is one row.
+    A tensor of two or more dimensions has rows along its first one. Others are one row, and so are rows of one element.
 
     Args:
         starts: Where the tensors start, in ascending order.
