@@ -24,7 +24,7 @@ from deepspeed.parallel.expert.gate import TopKGate, check_policy
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.address import address_of
-from deepspeed.zero.construction.modules import shard_built
+from deepspeed.zero.construction.modules import is_sharding, shard_built
 from deepspeed.zero.gather.leaf_modules import set_z3_leaf_module
 from deepspeed.zero.tiling.describe import in_group
 
@@ -253,8 +253,11 @@ class MoE(nn.Module):
 
 
 def _shared_by(ep_size: int) -> AbstractContextManager[None]:
-    """Lets ``zero.Init`` shard what is built inside the context among the ranks that hold the same experts."""
-    if ep_size == 1 or not is_initialized():
+    """Lets ``zero.Init`` shard what is built inside the context among the ranks that hold the same experts.
+
+    Without ``zero.Init`` the groups are declared by ``initialize``, whose configuration may lay them out differently.
+    """
+    if ep_size == 1 or not is_initialized() or not is_sharding():
         return nullcontext()
     groups.declare_expert_groups(ep_size)
     return in_group(group_name(ep_size))

@@ -253,6 +253,11 @@ def leave(construction: Construction) -> None:
         _unwrap_classes()
 
 
+def is_sharding() -> bool:
+    """Returns whether modules that are built now are sharded (``zero.Init``)."""
+    return bool(_active)
+
+
 def shard_built(module: nn.Module) -> None:
     """Shards a module that no ``__init__`` has built, a copy, if a context is active. Every rank must call it."""
     if _active and not is_untouched():

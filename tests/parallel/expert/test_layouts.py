@@ -11,7 +11,7 @@ from tests.engine.support import SHARDED, engine_of, inputs, rank
 from tests.harness import run_ranks
 from tests.harness.toy_models import tower
 from tests.parallel.expert.test_combinations import _losses, _net
-from tests.parallel.expert.test_parity import compare
+from tests.parallel.expert.test_parity import Net, compare
 
 
 def _one_after_another() -> None:
@@ -27,6 +27,18 @@ def _one_after_another() -> None:
 
 def test_layouts_follow_each_other() -> None:
     run_ranks(_one_after_another, 4)
+
+
+def _laid_out_by_the_configuration() -> None:
+    model = Net((2, 2))
+    assert Job.current().declared.defined() == {}
+    engine = engine_of(model, 1, use_data_before_expert_parallelism=True)
+    assert Job.current().experts.ranks_of(2)[0] == (rank() % 2, rank() % 2 + 2)
+    engine.destroy()
+
+
+def test_the_configuration_lays_out_the_experts_of_a_model_built_before() -> None:
+    run_ranks(_laid_out_by_the_configuration, 4)
 
 
 def _beside_each_other() -> None:
