@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy
+import torch
 from torch.utils.data import BatchSampler, Dataset
 
 from deepspeed import comm
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.config.sections.data_efficiency import DynamicBatching
 from deepspeed.data.analysis.analyzer import DistributedDataAnalyzer
 from deepspeed.data.batching.packing import batch_by_seqlens, scale_lr
@@ -17,8 +20,6 @@ from deepspeed.data.indexed.dataset import MMapIndexedDataset
 from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.schedulers.base import get_torch_optimizer, update_lr
-
-T = TypeVar("T")
 
 _METRIC = "seqlen"
 
@@ -134,7 +135,7 @@ def _read_lengths(dataset: Any, section: DynamicBatching, batch_seqlens_fn: Call
             "given; set it: lengths are measured once, and written there"
         )
     prefix = Path(section.metrics_path) / _METRIC / f"{_METRIC}_sample_to_metric"
-    if not _of_rank_0(lambda: MMapIndexedDataset.exists(prefix)):
+    if not any(_of_rank_0(lambda: [MMapIndexedDataset.exists(prefix)])):
         DistributedDataAnalyzer(
             dataset,
             metric_names=[_METRIC],
@@ -143,39 +144,43 @@ def _read_lengths(dataset: Any, section: DynamicBatching, batch_seqlens_fn: Call
             save_path=section.metrics_path,
             collate_fn=None if batch_seqlens_fn is not None else list,
         ).run_map_reduce()
-    lengths = _of_rank_0(lambda: numpy.array(MMapIndexedDataset(prefix).values))
+    lengths = _of_rank_0(lambda: [int(length) for length in MMapIndexedDataset(prefix).values])
     if len(lengths) != len(dataset):
         raise DeepSpeedConfigError(
             f"{prefix}: expected the lengths of {len(dataset)} samples, found {len(lengths)}; remove the file, or set "
             "metrics_path to another folder"
         )
-    return [int(length) for length in lengths]
+    return lengths
 
 
-def _of_rank_0(read: Callable[[], T]) -> T:
-    """Returns on every rank what ``read`` returns on rank 0, as the files may be on a disk of its machine.
+def _of_rank_0(read: Callable[[], Sequence[int]]) -> list[int]:
+    """Returns on every rank the numbers that ``read`` returns on rank 0, as the files may be on a disk of its machine.
 
     Raises:
         DeepSpeedConfigError: ``read`` failed; rank 0 raises its error.
     """
     if not comm.is_initialized():
-        return read()
-    outcome: list[Any] = [None, None]
-    failure: Exception | None = None
+        return list(read())
+    numbers, failure = torch.empty(0, dtype=torch.int64), None
     if comm.get_rank() == 0:
         try:
-            outcome[0] = read()
+            numbers = torch.tensor(read(), dtype=torch.int64)
         except Exception as error:  # the other ranks wait for the outcome
-            failure, outcome[1] = error, f"{type(error).__name__}: {error}"
-    comm.broadcast_object_list(outcome, src=0)
+            failure = error
+    label = "the lengths of the samples"
+    ranks = Job.current().axis_of().objects(patience=comm.default_timeout(), why=label)
+    words = None if failure is None else f"{type(failure).__name__}: {failure}"
+    count, words = gather_objects(ranks, (numbers.numel(), words), label=label)[0]
     if failure is not None:
         raise failure
-    if outcome[1] is not None:
+    if words is not None:
         raise DeepSpeedConfigError(
             "data_efficiency.data_sampling.dynamic_batching.metrics_path: rank 0 cannot read the lengths: "
-            f"{outcome[1]}; correct the cause, or set another folder"
+            f"{words}; correct the cause, or set another folder"
         )
-    return cast("T", outcome[0])
+    numbers = numbers if comm.get_rank() == 0 else numbers.new_empty(count)
+    ranks.broadcast(numbers, 0, label=label)
+    return numbers.tolist()
 
 
 def _lengths(samples: list[Any]) -> Any:
