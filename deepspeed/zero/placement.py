@@ -1,13 +1,14 @@
 """Placement: where each of the four model states of a parameter lives. A ZeRO stage is a row of this table.
 
-+---------+---------------+------------+----------------------------+
-| stage   | compute param | gradient   | master and optimizer state |
-+=========+===============+============+============================+
-| 0       | replicated    | replicated | replicated                 |
-| 1       | replicated    | replicated | sharded                    |
-| 2       | replicated    | sharded    | sharded                    |
-| 3       | sharded       | sharded    | sharded                    |
-+---------+---------------+------------+----------------------------+
++---------+---------------+----------------------+------------------+----------------------------+
+| stage   | compute param | gradient between     | gradient that    | master and optimizer state |
+|         |               | micro-batches        | the update reads |                            |
++=========+===============+======================+==================+============================+
+| 0       | replicated    | each rank's own sum  | replicated       | replicated                 |
+| 1       | replicated    | each rank's own sum  | sharded          | sharded                    |
+| 2       | replicated    | sharded              | sharded          | sharded                    |
+| 3       | sharded       | sharded              | sharded          | sharded                    |
++---------+---------------+----------------------+------------------+----------------------------+
 
 If gradients are sent by a lossy codec (``comm.codecs.codec``), there is a further state, *private*: the error feedback
 of each rank. It has the full length at every stage, differs between ranks, and is never compared or gathered.
@@ -23,8 +24,8 @@ then hold the same (``comm.job.grid``), and stage 3 has two more rows:
 +---------+---------------+--------------+----------------------------+
 |         | compute param | gradient     | master and optimizer state |
 +=========+===============+==============+============================+
-| MiCS    | neighbors    | neighbors   | neighbors                 |
-| hpZ     | neighbors    | all          | all                        |
+| MiCS    | neighbors     | neighbors    | neighbors                  |
+| hpZ     | neighbors     | all          | all                        |
 +---------+---------------+--------------+----------------------------+
 
 Stages 0 and 2 are these two rows with one neighbor.

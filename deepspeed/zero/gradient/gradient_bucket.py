@@ -29,8 +29,8 @@ class ReductionPolicy:
     """Holds the settings of gradient reduction.
 
     Attributes:
-        every_micro_batch: Reduce after each micro-batch (sharded gradients), not only at the boundary.
-        to_owner: The owner of a slice gets its sum; otherwise every rank gets everything.
+        every_micro_batch: Reduce after each micro-batch, not only at the boundary: at stages 2 and 3.
+        to_owner: The owner of a slice gets its sum, from stage 1 on; otherwise every rank gets everything.
         reduce_dtype: Dtype in which gradients are sent, per compute dtype.
         accumulate_dtype: Dtype of the sum over micro-batches.
         reduces_sums_narrow: Reduce that sum in ``reduce_dtype`` too (``communication_data_type`` is given).
