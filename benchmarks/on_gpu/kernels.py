@@ -61,7 +61,7 @@ def _codecs(settings: Settings, report: Report) -> None:
     out = torch.zeros_like(values)
     seconds = _seconds(settings, lambda: out.copy_(values))
     report.row(table, "none (copy)", numel, 1e3 * seconds, 4 * numel / seconds / 1e9, None, None, 1)
-    for codec in (Int8Codec(), Int4Codec(), SignCodec(), LocoCodec(0.8)):
+    for codec in (Int8Codec(), Int4Codec(), SignCodec(), LocoCodec()):
         error = torch.zeros_like(values) if codec.feeds_back else None
         codes = torch.empty(coded_nbytes(codec, numel), dtype=torch.uint8, device=settings.device)
 
