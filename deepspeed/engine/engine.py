@@ -133,7 +133,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         self._offloading = EngineOffload(parts)
         if self._updater is not None:
             self._updater.attach_offloading(self._offloading.offload_states, self._offloading.reload_states)
-        watch_other_optimizers(self)
+        watch_other_optimizers()
         log_dist(summary(self._runtime, parts.placement, parts.coordinates, self._batches))
         if self._root.dump_state:
             log_dist(state_text(self._root, self.device, self.precision_report(), self.memory_report()))

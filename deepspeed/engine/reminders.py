@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import weakref
@@ -94,9 +95,13 @@ def hint_for(attribute: str) -> str:
 _looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def watch_other_optimizers(engine: Any) -> None:
-    """Checks the first step of every torch optimizer in this process, as long as ``engine`` lives."""
-    weakref.finalize(engine, register_optimizer_step_pre_hook(_look_at).remove).atexit = False
+@functools.cache
+def watch_other_optimizers() -> None:
+    """Checks the first step of every torch optimizer in this process from now on.
+
+    The hook is not removed with an engine: garbage is collected at any time, also while torch goes through its hooks.
+    """
+    register_optimizer_step_pre_hook(_look_at)
 
 
 def _look_at(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
