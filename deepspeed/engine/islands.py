@@ -211,6 +211,8 @@ def _spreads_experts(root: Root, model: nn.Module) -> bool:
     section = root.expert_parallel
     if section is not None and section.enabled and section.autoep_size > 1:
         return True
+    if any(getattr(module, "ep_size", 1) > 1 for module in model.modules()):  # whose groups are declared later
+        return True
     declared = Job.current().declared.defined()
     marked = [parameter for parameter in model.parameters() if getattr(parameter, "allreduce", True) is False]
     names = {str(getattr(parameter, "group_name", None)) for parameter in marked}

@@ -38,8 +38,10 @@ class Names:
         """Returns this rank's number among those that share experts."""
         if self.ranks == 1 or not self.is_own_layer:
             return self.place.data % self.ranks
+        from deepspeed.comm.job.groups import declare_expert_groups
         from deepspeed.comm.job.job import Job
 
+        declare_expert_groups(self.ranks)  # initialize does it too, but names are needed before
         return Job.current().experts.ranks_of(self.ranks)[0].index(my_rank())
 
     def whole(self, name: str) -> str:
