@@ -314,6 +314,12 @@ class PipelineEngine(EngineBase):
         logits = (outputs if return_logits == "all" else outputs[0]) if compute.is_last else None
         return result, logits
 
+    @override
+    def _end_step(self) -> None:
+        # A trace may end here. At the end of a send that began in it, torch's profiler would write to freed memory.
+        self._interpreter.drain()
+        super()._end_step()
+
     def _get_ready(self, call: str, count: int, mode: str) -> None:
         self._interpreter.at = "pulling data"
         self._compute.get_ready(call, count, mode)

@@ -19,6 +19,7 @@ from deepspeed.profiling.step_trace import TraceRecorder
 from tests.engine.support import engine_of, inputs
 from tests.harness import run_ranks
 from tests.harness.toy_models import tower
+from tests.parallel.pipe import support
 
 
 def _info(step):
@@ -170,3 +171,27 @@ def test_the_requested_steps_are_traced_on_every_rank(tmp_path):
     assert by_name["forward"] == by_name["backward"] == by_name["step"] == 4
     for what in ("gather", "reduction"):
         assert any(name.startswith(f"wait data: the {what} of ") for name in by_name)
+
+
+def _sends_in_flight(folder):
+    """Returns the messages of this stage whose sends may not be complete when a trace of its first step ends."""
+    engine = support.engine_of(2, 1, 2, {"trace": {"path": folder, "first_step": 1, "steps": 1}})
+    found = []
+
+    def close(recorder):
+        found.append(engine.inspect().interpreter.channels.kept)
+        closes(recorder)
+
+    closes, TraceRecorder.close = TraceRecorder.close, close
+    try:
+        support.train(engine, 2, 1)
+    finally:
+        TraceRecorder.close = closes
+    engine.destroy()
+    return found
+
+
+def test_a_trace_ends_after_all_sends_of_its_steps(tmp_path):
+    assert run_ranks(_sends_in_flight, 2, str(tmp_path)) == [[0], [0]], "torch's profiler would write to freed memory"
+    for file in tmp_path.glob("rank-*.trace.json"):
+        assert "gloo:send" in {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}

@@ -181,12 +181,17 @@ class Interpreter:
             self._sends_labels = self._compute.agree()
             with self.channels.batch():
                 self._execute(commands[len(first) :], handlers)
-                self.at = "waiting until everything sent has left"
-                self.channels.drain()
+                self.drain()
         finally:
             for buffers in self.pipe_buffers.values():
                 buffers.clear()
             self._items = []
+
+    def drain(self) -> None:
+        """Waits until all sends are complete."""
+        at, self.at = self.at, "waiting until everything sent has left"
+        self.channels.drain()
+        self.at = at
 
     def _execute(self, commands: list[PipeInstruction], handlers: Mapping[type, Handler]) -> None:
         for command in commands:
