@@ -53,14 +53,8 @@ class RunReportFeature(EngineFeature):
                     f"run_report.plan={section.plan!r}: expected run_report.path too, the folder of the page that "
                     "shows the plan, found none; set it, or leave plan out"
                 )
-            return
-        failure: DeepSpeedConfigError | None = None
-        try:
+        else:
             _prepare_folder(section)
-        except DeepSpeedConfigError as error:
-            failure = error
-        # A rank that failed alone would leave the others waiting.
-        comm.check_same_config(failure or {}, None if setup.mesh_is_ours else setup.ranks.zero_group)
 
     @override
     def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Groups, batch_size: int) -> EngineHooks | None:

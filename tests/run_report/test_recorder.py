@@ -185,17 +185,24 @@ def _refused(folder):
         engine_of(model, 3, **config)
     with pytest.raises(DeepSpeedConfigError, match=r"run_report\.plan='plan\.json': expected run_report\.path too"):
         engine_of(model, 3, run_report={"plan": "plan.json"})
-    if comm.get_rank() == 0:
-        Path(folder, "nowhere.json").write_text("[]")
+    Path(folder, "nowhere.json").write_text("[]")
     with pytest.raises(DeepSpeedConfigError, match=r"run_report\.plan='.*for one job, found list"):
         engine_of(model, 3, **config)
     assert [id(parameter) for parameter in model.parameters()] == before
     plan = Path(folder, "report", "plan.json")  # where it is copied to
-    if comm.get_rank() == 0:
-        plan.write_text("{}")
+    plan.write_text("{}")
     engine_of(model, 3, run_report={"path": str(plan.parent), "plan": str(plan)}).destroy()
 
 
 def test_a_plan_that_is_missing_or_has_no_page_is_refused_before_the_model_is_changed(tmp_path):
-    """Only rank 0 reads it; the others raise too, instead of waiting for rank 0."""
-    run_ranks(_refused, 2, str(tmp_path))
+    run_ranks(_refused, 1, str(tmp_path))
+
+
+def _on_some_ranks(folder):
+    report = {"run_report": {"path": folder}} if comm.get_rank() == 0 else {}
+    engine_of(tower(), 1, **report).destroy()
+
+
+def test_a_rank_alone_may_have_the_section(tmp_path):
+    run_ranks(_on_some_ranks, 2, str(tmp_path))
+    assert list(tmp_path.iterdir())
