@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed import comm
-from deepspeed.engine.agreeing import agree, check_model_alike, start_ranks
+from deepspeed.engine.agreeing import AgreedSetup, agree, check_model_alike, start_ranks
 from deepspeed.engine.arguments import checked_model, config_source
 from deepspeed.engine.communication_compression import compressed, tables_of_rows
 from deepspeed.engine.engine import DeepSpeedEngine
@@ -103,8 +103,7 @@ def build_parts(
     start_ranks(distributed_port, dist_init_required)
     agreed = agree(client, config)
     root, features, setup, model = agreed.parsed.root, agreed.features, agreed.setup, client.model
-    if root.comms_logger.enabled:
-        comm.configure(deepspeed_config=agreed.parsed)
+    monitor = _open_logs(agreed)
     islands = settle_islands(root, setup.ranks, model, setup.device)
     if islands is not None:
         setup = replace(setup, ranks=islands.inside)
@@ -132,7 +131,7 @@ def build_parts(
         precision=precision,
         placement=placement,
         tiers=tiers,
-        monitor=MonitorMaster(root),
+        monitor=monitor,
         runtime=runtime,
         torch_optimizer=optimizer,
         driver=driver,
@@ -140,6 +139,17 @@ def build_parts(
         coordinates=over_all_data_ranks(agreed.setup.ranks, setup.ranks),
         islands=islands,
     )
+
+
+def _open_logs(agreed: AgreedSetup) -> MonitorMaster:
+    """Opens what the run writes to. Every rank must call it.
+
+    Raises:
+        DeepSpeedConfigError: The package of a monitor is not installed. So it is called before the model is changed.
+    """
+    if agreed.parsed.root.comms_logger.enabled:
+        comm.configure(deepspeed_config=agreed.parsed)
+    return MonitorMaster(agreed.parsed.root)
 
 
 def _make_groups(

@@ -19,7 +19,9 @@ from deepspeed.comm.transports.counters import counted, waiting
 from deepspeed.config.sections.root import Root
 from deepspeed.engine import flops, initialize, progress
 from deepspeed.engine_feature import StepInfo
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger
+from deepspeed.monitor import monitor
 from deepspeed.monitor.monitor import MonitorMaster
 from tests.engine.support import engine_of, inputs, rank
 from tests.harness import run_ranks
@@ -298,3 +300,16 @@ def test_only_what_is_outside_of_a_pipelines_schedule_is_data_loading(monkeypatc
             clock[0] += 1.0  # after the update, in the same call
     clock[0] += 1.0
     assert lines._report.outside_share(clock[0]) == (1 / 2 if every == 1 else 3 / 11)
+
+
+def _without_the_package() -> None:
+    model = tower()
+    engine = engine_of(model, 1)
+    monitor.find_spec = lambda _package: None
+    with pytest.raises(DeepSpeedConfigError, match="expected the package wandb"):
+        engine_of(model, 1, wandb={"enabled": True})
+    assert not engine._runtime.is_retired, "nothing was changed"
+
+
+def test_a_missing_package_is_named_before_an_earlier_engine_loses_the_model() -> None:
+    run_ranks(_without_the_package, 1)
