@@ -15,6 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from deepspeed import comm
+from deepspeed.comm.job.expert_groups import group_name
 from deepspeed.comm.job.grid import island_groups
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mpu import RankCoordinates
@@ -211,12 +212,12 @@ def _spreads_experts(root: Root, model: nn.Module) -> bool:
     section = root.expert_parallel
     if section is not None and section.enabled and section.autoep_size > 1:
         return True
-    if any(getattr(module, "ep_size", 1) > 1 for module in model.modules()):  # whose groups are declared later
-        return True
     declared = Job.current().declared.defined()
     marked = [parameter for parameter in model.parameters() if getattr(parameter, "allreduce", True) is False]
     names = {str(getattr(parameter, "group_name", None)) for parameter in marked}
-    return any(len(declared[name].ranks) > 1 for name in names & declared.keys())
+    sizes = {getattr(module, "ep_size", None) for module in model.modules()}
+    later = {group_name(size) for size in sizes if isinstance(size, int) and size > 1}  # initialize declares them
+    return bool(names & later) or any(len(declared[name].ranks) > 1 for name in names & declared.keys())
 
 
 FEATURE = TrainingOnIslands()
