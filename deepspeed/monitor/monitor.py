@@ -246,12 +246,25 @@ class TensorBoardMonitor(Monitor):
         self._writer.close()
 
 
+def _is_of_other_name(path: Path, name: str) -> bool:
+    """Returns whether ``path`` has the columns of another name than ``name`` that also becomes this file name."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            first, _, column = file.readline().rstrip("\n").partition(",")
+    except FileNotFoundError:
+        return False
+    # Any other first line is not by this class, and tells nothing about the name.
+    return first == "step" and column != name.rpartition("/")[2] and f"_{path.stem}".endswith(f"_{column}")
+
+
 class csvMonitor(Monitor):  # noqa: N801 - the name that programs import
     """Writes ``<output_path>/<job_name>/<name>.csv`` with the columns ``step`` and the name's last part.
 
-    Slashes in names become underscores; a name whose file another name has, as ``a/b`` and ``a_b``, gets a file with a
-    number made from the name. Rows are appended to existing files, so a resumed run continues them. The rows
-    of a call are in the file when it returns.
+    Slashes in names become underscores. Of two names that then are the same, as ``a/b`` and ``a_b``, the first one
+    written has the file; the other one has a file with a number made from its name. Rows are appended to existing
+    files, so a resumed run continues them, each name in the file that it had. It knows this by the columns: a name
+    that only the resumed run writes is mistaken for one of the same last part, as ``a_b/c`` for ``a/b/c``. The rows of
+    a call are in the file when it returns.
 
     Args:
         csv_config: The section: ``enabled``, ``output_path``, ``job_name``.
@@ -273,14 +286,21 @@ class csvMonitor(Monitor):  # noqa: N801 - the name that programs import
     def _file(self, name: str) -> TextIO:
         file = self._files.get(name)
         if file is None:
-            stem = name.replace("/", "_")
-            if self._names.setdefault(stem, name) != name:
-                stem = f"{stem}.{zlib.crc32(name.encode()):08x}"
-            file = (self.log_dir / f"{stem}.csv").open("a", encoding="utf-8", newline="")
+            file = self._path(name).open("a", encoding="utf-8", newline="")
             if file.tell() == 0:
                 file.write(f"step,{name.rpartition('/')[2]}\n")
             self._files[name] = file
         return file
+
+    def _path(self, name: str) -> Path:
+        """Returns the file of a name, by the names written so far and the files of the folder."""
+        stem = name.replace("/", "_")
+        plain = self.log_dir / f"{stem}.csv"
+        numbered = self.log_dir / f"{stem}.{zlib.crc32(name.encode()):08x}.csv"
+        if numbered.exists() or self._names.get(stem, name) != name or _is_of_other_name(plain, name):
+            return numbered
+        self._names[stem] = name
+        return plain
 
     def _write(self, events: Sequence[Event]) -> None:
         for name, value, step in events:

@@ -56,6 +56,36 @@ def test_csv_names_that_differ_only_in_what_a_file_name_lacks(tmp_path):
     assert (tmp_path / "job" / "a_b.csv").read_text() == texts[1]
 
 
+@pytest.mark.parametrize("names", [("a/b", "a_b"), ("a_b", "a/b"), ("a/b/c", "a_b/c")])
+def test_csv_names_keep_their_files_in_a_resumed_run_that_writes_them_in_another_order(tmp_path, names):
+    section = SimpleNamespace(enabled=True, output_path=str(tmp_path), job_name="job")
+    for run, order in enumerate((names, names[::-1], names)):
+        monitor = csvMonitor(section)
+        monitor.write_events([(name, names.index(name), run) for name in order])
+        monitor.close()
+    texts = [file.read_text().split("\n", 1) for file in (tmp_path / "job").iterdir()]
+    assert sorted(rows for _, rows in texts) == ["0,0\n1,0\n2,0\n", "0,1\n1,1\n2,1\n"]
+    first = names[0].rpartition("/")[2]
+    assert (tmp_path / "job" / f"{names[0].replace('/', '_')}.csv").read_text() == f"step,{first}\n0,0\n1,0\n2,0\n"
+
+
+def test_a_csv_name_that_only_a_resumed_run_writes_does_not_take_the_file_of_another(tmp_path):
+    section = SimpleNamespace(enabled=True, output_path=str(tmp_path), job_name="job")
+    for names in (["a/b"], ["a_b", "a/b"]):
+        monitor = csvMonitor(section)
+        monitor.write_events([(name, 1.0, 8) for name in names])
+        monitor.close()
+    assert (tmp_path / "job" / "a_b.csv").read_text() == "step,b\n8,1.0\n8,1.0\n"
+
+
+def test_csv_rows_are_appended_to_files_of_other_columns(tmp_path):
+    path = tmp_path / "job" / "a_b.csv"
+    path.parent.mkdir()
+    path.write_text("samples,loss\n")
+    csvMonitor(SimpleNamespace(enabled=True, output_path=str(tmp_path), job_name="job")).write_events([("a/b", 1.0, 8)])
+    assert path.read_text() == "samples,loss\n8,1.0\n"
+
+
 def test_tensorboard_reads_it_back(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
