@@ -118,8 +118,8 @@ def describe_listener(port: int) -> str:
     host = socket.gethostname()
     try:
         held = [entry for entry in psutil.net_connections("tcp") if entry.laddr and entry.laddr.port == port]
-    except psutil.Error:  # not permitted on this system
-        held = []
+    except (psutil.Error, OSError, RuntimeError):  # not permitted, or /proc is not as psutil expects it
+        held = []  # the message that needs this description must not be lost
     listening = [entry for entry in held if entry.status == psutil.CONN_LISTEN]
     pid = next((entry.pid for entry in listening or held if entry.pid is not None), None)
     if pid is not None:

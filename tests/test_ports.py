@@ -7,6 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deepspeed import ports
@@ -32,6 +33,15 @@ def test_who_holds_a_port_is_named(family, address):
             assert ports.describe_listener(port) == what
     assert ports.is_free(port)
     assert ports.describe_listener(port) == f"another program on host {socket.gethostname()}"
+
+
+@pytest.mark.parametrize("error", [psutil.AccessDenied(), RuntimeError("malformed line"), OSError("no /proc")])
+def test_a_machine_that_does_not_tell_its_connections_does_not_hide_a_message(monkeypatch, error):
+    def refuse(kind):
+        raise error
+
+    monkeypatch.setattr(psutil, "net_connections", refuse)
+    assert ports.describe_listener(ports.free_port()) == f"another program on host {socket.gethostname()}"
 
 
 def test_long_commands_are_cut():
