@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -118,6 +119,17 @@ class ElasticStep:
         self.must_regroup = joining > 0 and self._steps._continuation.can_grow(joining)
 
 
+def _integer_seed(seed: Any) -> int:
+    """Returns a seed as the ``int`` that torch requires; numpy's integers are of other types."""
+    try:
+        return operator.index(seed)
+    except TypeError:
+        raise DeepSpeedConfigError(
+            f"deepspeed.elasticity.ElasticSteps: seed={seed!r}: expected an integer, found {type(seed).__name__}; "
+            "pass an integer"
+        ) from None
+
+
 class ElasticSteps:
     """Yields the steps of a run, each again until all present ranks have made its update.
 
@@ -137,7 +149,7 @@ class ElasticSteps:
 
     Raises:
         CallOrderError: The engine has no ``elasticity.continue``.
-        DeepSpeedConfigError: The data set is empty.
+        DeepSpeedConfigError: The data set is empty, or the seed is not an integer.
     """
 
     def __init__(
@@ -155,6 +167,7 @@ class ElasticSteps:
             raise DeepSpeedConfigError(
                 "deepspeed.elasticity.ElasticSteps: expected a data set with samples, found an empty one; pass another"
             )
+        self._seed = _integer_seed(seed)
         self._engine: EngineBase = engine
         self._continuation: Continuation = continuation_of(engine).reopen()
         self._continuation.run.checkpoints = checkpoints
@@ -162,7 +175,6 @@ class ElasticSteps:
         self._total = total_steps
         self._collate = collate_fn or default_collate
         self._shuffle = shuffle
-        self._seed = int(seed)  # numpy's integers are none for torch
         self._order: tuple[int, torch.Tensor] = (-1, torch.empty(0, dtype=torch.int64))
 
     @property

@@ -40,6 +40,11 @@ def test_configurations(change, words):
         parse(config, dp_world_size=4)
 
 
+def test_a_seed_that_is_no_integer():
+    with pytest.raises(DeepSpeedConfigError, match=r"seed=1\.5: expected an integer, found float"):
+        ElasticSteps(None, range(8), 3, seed=1.5)
+
+
 def test_micro_batches_need_not_be_a_multiple_of_the_ranks():
     batch = parse(make_config(2), dp_world_size=5).batch
     assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation_steps) == (24, 2, 3)
