@@ -165,7 +165,7 @@ class UpdateRule(ABC):
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         """Returns the per-element state that the hyperparameters of ``group`` need, as :attr:`starts`."""
-        return self.starts
+        return dict(self.starts)
 
     def runs_lists_at_once(self, device: torch.device) -> bool:
         """Returns whether the kernel is fused on ``device``."""

@@ -6,7 +6,7 @@ import torch
 from deepspeed.ops import flat
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.elementwise import flat_updater, supports_flat_update, why_not_flat
-from deepspeed.ops.flat import FlatUpdate
+from deepspeed.ops.flat import AdamRule, FlatUpdate
 
 NUMEL = 64 * 37
 STEPS = 3
@@ -270,3 +270,9 @@ def test_a_torch_scheduler_does_not_hide_it(cls):
     optimizer = cls([torch.nn.Parameter(torch.zeros(64))], lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert "step" in vars(optimizer) and supports_flat_update(optimizer)
+
+
+def test_the_initial_state_that_a_caller_changes_is_not_that_of_the_rule():
+    rule = AdamRule()
+    rule.initial_state({})["exp_avg"] = 1.0
+    assert rule.initial_state({}) == {"exp_avg": 0.0, "exp_avg_sq": 0.0}
