@@ -158,6 +158,18 @@ def test_the_ranks_of_a_job(tmp_path):
     check(tmp_path / "files")
 
 
+def _alone(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepspeed.comm.all_gather_object", None)  # a call would fail
+        _together(folder)
+
+
+def test_a_job_of_one_rank_gathers_nothing(tmp_path):
+    run_ranks(_alone, 1, tmp_path)
+    check(tmp_path / "memory")
+    check(tmp_path / "files")
+
+
 def test_what_comes_out_feeds_a_curriculum(tmp_path):
     DataAnalyzer(Texts(), save_path=tmp_path, **METRICS).run_map_reduce()
     metric = {

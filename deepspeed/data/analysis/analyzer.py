@@ -160,7 +160,7 @@ def _run_together(step: Callable[[], Any], group: Any, who: str) -> list[Any]:
     except Exception as error:  # the other ranks wait for the outcome
         failure = error
     outcomes: list[Any] = [(None if failure is None else repr(failure), result)]
-    if comm.is_initialized():
+    if comm.is_initialized() and comm.get_world_size(group=group) > 1:  # one rank alone need not pickle its results
         own, outcomes = outcomes[0], [None] * comm.get_world_size(group=group)
         comm.all_gather_object(outcomes, own, group=group)
     if failure is not None:
