@@ -48,6 +48,7 @@ def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]
 
     Raises:
         LauncherError: The requested slots do not exist, or the options contradict each other.
+        CommunicationError: Slurm's node list is malformed.
     """
     _check_counts(args)
     pool: Slots | None = fetch_hostfile(args.hostfile, lambda: _slots_per_host(args, environment))
@@ -191,6 +192,7 @@ def hosts_of_step(environment: Mapping[str, str]) -> list[str]:
 
     Raises:
         LauncherError: This is no Slurm job.
+        CommunicationError: Slurm's node list is malformed.
     """
     hosts = slurm_hosts(environment)
     if not hosts:
@@ -210,6 +212,7 @@ def slots_of_allocation(environment: Mapping[str, str], per_node: int) -> dict[s
 
     Raises:
         LauncherError: This is no Slurm job, or the number of ranks per machine is unknown.
+        CommunicationError: Slurm's node list is malformed.
     """
     hosts = hosts_of_step(environment)
     count = per_node

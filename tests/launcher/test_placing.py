@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from deepspeed.errors import CommunicationError
 from deepspeed.launcher import launch, launcher_helper
 from deepspeed.launcher.devices import first_threads, parse_core_list, share_cores
 from deepspeed.launcher.placing import PROGRAMS, LaunchedProcess, find_placed
@@ -53,6 +54,8 @@ def test_a_launcher_per_rank_finds_its_place():
 def test_allocations():
     environment = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_STEP_NODELIST": "n2", "SLURM_NTASKS_PER_NODE": "3"}
     assert hosts_of_step(environment) == ["n2"]
+    with pytest.raises(CommunicationError, match="node list 'n\\[1'"):
+        slots_of_allocation({"SLURM_JOB_NODELIST": "n[1"}, 1)
     del environment["SLURM_STEP_NODELIST"]
     assert slots_of_allocation(environment, -1) == {"n1": 3, "n2": 3}
     assert slots_of_allocation({**environment, "SLURM_GPUS_PER_NODE": "h100:8"}, -1) == {"n1": 8, "n2": 8}
