@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
@@ -135,45 +134,6 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
         _seen.clear()
         _seen.update(seen)
-
-
-_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-
-def run_and_flush(name: str, work: Callable[[], int | None]) -> int | None:
-    """Calls ``work`` and flushes standard output; exits if it cannot be written.
-
-    Args:
-        name: Name of the command, for messages.
-        work: Returns the exit code; None means 0.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        SystemExit: The reader of the output, such as ``head``, has closed the pipe, or the disk is full.
-    """
-    code: int | None = None
-    try:
-        try:
-            code = work()
-        finally:  # also after --help, which exits
-            if sys.stdout is not None:  # None: its file was closed before the start
-                sys.stdout.flush()
-    except BrokenPipeError:
-        _discard_output()
-        sys.exit(code or 1)
-    except OSError as error:
-        if error.errno not in _UNWRITABLE or error.filename is not None:
-            raise
-        _discard_output()
-        sys.exit(f"{name}: cannot write the output: {error.strerror}; make room, or write it to another disk")
-    return code
-
-
-def _discard_output() -> None:
-    """Discards what is still to be flushed, at exit for example."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def printable(text: str) -> str:

@@ -10,8 +10,8 @@ import io
 import sys
 from collections.abc import Callable, Sequence
 
+from deepspeed.command_output import run_and_flush
 from deepspeed.errors import DeepSpeedError
-from deepspeed.logging import run_and_flush
 
 
 def run_command(

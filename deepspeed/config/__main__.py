@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from deepspeed.command_output import run_and_flush
 from deepspeed.config.degrees import data_parallel_size
 from deepspeed.config.parsing import ParsedConfig, parse
 from deepspeed.config.reference import reference_text
 from deepspeed.config.schema import schema_text
 from deepspeed.config.source import is_readable
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.logging import run_and_flush
 
 
 def _check(source: str, world_size: int | None, console: Console) -> int:

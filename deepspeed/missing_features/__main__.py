@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from deepspeed.logging import run_and_flush
+from deepspeed.command_output import run_and_flush
 from deepspeed.missing_features import FEATURES
 
 NAME = "python -m deepspeed.missing_features"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import resource
 import runpy
 import sys
 from contextlib import contextmanager, redirect_stdout
@@ -69,13 +70,35 @@ def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path):
         missing_features.main([str(tmp_path)])
 
 
-def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
-    def work():
-        raise OSError(errno.ENOSPC, "No space left on device")
+@contextmanager
+def full_file(path):
+    """Replaces standard output by a file that may not grow."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with path.open("w") as output, redirect_stdout(output):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    with (tmp_path / "output").open("w") as output, redirect_stdout(output):
-        with pytest.raises(SystemExit, match="^ds_x: cannot write the output: No space left on device; make room"):
-            run_command("ds_x", work, None)
+
+@pytest.mark.parametrize("length", [1, 100_000])  # the longer text is written at once, the other one by the flush
+def test_a_full_disk_is_one_sentence(tmp_path, length):
+    with full_file(tmp_path / "output"):
+        with pytest.raises(SystemExit, match="^ds_x: cannot write the output: File too large; make room"):
+            run_command("ds_x", lambda: print("x" * length), None)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])
+def test_another_file_that_cannot_be_written_keeps_its_error_and_the_output(tmp_path, number):
+    def work():
+        print("lines")
+        raise OSError(number, "of another file")
+
+    path = tmp_path / "output"
+    with path.open("w") as output, redirect_stdout(output), pytest.raises(OSError, match="of another file"):
+        run_command("ds_x", work, None)
+    assert path.read_text() == "lines\n"
 
 
 def test_characters_that_a_terminal_lacks_are_replaced():

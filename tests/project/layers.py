@@ -36,6 +36,7 @@ LAYERS = (
             "axes",
             "exit_notes",
             "logging",
+            "command_output",
             "missing_features",
             "nested",
             "lazy",
