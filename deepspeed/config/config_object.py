@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
+from deepspeed.config.batch import BatchSizes
+from deepspeed.config.config_attribute import AttributeBuilder, ConfigAttribute
 from deepspeed.config.degrees import data_parallel_size
 from deepspeed.config.parsing import ParsedConfig, parse
 from deepspeed.config.sections.optimizer import name_for_programs
@@ -24,24 +26,27 @@ def _data_ranks(root: Root, mpu: Any, mesh_device: Any) -> int:
     return data_parallel_size(root, int(os.environ.get("WORLD_SIZE", "1") or 1))
 
 
-def _at(path: str, meaning: str) -> property:
-    """Returns an attribute of :class:`DeepSpeedConfig`: the key at ``path`` of the configuration."""
-    return property(attrgetter(f"parsed.root.{path}"), doc=meaning)
+def _root(config: DeepSpeedConfig) -> Root:
+    return config.parsed.root
 
 
-def _size(key: str, field: str, meaning: str) -> property:
+_at = AttributeBuilder(_root)
+
+
+def _size(
+    key: str, read: Callable[[BatchSizes], int], change: Callable[[BatchSizes, int], BatchSizes], meaning: str
+) -> ConfigAttribute[int]:
     """Returns an attribute of :class:`DeepSpeedConfig`: a size of the batch.
 
     A program may set it, and must keep the three sizes consistent.
     """
 
-    def write(config: DeepSpeedConfig, value: Any) -> None:
+    def write(config: DeepSpeedConfig, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise DeepSpeedConfigError(f"DeepSpeedConfig.{key} = {value!r}: expected a positive integer")
-        changed: dict[str, Any] = {field: value}
-        config._batch = replace(config._batch, **changed)
+        config._batch = change(config._batch, value)
 
-    return property(attrgetter(f"_batch.{field}"), write, doc=meaning)
+    return ConfigAttribute(lambda config: read(config._batch), meaning, write)
 
 
 class DeepSpeedConfig:
@@ -72,27 +77,40 @@ class DeepSpeedConfig:
     # Attributes whose upstream name differs from the key; all others are the key itself (see __getattr__).
 
     train_batch_size = _size(
-        "train_batch_size", "train_batch_size", "Samples per optimizer step of all data-parallel ranks."
+        "train_batch_size",
+        lambda batch: batch.train_batch_size,
+        lambda batch, value: replace(batch, train_batch_size=value),
+        "Samples per optimizer step of all data-parallel ranks.",
     )
     train_micro_batch_size_per_gpu = _size(
-        "train_micro_batch_size_per_gpu", "micro_batch_size", "Samples of one forward pass."
+        "train_micro_batch_size_per_gpu",
+        lambda batch: batch.micro_batch_size,
+        lambda batch, value: replace(batch, micro_batch_size=value),
+        "Samples of one forward pass.",
     )
     gradient_accumulation_steps = _size(
-        "gradient_accumulation_steps", "accumulation_steps", "Micro-batches per optimizer step."
+        "gradient_accumulation_steps",
+        lambda batch: batch.accumulation_steps,
+        lambda batch, value: replace(batch, accumulation_steps=value),
+        "Micro-batches per optimizer step.",
     )
-    zero_config = _at("zero_optimization", "The section ``zero_optimization``.")
-    zero_optimization_stage = _at("zero_optimization.stage", "The ZeRO stage.")
-    float16_config = _at("fp16", "The section ``fp16``.")
-    bfloat16_config = _at("bf16", "The section ``bf16``.")
-    fp16_enabled = _at("fp16.enabled", "Whether the model trains in fp16.")
-    bfloat16_enabled = _at("bf16.enabled", "Whether the model trains in bf16.")
-    fp16_auto_cast = _at("fp16.auto_cast", "Whether inputs are cast to fp16.")
-    grad_accum_dtype = _at("data_types.grad_accum_dtype", "The type in which gradients are summed; None is fp32.")
-    load_universal_checkpoint = _at("checkpoint.load_universal", "Whether checkpoints are loaded in universal layout.")
-    use_node_local_storage = _at("checkpoint.use_node_local_storage", "Whether every node writes what it needs.")
-    monitor_config = property(
-        attrgetter("parsed.root"), doc="Has ``tensorboard``, ``csv_monitor``, ``wandb``, ``comet``."
+    zero_config = _at(lambda root: root.zero_optimization, "The section ``zero_optimization``.")
+    zero_optimization_stage = _at(lambda root: root.zero_optimization.stage, "The ZeRO stage.")
+    float16_config = _at(lambda root: root.fp16, "The section ``fp16``.")
+    bfloat16_config = _at(lambda root: root.bf16, "The section ``bf16``.")
+    fp16_enabled = _at(lambda root: root.fp16.enabled, "Whether the model trains in fp16.")
+    bfloat16_enabled = _at(lambda root: root.bf16.enabled, "Whether the model trains in bf16.")
+    fp16_auto_cast = _at(lambda root: root.fp16.auto_cast, "Whether inputs are cast to fp16.")
+    grad_accum_dtype = _at(
+        lambda root: root.data_types.grad_accum_dtype, "The type in which gradients are summed; None is fp32."
     )
+    load_universal_checkpoint = _at(
+        lambda root: root.checkpoint.load_universal, "Whether checkpoints are loaded in universal layout."
+    )
+    use_node_local_storage = _at(
+        lambda root: root.checkpoint.use_node_local_storage, "Whether every node writes what it needs."
+    )
+    monitor_config = _at(lambda root: root, "Has ``tensorboard``, ``csv_monitor``, ``wandb``, ``comet``.")
 
     @property
     def zero_enabled(self) -> bool:

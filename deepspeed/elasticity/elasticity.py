@@ -9,12 +9,12 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
 from deepspeed.config import parse
+from deepspeed.config.config_attribute import AttributeBuilder
 from deepspeed.config.elastic_batch import choose_batch
 from deepspeed.config.elastic_rules import differences_from_scheduler
 from deepspeed.config.sections.elasticity import Elasticity
@@ -153,9 +153,11 @@ def is_torch_elastic_compatible() -> bool:
     return True
 
 
-def _at(key: str, meaning: str) -> property:
-    """Returns an attribute of :class:`ElasticityConfig`: a key of the section."""
-    return property(attrgetter(f"section.{key}"), doc=meaning)
+def _section(config: ElasticityConfig) -> Elasticity:
+    return config.section
+
+
+_at = AttributeBuilder(_section)
 
 
 class ElasticityConfig:
@@ -181,17 +183,25 @@ class ElasticityConfig:
         assert section is not None, "it was given"
         self.section: Elasticity = section
 
-    enabled = _at("enabled", "Whether the section chooses the batch.")
-    max_acceptable_batch_size = _at("max_train_batch_size", "``max_train_batch_size``, in samples.")
-    micro_batches = _at("micro_batch_sizes", "``micro_batch_sizes``, in samples.")
-    min_gpus = _at("min_gpus", "Minimum number of ranks.")
-    max_gpus = _at("max_gpus", "Maximum number of ranks.")
-    num_gpus_per_node = _at("num_gpus_per_node", "Ranks per node, for version 0.2.")
-    model_parallel_size = _at("model_parallel_size", "Ranks that process the same samples; for version 0.2.")
-    min_time = _at("min_time", "``min_time``, in minutes; without effect.")
-    version = _at("version", "Version of the algorithm, 0.1 or 0.2.")
-    prefer_larger_batch_size = _at("prefer_larger_batch", "Whether the larger of two equally good sizes is chosen.")
-    ignore_non_elastic_batch_info = _at("ignore_non_elastic_batch_info", "Whether other batch sizes are ignored.")
+    enabled = _at(lambda section: section.enabled, "Whether the section chooses the batch.")
+    max_acceptable_batch_size = _at(
+        lambda section: section.max_train_batch_size, "``max_train_batch_size``, in samples."
+    )
+    micro_batches = _at(lambda section: section.micro_batch_sizes, "``micro_batch_sizes``, in samples.")
+    min_gpus = _at(lambda section: section.min_gpus, "Minimum number of ranks.")
+    max_gpus = _at(lambda section: section.max_gpus, "Maximum number of ranks.")
+    num_gpus_per_node = _at(lambda section: section.num_gpus_per_node, "Ranks per node, for version 0.2.")
+    model_parallel_size = _at(
+        lambda section: section.model_parallel_size, "Ranks that process the same samples; for version 0.2."
+    )
+    min_time = _at(lambda section: section.min_time, "``min_time``, in minutes; without effect.")
+    version = _at(lambda section: section.version, "Version of the algorithm, 0.1 or 0.2.")
+    prefer_larger_batch_size = _at(
+        lambda section: section.prefer_larger_batch, "Whether the larger of two equally good sizes is chosen."
+    )
+    ignore_non_elastic_batch_info = _at(
+        lambda section: section.ignore_non_elastic_batch_info, "Whether other batch sizes are ignored."
+    )
 
     def repr(self) -> dict[str, Any]:
         """Returns the section as it was given."""
