@@ -34,6 +34,10 @@ def every_schedule(most_stages: int = 6, most_micro_batches: int = 12) -> tuple[
     return tuple(make_schedule(name, p, m, chunks) for p, m in sizes for name, chunks in named)
 
 
+def test_every_schedule_has_its_lists():
+    assert tuple(instr._LISTS) == TRAIN_SCHEDULES
+
+
 def test_every_schedule_is_live_complete_and_in_order():
     for schedule in every_schedule():
         simulate(schedule, TIMES)

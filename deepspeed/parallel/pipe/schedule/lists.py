@@ -329,8 +329,7 @@ class ReduceTiedGrads(PipeInstruction):
 class BufferOpInstruction(PipeInstruction):
     """An instruction about one micro-batch in flight.
 
-    Those of a :class:`StageSchedule` carry all of these, those of the
-    published schedules ``buffer_id`` only.
+    Those of a :class:`StageSchedule` carry all of these, those of the published schedules ``buffer_id`` only.
 
     Attributes:
         buffer_id: Which buffer of the stage holds the micro-batch, from 0. Reused when its backward is done.
