@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -91,17 +92,34 @@ class UpdateDriver(ABC):
 
     Made before the model is sharded, from the torch optimizer; :meth:`open` gives it what it works on.
 
+    Raises:
+        TypeError: When a subclass is defined: its ``exchange`` contradicts its ``reads_mean_gradients``.
+
     Attributes:
         reported_codec: For plans and reports: the codec of what is sent instead of gradients; None where gradients are
             sent. The driver's own exchange uses it.
         has_warm_up: Gradients are sent in the first updates only.
         reads_mean_gradients: Whether the update reads the mean gradients that the reducer has made; otherwise it reads
-            what :meth:`exchange` stores.
+            what :meth:`exchange` stores, and a subclass must override that method.
     """
 
     reported_codec: Codec | None = None
     has_warm_up = False
     reads_mean_gradients = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        exchanges = cls.exchange is not UpdateDriver.exchange
+        if exchanges and cls.reads_mean_gradients:
+            raise TypeError(
+                f"{cls.__name__}.exchange is never called, because reads_mean_gradients is True. Set "
+                "reads_mean_gradients = False in the class, or remove exchange"
+            )
+        if not exchanges and not cls.reads_mean_gradients:
+            raise TypeError(
+                f"{cls.__name__} has no exchange, and reads_mean_gradients is False. Override exchange, or set "
+                "reads_mean_gradients = True in the class"
+            )
 
     @abstractmethod
     def refuse(self, root: Root, placement: Placement) -> None:
