@@ -341,9 +341,7 @@ class Bucket:
         else:
             mark_sharded(parameter, self._placeholders[tile])
 
-    def copy_parameter(self, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Returns ``copy.deepcopy`` of a sharded parameter: one with the same values, in a bucket of no engine."""
-        return copy_sharded(self, tile, parameter, memo)
+    copy_parameter = copy_sharded
 
     def view(self, tile: int) -> torch.Tensor:
         """Returns the view of a parameter in the full buffer, in its shape; only while FULL."""

@@ -39,6 +39,43 @@ _trimmer = MallocTrimmer()
 _indices = itertools.count(1 << 20)  # disjoint from engines' bucket numbers, with which copies are sorted
 
 
+def copy_of(bucket: ParameterBucket) -> ProvisionalBucket:
+    """Returns a provisional bucket with the present values of ``bucket``; communicates nothing."""
+    tiles = tuple(replace(tile, name=f"copy of {tile.name}") for tile in bucket.layout.tiles)
+    made = ProvisionalBucket(
+        replace(bucket.layout, index=next(_indices), tiles=tiles),
+        dtype=bucket.dtype,
+        device=bucket.device,
+        shard_device=bucket.shard.device,
+        group=bucket.group,
+    )
+    made.shard.copy_(bucket.shard)
+    if isinstance(bucket, ProvisionalBucket):
+        made.gatherer = bucket.gatherer  # passes over the model reach its copied modules too
+    return made
+
+
+def copy_sharded(
+    bucket: ParameterBucket, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]
+) -> torch.nn.Parameter:
+    """Returns ``copy.deepcopy`` of a sharded parameter: one with the same values, in a bucket of no engine.
+
+    Both classes of buckets have it as their method ``copy_parameter``. Parameters of one bucket that are copied
+    together share the copy of the bucket. Needs no communication.
+    """
+    with untouched():
+        if id(bucket) not in memo:
+            memo[id(bucket)] = copy_of(bucket)
+        made = torch.nn.Parameter(
+            torch.empty(0, dtype=bucket.dtype, device=bucket.device), requires_grad=parameter.requires_grad
+        )
+        made.__class__ = plain_class(parameter)
+        remember_class(made)
+        set_address(made, memo[id(bucket)], tile)
+        memo[id(bucket)].end_loan(tile, made)
+        return made
+
+
 class ProvisionalBucket:
     """Parameters that are sharded but belong to no engine."""
 
@@ -108,9 +145,7 @@ class ProvisionalBucket:
         if self.device.type == "cpu":
             note_freed(self.layout.tiles[tile].numel * self.dtype.itemsize)
 
-    def copy_parameter(self, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Returns ``copy.deepcopy`` of a sharded parameter: one with the same values, in a bucket of no engine."""
-        return copy_sharded(self, tile, parameter, memo)
+    copy_parameter = copy_sharded
 
 
 class _ShardTotals:
@@ -127,42 +162,6 @@ class _ShardTotals:
 def note_freed(nbytes: int) -> None:
     """Called when host memory of full parameters, or of shards that have moved on, was freed."""
     _trimmer.note(nbytes, _ShardTotals.most)
-
-
-def copy_of(bucket: ParameterBucket) -> ProvisionalBucket:
-    """Returns a provisional bucket with the present values of ``bucket``; communicates nothing."""
-    tiles = tuple(replace(tile, name=f"copy of {tile.name}") for tile in bucket.layout.tiles)
-    made = ProvisionalBucket(
-        replace(bucket.layout, index=next(_indices), tiles=tiles),
-        dtype=bucket.dtype,
-        device=bucket.device,
-        shard_device=bucket.shard.device,
-        group=bucket.group,
-    )
-    made.shard.copy_(bucket.shard)
-    if isinstance(bucket, ProvisionalBucket):
-        made.gatherer = bucket.gatherer  # passes over the model reach its copied modules too
-    return made
-
-
-def copy_sharded(
-    bucket: ParameterBucket, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]
-) -> torch.nn.Parameter:
-    """Returns ``copy.deepcopy`` of a sharded parameter: a sharded parameter with the same values.
-
-    Parameters of one bucket that are copied together share the copy of the bucket. Needs no communication.
-    """
-    with untouched():
-        if id(bucket) not in memo:
-            memo[id(bucket)] = copy_of(bucket)
-        made = torch.nn.Parameter(
-            torch.empty(0, dtype=bucket.dtype, device=bucket.device), requires_grad=parameter.requires_grad
-        )
-        made.__class__ = plain_class(parameter)
-        remember_class(made)
-        set_address(made, memo[id(bucket)], tile)
-        memo[id(bucket)].end_loan(tile, made)
-        return made
 
 
 def shard_parameters(
