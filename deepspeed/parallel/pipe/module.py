@@ -72,19 +72,14 @@ class PipelineModule(StageLayers):
         sample: ``(inputs, labels)`` of a micro-batch, of which only shapes and dtypes count: with it
             ``partition_method="plan"`` runs the layers without values and counts; without, they count by elements.
 
+    It also has the attributes of :class:`StageLayers`.
+
     Attributes:
-        mesh: The ranks of the job.
-        num_stages: Stages.
-        stage_id: This rank's.
+        stage_id: This rank's stage.
         parts: Bounds of the chunks; with one chunk per stage those of the stages.
-        forward_funcs: This rank's layers, in order.
-        fwd_map: Name of a layer to its place among them.
+        fwd_map: Name of a layer to its place in ``forward_funcs``.
         tied_modules: The module of each key that this stage has.
         tied_comms: What is known of each tie between stages, by key.
-        loss_fn: As given.
-        chunks: Numbers of the chunks that this rank has.
-        failed_at: The layer whose forward raised, with its input; empty as long as none did.
-        added_losses: What layers added with ``add_loss`` when a program called the module itself: 0-dim, fp32, by name.
 
     Raises:
         DeepSpeedConfigError: The layers cannot be cut as requested, or the ranks do not make up the stages.

@@ -27,15 +27,10 @@ from deepspeed.torch_private import is_inside_backward
 class StageLayers(PlainAttributes, nn.Module):
     """The layers of one stage, which run one after the other. ``PipelineModule`` cuts the model and builds them.
 
+    ``PipelineModule`` documents all arguments but ``names``.
+
     Args:
         names: Class name of each layer of the model.
-        loss_fn: Gives the loss of a micro-batch from outputs and labels; None: the last layer does.
-        seed_layers: Each layer runs under a seed of its own.
-        seed_fn: Sets that seed; None: torch's own.
-        base_seed: The seed of layer i in forward n is ``base_seed * n + i``.
-        activation_checkpoint_interval: Layers that are recomputed together; 0: none are.
-        activation_checkpoint_func: Runs a block that is recomputed.
-        checkpointable_layers: Class names: only blocks of such layers are recomputed. None: all with parameters.
 
     Attributes:
         mesh: The ranks of the job.
