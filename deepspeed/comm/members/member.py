@@ -18,7 +18,7 @@ class RunMember:
         pid: Its process.
         local_rank: Its rank on the machine, which decides about the device.
         address: Where it listens for links: host and port.
-        part: Which part of the model it holds: it stays with the process while each part has a process.
+        part: Which part of the model it holds: it stays with the process while each part is held by some process.
     """
 
     number: int
