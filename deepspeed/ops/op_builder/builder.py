@@ -72,7 +72,11 @@ BUILDERS = {
     "GDSBuilder": ("AsyncIOBuilder", "gds", "Reads and writes between files and a GPU."),
     "UtilsBuilder": ("OpBuilder", "utils", "Flattening of tensors."),
     "TransformerBuilder": ("CUDAOpBuilder", "transformer", "A fused transformer layer."),
-    "StochasticTransformerBuilder": ("TransformerBuilder", "stochastic_transformer", "One with stochastic rounding."),
+    "StochasticTransformerBuilder": (
+        "TransformerBuilder",
+        "stochastic_transformer",
+        "A fused transformer layer with stochastic rounding.",
+    ),
     "InferenceBuilder": ("CUDAOpBuilder", "transformer_inference", "Fused layers for inference."),
     "SpatialInferenceBuilder": ("InferenceBuilder", "spatial_inference", "Fused layers of diffusion models."),
     "InferenceCoreBuilder": ("InferenceBuilder", "inference_core_ops", "Kernels of inference v2."),
@@ -124,6 +128,7 @@ def _make(class_name: str) -> type[OpBuilder]:
 
 for _name in BUILDERS:
     globals()[_name] = _make(_name)
+del _name
 
 
 def builders() -> list[type[OpBuilder]]:
