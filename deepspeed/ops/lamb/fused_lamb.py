@@ -111,6 +111,8 @@ class FusedLamb(KeepsStateDtypes):
     def attach_segments(self, table: FragmentTable) -> None:
         """Sets which tensors the parameters (1-D runs) hold. Call again after the runs have changed.
 
+        The name says segments, not fragments, because version 1.0.0 has it.
+
         Args:
             table: Fragments start at multiples of 64 elements; padding must hold zeros. With a group, every rank of it
                 must attach, and from then on call :meth:`step` together.

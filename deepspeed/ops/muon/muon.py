@@ -152,6 +152,8 @@ class Muon(KeepsStateDtypes):
     def attach_segments(self, *tables: FragmentTable) -> None:
         """Sets which tensors the parameters (1-D runs) hold. Call again after the runs have changed.
 
+        The name says segments, not fragments, because version 1.0.0 has it.
+
         Every rank of a table's group must call it with its own table; they need not do it at the same time.
 
         Args:
