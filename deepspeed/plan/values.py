@@ -15,13 +15,11 @@ This code runs for every operation, about 2,000 per layer, so it is written for 
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from deepspeed.errors import NotYetSupportedError
@@ -255,7 +253,7 @@ def arithmetic_of(
         result: Its result.
         device_type: The device type of the tensors that count.
     """
-    formula = _formula(func)
+    formula = product_formula(func)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
     return cost_of(func, args, kwargs, result, flops, device_type=device_type)
 
@@ -427,15 +425,4 @@ _ANSWERS: dict[Any, Any] = {
     aten.equal.default: _equal,
     aten._grouped_mm.default: _grouped_product,
     aten.record_stream.default: lambda _count, _args, _kwargs: None,
-}
-
-
-@functools.cache
-def _formula(func: Any) -> Any:
-    """Returns the formula of an operator's products; of the CPU attention kernel in backward that of another kernel."""
-    return product_formula(func) or flop_registry.get(_LIKE.get(func._overloadpacket))
-
-
-_LIKE = {
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+from deepspeed.profiling.flops_profiler.profile import product_formula
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler as ByLongPath
 from deepspeed.profiling.flops_profiler.profiler import readable, readable_time
 from tests.engine.support import WIDTH, engine_of, inputs, rank
@@ -243,3 +244,13 @@ def test_a_profile_that_cannot_be_written_ends_no_training(tmp_path):
     (tmp_path / "rank0.txt").mkdir()
     (totals, losses), (_, others) = run_ranks(_profile_a_step, 2, 0, str(tmp_path))
     assert totals is not None and len(losses) == len(others) == 6
+
+
+@pytest.mark.parametrize("kernel", ["efficient_attention", "flash_attention", "flash_attention_for_cpu"])
+def test_keys_with_fewer_heads_count_as_repeated_ones(kernel):
+    query, key = torch.empty(2, 4, 5, 8, device="meta"), torch.empty(2, 2, 7, 8, device="meta")
+    repeated, product = key.repeat_interleave(2, 1), 2 * 2 * 4 * 5 * 7 * 8
+    forward = product_formula(getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default)
+    backward = product_formula(getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward").default)
+    assert forward(query, key, key, out_val=query) == forward(query, repeated, repeated, out_val=query) == 2 * product
+    assert backward(query, query, key, key, out_val=query) == 5 * product

@@ -45,6 +45,7 @@ LAYERS = (
             "cluster",
             "release",
             "torch_private",
+            "attention_products",
             "uncompiled",
             "give_base",
         ),

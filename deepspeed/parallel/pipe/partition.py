@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from deepspeed.attention_products import OPERATIONS_OF_ATTENTION
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.partition import partition_balanced, partition_uniform
 from deepspeed.parallel.pipe.cut import LayerCost
@@ -231,7 +232,7 @@ def _counted(run: Callable[[Any], Any], value: Any, module: nn.Module | None) ->
             kept[_storage(tensor)] = tensor
         return tensor
 
-    with FlopCounterMode(display=False) as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with _operations() as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         outputs = run(value)
     if isinstance(outputs, tuple) and module is None and len(outputs) == 2 and isinstance(outputs[1], dict):
         outputs = outputs[0]  # a loss with metrics
@@ -240,7 +241,7 @@ def _counted(run: Callable[[Any], Any], value: Any, module: nn.Module | None) ->
         keep(tensor)
     wanted = [tensor for tensor in (*given, *trained) if tensor.requires_grad]
     roots = [tensor for tensor in made if tensor.requires_grad and tensor.grad_fn is not None]
-    with FlopCounterMode(display=False) as backward:
+    with _operations() as backward:
         if roots and wanted:
             torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
     held = sum(_nbytes(tensor) for tensor in kept.values())
@@ -250,6 +251,10 @@ def _counted(run: Callable[[Any], Any], value: Any, module: nn.Module | None) ->
     state = sum(_STATE_BYTES * p.numel() if p.requires_grad else _nbytes(p) for p in parameters)
     following = map_tensors(outputs, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
     return LayerCost(time, back, back / 2 if trained else 0.0, state, held), following
+
+
+def _operations() -> FlopCounterMode:
+    return FlopCounterMode(display=False, custom_mapping=OPERATIONS_OF_ATTENTION)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

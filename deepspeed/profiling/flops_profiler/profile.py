@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.attention_products import OPERATIONS_OF_ATTENTION
 
 
 @dataclass
@@ -214,8 +215,9 @@ _METADATA_QUERIES = {
 }
 
 
-def _attention_on_the_host(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+def _of_tensors(formula: Callable[..., int]) -> Callable[..., int]:
+    """Returns a formula of shapes as one of an attention operator's arguments."""
+    return lambda *args, **_kwargs: formula(*(each.shape for each in args if isinstance(each, torch.Tensor)))
 
 
 def _matrix_by_vector(matrix: Any, *_args: Any, **_kwargs: Any) -> int:
@@ -282,7 +284,7 @@ _RISE = 12  # place of the first feed-forward weight, behind the tokens and the 
 # Torch's table, and what it lacks.
 _PRODUCTS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_the_host,
+    **{operator: _of_tensors(formula) for operator, formula in OPERATIONS_OF_ATTENTION.items()},
     _aten.linear: lambda rows, weight, *_args, **_kwargs: 2 * int(rows.numel()) * int(weight.shape[0]),
     _aten.mv: _matrix_by_vector,
     _aten.dot: _matrix_by_vector,
