@@ -107,7 +107,7 @@ class Saver:
 
     @property
     def exchange(self) -> Exchange:
-        """The ranks' own channel for checkpoints, when no save in the background uses it: waits for such a save.
+        """The channel for the ranks' messages about checkpoints. Waits for a save in the background, which uses it.
 
         Made at the first use, when every rank must request it.
         """

@@ -90,7 +90,7 @@ def _count_ranks(start: int, stop: int, section: Elasticity) -> NDArray[numpy.in
 
 
 def _step(section: Elasticity) -> int:
-    """Returns the number whose multiples numbers of ranks must be."""
+    """Returns the number that must divide every number of ranks."""
     return section.num_gpus_per_node if section.version >= 0.2 else 1
 
 

@@ -136,7 +136,7 @@ class LossCounter:
         return counts
 
     def _divisor(self, counts: torch.Tensor) -> float:
-        """Returns the divisor of the mean gradient, whose losses :meth:`begin_sum` has divided already.
+        """Returns what the mean gradient is still divided by, after the division of losses by :meth:`begin_sum`.
 
         Args:
             counts: The count of every rank of the job: 1-D, fp64.

@@ -97,7 +97,7 @@ _looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 @functools.cache
 def watch_other_optimizers() -> None:
-    """Checks the first step of every torch optimizer in this process from now on.
+    """Installs a hook that checks the first step of every torch optimizer in this process.
 
     The hook is not removed with an engine: garbage is collected at any time, also while torch goes through its hooks.
     """

@@ -151,7 +151,7 @@ def current_step(rule: UpdateRule, state: dict[str, Any], *, advance: bool) -> f
 
 
 class UpdateRule(ABC):
-    """An elementwise update rule; a subclass states the attributes that differ.
+    """An elementwise update rule. Subclasses set the attributes below where theirs differ.
 
     Attributes:
         counts_steps: Whether the rule needs the number of steps taken.

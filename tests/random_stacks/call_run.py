@@ -358,4 +358,4 @@ READS = (
     "evaluate", "counters", "gathered", "get", "get_gradient", "move_states", "save", "save_and_return",
     "copy_optimizer_state", "save_weights", "export", "read_as_modifier", "stream_weights",
 )  # fmt: skip
-"""Calls that change nothing, at any micro-batch."""
+"""Calls that leave the training as it is, after any micro-batch."""

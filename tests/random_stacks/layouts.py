@@ -103,7 +103,7 @@ def _llama(dice: Random, config: Config, world: int) -> dict[str, Any]:
 
 
 def attempt(stack: Stack, folder: str, timeout: float) -> End:
-    """Returns how the stack of a seed ends."""
+    """Runs the stack of features that a seed draws, and returns its outcome."""
     return run_on_ranks(work, stack, folder, timeout)
 
 

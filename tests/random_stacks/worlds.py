@@ -95,7 +95,7 @@ def _write_difficulties(folder: str) -> None:
 
 
 def attempt(stack: Stack, folder: str, timeout: float) -> End:
-    """Returns how the stack of a seed ends."""
+    """Runs the stack of features that a seed draws, and returns its outcome."""
     losses: list[float] = []
     if stack.options["loader"] == "difficulty":
         _write_difficulties(folder)
@@ -152,7 +152,7 @@ def train_phase(stack: Stack, number: int, folder: str, before: list[float]) -> 
 
 
 def train_plainly(stack: Stack, folder: str) -> list[float]:
-    """Runs all phases as one on a single rank at stage 0."""
+    """Trains all phases in one run, on one rank at stage 0, for comparison."""
     config = stack.config_in(folder)
     config["zero_optimization"] = {"stage": 0}
     engine = _built(stack, config, 5)

@@ -66,7 +66,7 @@ class _ExchangeRound:
 
 
 class FragmentExchange:
-    """Gathers and returns the matrices of a fragment table.
+    """Gathers whole matrices from the ranks that hold their fragments, and returns fragments to these ranks.
 
     Each matrix of a stack has its own owner. The matrices of a stack that a rank owns are orthogonalized in one batch.
 
