@@ -215,7 +215,7 @@ def _spreads_experts(root: Root, model: nn.Module) -> bool:
     declared = Job.current().declared.defined()
     marked = [parameter for parameter in model.parameters() if getattr(parameter, "allreduce", True) is False]
     names = {str(getattr(parameter, "group_name", None)) for parameter in marked}
-    sizes = {getattr(module, "ep_size", None) for module in model.modules()}
+    sizes = (getattr(module, "ep_size", None) for module in model.modules())
     later = {group_name(size) for size in sizes if isinstance(size, int) and size > 1}  # initialize declares them
     return bool(names & later) or any(len(declared[name].ranks) > 1 for name in names & declared.keys())
 
