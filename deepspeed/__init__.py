@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.import_paths import children_of, install
 from deepspeed.lazy import lazy_names
 from deepspeed.logging import log_dist, logger
-from deepspeed.release import VERSION
+from deepspeed.release import BRANCH, COMMIT, RELEASE, VERSION
 
 if TYPE_CHECKING:
     from deepspeed.accelerator import get_accelerator as get_accelerator
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from deepspeed.precision.on_device import OnDevice as OnDevice
 
 version = __version__ = VERSION
-__version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("."))
-__git_hash__ = git_hash = "unknown"
-__git_branch__ = git_branch = "unknown"
+__version_major__, __version_minor__, __version_patch__ = (int(part) for part in RELEASE.split("."))
+__git_hash__ = git_hash = COMMIT
+__git_branch__ = git_branch = BRANCH
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 MUON_OPTIMIZER = "muon"

@@ -57,7 +57,7 @@ def on_config(config: Any) -> Any:
 def _version() -> str:
     """Returns the version of the package that the site describes."""
     text = (ROOT / "deepspeed" / "release.py").read_text(encoding="utf-8")
-    (version,) = re.findall(r'^VERSION = "([^"]+)"', text, flags=re.MULTILINE)
+    (version,) = re.findall(r'^RELEASE = "([^"]+)"', text, flags=re.MULTILINE)
     return version
 
 

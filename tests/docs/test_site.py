@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from deepspeed.release import VERSION
+from deepspeed.release import RELEASE
 from deepspeed.zero.placement import Placement
 from tests.project.graph import ROOT
 
@@ -50,7 +50,7 @@ def test_every_page_is_there(site):
 
 def test_the_head_of_the_site_names_the_version(site):
     head = (site / "index.html").read_text(encoding="utf-8")
-    assert f"<title>deepspeed {VERSION}</title>" in head
+    assert f"<title>deepspeed {RELEASE}</title>" in head
 
 
 def test_the_site_loads_no_scripts_and_fonts_from_elsewhere(site):

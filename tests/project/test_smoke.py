@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import deepspeed
 from tests.project.graph import ROOT
 
 SCRIPT = ROOT / "tests" / "project" / "smoke_train.py"
@@ -68,7 +69,7 @@ def test_all_stages_train_without_build_tools(launcher, ranks, environment, tmp_
 
 def test_report_command_without_build_tools(environment, tmp_path):
     shown = run([sys.executable, "-m", "deepspeed.cli.report"], environment, tmp_path)
-    assert "torch" in shown and "1.0.0" in shown
+    assert "torch" in shown and deepspeed.__version__ in shown
 
 
 def test_the_example_of_the_readme_runs(environment, tmp_path):

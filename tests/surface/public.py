@@ -1,8 +1,8 @@
 """The public surface of the package as lines of text, and what may change between two versions of it.
 
 ``python -m tests.surface.public`` writes the lines that are new since the last version to ``unreleased.txt``, beside
-this file. Once :data:`~deepspeed.release.VERSION` is a new one, it writes all lines to the file of that version, which
-is never written again.
+this file. ``python -m tests.surface.public --release`` writes all lines to the file of
+:data:`~deepspeed.release.RELEASE`, which is never written again.
 
 A line is one of::
 
@@ -30,7 +30,7 @@ from typing import Any
 
 import deepspeed
 from deepspeed.import_paths import MODULES, PATHS
-from deepspeed.release import VERSION
+from deepspeed.release import RELEASE
 from tests.project.graph import ROOT, nodes_of
 
 HERE = Path(__file__).parent
@@ -239,6 +239,15 @@ def declared() -> list[str]:
     return re.findall(r"^- `([^`]+)`", section, re.MULTILINE)
 
 
+def is_released() -> bool:
+    """Returns whether ``CHANGELOG.md`` dates the version in hand."""
+    heading = CHANGES.read_text(encoding="utf-8").split("\n## ")[1].partition("\n")[0]
+    if heading == f"{RELEASE} (not released)":
+        return False
+    assert re.fullmatch(re.escape(RELEASE) + r" \(\d{4}-\d\d-\d\d\)", heading), f"{CHANGES.name}: ## {heading}"
+    return True
+
+
 def path_of(line: str) -> str:
     """Returns the dotted path of a name, alias or key, or a command and its option, without its signature or value."""
     return _name_of(line).partition(" ")[2]
@@ -303,10 +312,13 @@ def _parameters(line: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    present, target = lines(), file_of(VERSION)
-    if target.exists():
-        target, present = NEW, new_lines(present)
-    else:
+    present, target = lines(), NEW
+    if sys.argv[1:] == ["--release"]:
+        target = file_of(RELEASE)
+        if target.exists():
+            sys.exit(f"{target.name}: the file of a version is written once; raise RELEASE in deepspeed/release.py")
         NEW.write_text("", encoding="utf-8")
+    else:
+        present = new_lines(present)
     target.write_text("".join(f"{line}\n" for line in present), encoding="utf-8")
     sys.stdout.write(f"{target.name}: {len(present)} lines\n")
