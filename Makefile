@@ -27,7 +27,7 @@ RANKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.accelerator.is
 RAY_VENV := .venv-ray
 
 .PHONY: help quickstart generate test default-tests test-all test-older-transformers test-ray lint style types check-tree \
-  docs docs-check install clean
+  docs docs-check wheel release-check install clean
 
 help:
 	@echo "make quickstart   train a small language model with ZeRO stage 3 on this machine"
@@ -39,6 +39,8 @@ help:
 	@echo "make check-tree   imports between layers, and what may lie in the tree"
 	@echo "make docs         the documentation as a site in site/ (SERVE=1 shows it while you write)"
 	@echo "make docs-check   documents against the code they describe"
+	@echo "make wheel        a wheel and a source distribution in dist/, the same bytes from the same commit"
+	@echo "make release-check  both installed into clean environments and used there (some minutes)"
 	@echo "make install      the development environment in $(VENV)"
 
 quickstart: $(VENV)/.for-quickstart
@@ -86,6 +88,16 @@ docs: $(VENV)/.for-docs
 docs-check: $(VENV)/.for-tests
 	$(TEST_ENV) $(BIN)/python -m pytest -m docs
 
+# hatchling sets owners, modes and order of files; all times are that of the commit.
+wheel: $(VENV)/.for-wheel
+	@rm -rf dist
+	$(STEP) "building dist/" env SOURCE_DATE_EPOCH=$(shell git log -1 --format=%ct 2>/dev/null || echo 1577836800) \
+	  $(BIN)/python -m hatchling build -t sdist -t wheel -d dist
+	@ls dist
+
+release-check: wheel
+	@$(BIN)/python .ci/release_check.py
+
 install: $(VENV)/.for-tests
 
 # The stamps are written last, so an interrupted installation is repeated; a change of versions repeats it too.
@@ -99,6 +111,10 @@ $(VENV)/.for-docs: pyproject.toml constraints.txt $(VENV)/.created
 
 $(VENV)/.for-quickstart: pyproject.toml constraints.txt $(VENV)/.created
 	$(STEP) "installing what the quickstart needs into $(VENV)" $(PIP) install -c constraints.txt -e ".[plots]"
+	@touch $@
+
+$(VENV)/.for-wheel: constraints.txt $(VENV)/.created
+	$(STEP) "installing hatchling into $(VENV)" $(PIP) install -c constraints.txt hatchling
 	@touch $@
 
 # Finds everything in the first environment except what is installed again here: transformers and what it needs changed.

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-import deepspeed
+from deepspeed.release import COMMIT_FILE, RELEASE, _commit_and_branch
 from tests.project.graph import PACKAGE, ROOT
 
 if sys.version_info >= (3, 11):
@@ -80,7 +80,7 @@ def test_nothing_needs_a_compiler():
 def wheel(tmp_path_factory):
     """Built from a copy, so that no build folder appears in the checkout."""
     copy = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "hatch_build.py"):
         shutil.copy(ROOT / name, copy)
     shutil.copytree(PACKAGE, copy / "deepspeed", ignore=shutil.ignore_patterns("__pycache__"))
     target = tmp_path_factory.mktemp("wheels")
@@ -89,15 +89,40 @@ def wheel(tmp_path_factory):
     return built
 
 
+def test_the_version_names_the_commit_of_a_checkout_and_of_a_wheel(tmp_path):
+    package = tmp_path / "deepspeed"
+    package.mkdir()
+    assert _commit_and_branch(package) == ("unknown", "unknown")
+
+    def git(*arguments: str, folder: Path = tmp_path) -> str:
+        author = ("-c", "user.name=a", "-c", "user.email=a@b")
+        done = subprocess.run(["git", *author, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    git("init", "-q", "-b", "main")
+    assert _commit_and_branch(package)[0] == "unknown", "no commit yet"
+    git("commit", "-q", "--allow-empty", "-m", "one")
+    commit = git("rev-parse", "HEAD")
+    assert _commit_and_branch(package) == (commit, "main")
+    git("pack-refs", "--all")
+    assert _commit_and_branch(package) == (commit, "main")
+    git("worktree", "add", "-q", "-b", "other/branch", "second")
+    assert _commit_and_branch(tmp_path / "second" / "deepspeed") == (commit, "other/branch")
+    git("checkout", "-q", "--detach")
+    assert _commit_and_branch(package) == (commit, "unknown")
+    (package / COMMIT_FILE).write_text("0123456789abcdef\n")
+    assert _commit_and_branch(package) == ("0123456789abcdef", "unknown")
+
+
 @pytest.mark.slow
 def test_the_wheel_is_pure_python(wheel):
-    assert wheel.name == f"deepspeed-{deepspeed.__version__}-py3-none-any.whl"
+    assert wheel.name == f"deepspeed-{RELEASE}-py3-none-any.whl", "a copy without .git has no commit"
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = Parser().parsestr(archive.read(_only(names, "METADATA")).decode())
         entry_points = archive.read(_only(names, "entry_points.txt")).decode()
-    assert (metadata["Name"], metadata["Version"]) == ("deepspeed", "1.0.0")
-    assert {name.split("/")[0] for name in names} == {"deepspeed", "deepspeed-1.0.0.dist-info"}
+    assert (metadata["Name"], metadata["Version"]) == ("deepspeed", RELEASE)
+    assert {name.split("/")[0] for name in names} == {"deepspeed", f"deepspeed-{RELEASE}.dist-info"}
     assert not [name for name in names if Path(name).suffix in SOURCES_TO_COMPILE]
     packed = {name for name in names if name.startswith("deepspeed/") and name.endswith(".py")}
     assert packed == {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
@@ -120,7 +145,7 @@ def test_the_wheel_installs_without_an_index(wheel, tmp_path):
     isolated["PIP_CONFIG_FILE"] = os.devnull
     _run([str(python), "-m", "pip", "install", "-q", "--no-index", "--find-links", str(folder), "deepspeed"], isolated)
     shown = _run([str(python), "-c", "import deepspeed; print(deepspeed.__version__, deepspeed.__file__)"], isolated)
-    assert shown.startswith("1.0.0 " + str(environment))
+    assert shown.startswith(f"{RELEASE} {environment}")
     for command in COMMANDS:
         assert (environment / "bin" / command).exists(), command
     assert "usage" in _run([str(environment / "bin" / "deepspeed"), "--help"], isolated).lower()
