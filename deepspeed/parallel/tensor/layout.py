@@ -238,9 +238,9 @@ class _Builder:
             width = extent // query
         whole, of_keys = query * width, keys * width
         packed = whole + 2 * of_keys
+        is_packed = width and extent == packed and not self._has_keys_apart(name, of_keys)
         if (
-            width
-            and extent == packed
+            is_packed
             and (len(rule.parts) > 1 or rule.parts == (3,) or not self._is_interleaved(name, rule))
         ):
             runs = (
@@ -249,7 +249,7 @@ class _Builder:
                 UnitRun(whole + of_keys, keys, width, UnitAssignment.AS_KEYS),
             )
             return self._of_runs(found, runs)
-        if width and extent == packed and keys < query:  # by groups: the queries of a key/value head, key, value
+        if is_packed and keys < query:  # by groups: the queries of a key/value head, key, value
             if keys < self.size:
                 raise self._packs_too_few(name, query, keys)
             return self._of_heads(found, UnitAssignment.AS_KEYS, packed // keys, keys)
@@ -258,6 +258,19 @@ class _Builder:
         if extent % query == 0:
             return self._of_heads(found, UnitAssignment.AS_QUERIES, extent // query)
         return None
+
+    def _has_keys_apart(self, name: str, of_keys: int) -> bool:
+        """Returns whether keys and values come from other layers of the same attention module.
+
+        Then a layer as wide as query, key and value together has query and gate of each head (Qwen3-Next).
+        """
+        above = name.rpartition(".")[0]
+        columns = [
+            self._weight_of(other, rule)
+            for other, rule in self.rules.items()
+            if other in self.modules and other.rpartition(".")[0] == above and rule.way in _COLUMNS
+        ]
+        return sum(weight.shape[dim] == of_keys for weight, dim in columns) >= 2
 
     def _is_interleaved(self, name: str, rule: CutRule) -> bool:
         if rule.is_interleaved:

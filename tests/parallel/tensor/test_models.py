@@ -51,6 +51,14 @@ LATENT = {
     "first_k_dense_replace": 1,
     **EXPERTS,
 }
+LINEAR = {
+    **LLAMA,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["full_attention", "linear_attention"],
+}
 BY_PLAN = {
     "llama": LLAMA,
     "qwen3": LLAMA,
@@ -58,6 +66,8 @@ BY_PLAN = {
     "gpt_neox": BERT,
     "qwen3_moe": {**LLAMA, "num_experts": 4, **EXPERTS},
     "deepseek_v3": LATENT,
+    # queries with a gate per head, as wide as packed queries, keys and values
+    "qwen3_next": {**LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 24, **EXPERTS},
     # its plan forgets the norms of queries and keys
     "qwen3_vl_moe_text": {
         **LLAMA, "num_experts": 4, **EXPERTS,
@@ -75,6 +85,8 @@ MORE = {
     **dict.fromkeys(("mistral", "qwen2", "gemma", "gemma2", "gemma3_text", "cohere", "olmo2", "starcoder2"), LLAMA),
     **dict.fromkeys(("granite", "glm", "glm4", "helium", "smollm3", "phi", "nemotron", "stablelm"), LLAMA),
     "mixtral": {**LLAMA, "num_local_experts": 4, "intermediate_size": 48},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": {**LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 24, **EXPERTS},
     "qwen2_moe": {**LLAMA, "num_experts": 4, "shared_expert_intermediate_size": 24, **EXPERTS},
     "deepseek_v2": {**LATENT, "q_lora_rank": None},
     "gptj": {**GPT2, "rotary_dim": 4},

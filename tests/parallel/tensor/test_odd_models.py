@@ -35,6 +35,8 @@ MIXED = {**GROUPED, "intermediate_size": 48}
 SIDES = {f"{side}_attention_heads": 5 for side in ("encoder", "decoder")}
 LATENT_SIX = {**LATENT, "hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 6}
 
+GATED = {**GROUPED, "num_key_value_heads": 3, "layer_types": ["full_attention", "full_attention"]}
+
 AWKWARD = {
     "llama, grouped, tied": ("llama", GROUPED),
     "qwen3, one key/value head": ("qwen3", ONE_KEY),
@@ -42,6 +44,7 @@ AWKWARD = {
     "falcon, packed by groups": ("falcon", {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}),
     "falcon, ALiBi": ("falcon", {**FALCON, "multi_query": False, "alibi": True, "bias": True}),
     "gpt_oss: a number for every head": ("gpt_oss", {**GROUPED, "num_local_experts": 4, "intermediate_size": 32}),
+    "qwen3_5: queries with a gate per head": ("qwen3_5_text", GATED),
     "ctrl: the embedding is scaled in place": ("ctrl", {"n_embd": 30, "n_head": 5, "n_layer": 2, "dff": 37}),
     "mpt": ("mpt", {"d_model": 30, "n_heads": 5, "n_layers": 2, "max_seq_len": 64, "expansion_ratio": 2}),
 }
