@@ -6,6 +6,8 @@ router chose for them, and the weights of these.
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,7 +50,7 @@ def experts_by_shapes(model: nn.Module) -> Iterator[None]:
     The library's default, ``grouped_mm``, refuses tensors without values unless they are bf16.
     """
     get, set_to = (getattr(model, f"{verb}_experts_implementation", None) for verb in ("get", "set"))
-    if get is None or set_to is None or not any(stacked_weights(module) for module in model.modules()):
+    if get is None or set_to is None or not any(map(stacked_weights, model.modules())):
         yield
         return
     before = get()
@@ -59,21 +61,28 @@ def experts_by_shapes(model: nn.Module) -> Iterator[None]:
         set_to(before)
 
 
-def stacked_weights(module: nn.Module) -> list[nn.Parameter]:
+def stacked_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters of a module that have the names of stacked weights, whatever their shapes."""
-    own = module._parameters
-    found = [own.get(name) for name in ("gate_up_proj", "up_proj", "down_proj")]
-    return [weight for weight in found if weight is not None]
+    found = {name: module._parameters.get(name) for name in ("gate_up_proj", "up_proj", "down_proj")}
+    return {name: weight for name, weight in found.items() if weight is not None}
 
 
-def lacks(module: nn.Module) -> str | None:
-    """Returns what a module with stacked experts lacks to be supported, in words; None: nothing."""
-    own = module._parameters
-    if own.get("down_proj") is None or (own.get("gate_up_proj") is None and own.get("up_proj") is None):
+def takes_routes(module: nn.Module) -> bool:
+    """Returns whether a router decides what a module's experts get; shared experts get every token (Inkling)."""
+    inputs = inspect.signature(module.forward).parameters.values()
+    return takes_all(module) or len(inputs) >= 3 or any(one.kind is one.VAR_POSITIONAL for one in inputs)
+
+
+def lacks(module: nn.Module, rows: Mapping[str, int]) -> str | None:
+    """Returns what a module with stacked experts lacks to be supported, in words; None: nothing.
+
+    Args:
+        module: The module, as the library builds it.
+        rows: The lengths of its stacked weights by name, of all ranks together.
+    """
+    if "down_proj" not in rows or not {"gate_up_proj", "up_proj"} & rows.keys():
         return "the stacked weights gate_up_proj (or up_proj) and down_proj"
-    if not isinstance(getattr(module, "num_experts", None), int):
-        return "an integer num_experts"
-    if not takes_all(module) and not all(hasattr(module, name) for name in ("is_transposed", "_apply_gate")):
+    if _share_beyond(module, rows) is None:
         return (
             "transformers.integrations.use_experts_implementation on its class, which declares how its weights are "
             "laid out and what happens between the two products"
@@ -81,9 +90,52 @@ def lacks(module: nn.Module) -> str | None:
     return None
 
 
+def returns_tokens(module: nn.Module, rows: Mapping[str, int]) -> bool:
+    """Returns whether a route beyond the experts gives its token back (the zero experts of LongCat-Flash), or nothing.
+
+    Args:
+        module: See :func:`lacks`.
+        rows: See :func:`lacks`.
+    """
+    return _share_beyond(module, rows) == 1.0
+
+
 def takes_all(module: nn.Module) -> bool:
     """Returns whether every expert of a module gets every token, without the choice of a router (Llama 4)."""
     return type(module).__name__ in _TAKE_ALL
+
+
+def _share_beyond(module: nn.Module, rows: Mapping[str, int]) -> float | None:
+    """Returns what a route beyond the experts gives: 0 or 1 times its token; None where it is not known.
+
+    A class that does not declare how it computes is run with small weights. None, too, where the results are not those
+    of a gate and an up projection one after the other, in weights ``[E, out, in]``.
+    """
+    is_declared = all(hasattr(module, name) for name in ("is_transposed", "_apply_gate"))
+    if takes_all(module) or (is_declared and len(set(rows.values())) == 1):
+        return 0.0
+    if "gate_up_proj" not in rows:
+        return None
+    width, inner, total, experts = 3, 2, rows["gate_up_proj"], rows["down_proj"]
+    draws = torch.Generator().manual_seed(0)
+    up, down, x = (
+        torch.randn(shape, generator=draws, device="cpu", dtype=torch.float32)
+        for shape in ((total, 2 * inner, width), (experts, width, inner), (total, width))
+    )
+    small: Any = copy.copy(module)
+    small._parameters = {**module._parameters, "gate_up_proj": up, "down_proj": down}
+    index = torch.arange(total, device="cpu")[:, None].repeat(1, 2)
+    weights = torch.tensor([[0.25, 0.75]], device="cpu").repeat(total, 1)
+    try:
+        with torch.no_grad():
+            found = inspect.unwrap(type(module).forward)(small, x, index, weights)
+            between = torch.einsum("eoi,ei->eo", up[:experts], x[:experts])
+            expected = torch.einsum("eoi,ei->eo", down, _between(small, has_gate=True)(between))
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):  # the module computes something else
+        return None
+    shares = (0.0, 1.0) if total > experts else (0.0,)
+    wanted = ((share, torch.cat([expected, share * x[experts:]])) for share in shares)
+    return next((share for share, value in wanted if torch.allclose(found, value, atol=1e-5)), None)
 
 
 def routes_in(index: Any, weights: Any, more: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +161,7 @@ def parts_of(module: Any) -> ExpertParts:
         up_bias=getattr(module, f"{first}_bias", None),
         down=module.down_proj,
         down_bias=getattr(module, "down_proj_bias", None),
-        is_transposed=bool(getattr(module, "is_transposed", True)),
+        is_transposed=bool(getattr(module, "is_transposed", takes_all(module))),
         between=_between(module, has_gate),
         after=module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None,
     )

@@ -144,9 +144,10 @@ def test_the_library_still_has_what_zero_init_wraps():
 def test_stacked_experts():
     from deepspeed.models.stacked_experts import lacks, parts_of, routes_in, stacked_weights, takes_all
 
+    rows = {"gate_up_proj": 4, "down_proj": 4}
     experts = family("mixtral").model.layers[0].mlp.experts
-    assert [weight.dim() for weight in stacked_weights(experts)] == [3, 3]
-    assert lacks(experts) is None and not takes_all(experts) and lacks(nn.Linear(1, 1)) is not None
+    assert [weight.dim() for weight in stacked_weights(experts).values()] == [3, 3]
+    assert lacks(experts, rows) is None and not takes_all(experts) and lacks(nn.Linear(1, 1), {}) is not None
     parts = parts_of(experts)
     assert parts.up is experts.gate_up_proj and parts.down is experts.down_proj and parts.after is None
     assert parts.up_bias is None and not parts.is_transposed
@@ -157,6 +158,39 @@ def test_stacked_experts():
     first, second = torch.zeros(1), torch.ones(1)
     assert routes_in(first, second, {}) == (first, second)
     assert routes_in(None, None, {"router_indices": first, "routing_weights": second}) == (first, second)
+
+
+class _UndeclaredExperts(nn.Module):
+    """Routed experts of a class that does not declare how it computes; routes beyond them give ``beyond`` tokens."""
+
+    def __init__(self, is_swapped: bool = False, beyond: float = 0.0) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.zeros(6, 8, 5)), nn.Parameter(torch.zeros(4, 5, 4))
+        self.act_fn, self.is_swapped, self.beyond = nn.SiLU(), is_swapped, beyond
+
+    def forward(self, tokens, chosen, weights):
+        made = []
+        for token, experts, shares in zip(tokens, chosen, weights, strict=True):
+            for expert, share in zip(experts.tolist(), shares, strict=True):
+                if expert >= len(self.down_proj):
+                    made.append(share * self.beyond * token)
+                    continue
+                gate, up = (self.gate_up_proj[expert] @ token).chunk(2)
+                gate, up = (up, gate) if self.is_swapped else (gate, up)
+                made.append(share * self.down_proj[expert] @ (self.act_fn(gate) * up))
+        return torch.stack(made).view(len(tokens), -1, tokens.shape[1]).sum(1)
+
+
+def test_undeclared_experts_are_run_to_see_what_they_compute():
+    from deepspeed.models.stacked_experts import lacks, returns_tokens
+
+    rows = {"gate_up_proj": 6, "down_proj": 4}
+    for beyond, wanted in ((0.0, False), (1.0, True)):
+        experts = _UndeclaredExperts(beyond=beyond)
+        assert lacks(experts, rows) is None and returns_tokens(experts, rows) is wanted
+    for other in (_UndeclaredExperts(is_swapped=True), _UndeclaredExperts(beyond=0.5)):
+        assert "use_experts_implementation" in lacks(other, rows) and not returns_tokens(other, rows)
+    assert lacks(_UndeclaredExperts(), {"up_proj": 4, "down_proj": 4}) is not None
 
 
 def test_sizes_that_differ_from_layer_to_layer_are_none():

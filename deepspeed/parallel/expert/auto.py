@@ -23,8 +23,8 @@ from deepspeed.config.sections.expert_parallel import ExpertParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.models.configurations import model_type_of
-from deepspeed.models.stacked_experts import lacks, takes_all
-from deepspeed.parallel.expert.spread import Spread, is_stack, spread, spread_of
+from deepspeed.models.stacked_experts import lacks
+from deepspeed.parallel.expert.spread import Spread, is_stack, rows_in, spread, spread_of, stack_rows
 from deepspeed.parallel.stages import is_stage, raise_for_all_stages
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.address import address_of, full_shape
@@ -37,7 +37,7 @@ _PRESETS = {
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text"),
     "deepseek_v2": ("deepseek_v2",),
     "deepseek_v3": ("deepseek_v3",),
-    "minimax_m3": ("minimax_m3", "minimax_m3_vl"),
+    "minimax_m3": ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text"),
 }
 """The Transformers model types that each preset of upstream stands for."""
 
@@ -118,13 +118,21 @@ def _found_by_stages(model: nn.Module, section: ExpertParallel, device: torch.de
 
 
 def _check_module(name: str, module: nn.Module, section: ExpertParallel) -> None:
-    if (missing := lacks(module)) is not None:
+    known = spread_of(module)
+    if known is None and (missing := lacks(module, stack_rows(module))) is not None:
         raise DeepSpeedConfigError(
             f"expert_parallel: the experts {name!r} ({type(module).__name__}) lack {missing}; "
             "leave the section out, or build such layers with deepspeed.moe.layer.MoE"
         )
-    _check_numbers(name, module, section)
-    known = spread_of(module)
+    rows = stack_rows(module) if known is None else known.rows
+    experts = rows["down_proj"]
+    for stack, length in rows.items():
+        if length % section.autoep_size:
+            what = f"{experts} experts" if length == experts else f"{length} rows of {stack}, beside {experts} experts,"
+            raise DeepSpeedConfigError(
+                f"expert_parallel.autoep_size {section.autoep_size}: the {what} of {name!r} cannot be divided evenly; "
+                f"choose a divisor of {length}"
+            )
     if known is not None and known.ep_size != section.autoep_size:
         raise DeepSpeedConfigError(
             f"expert_parallel.autoep_size {section.autoep_size}: the experts {name!r} are spread over {known.ep_size} "
@@ -196,15 +204,6 @@ def _check_preset(model: nn.Module, section: ExpertParallel) -> None:
         )
 
 
-def _check_numbers(name: str, module: nn.Module, section: ExpertParallel) -> None:
-    experts = int(module.num_experts)  # type: ignore[arg-type]
-    if experts % section.autoep_size:
-        raise DeepSpeedConfigError(
-            f"expert_parallel.autoep_size {section.autoep_size}: the {experts} experts of {name!r} cannot be divided "
-            f"evenly; choose a divisor of {experts}"
-        )
-
-
 # -- cutting -----------------------------------------------------------------------------------------------------------
 
 
@@ -233,17 +232,13 @@ class _ExpertAssignment:
         self._firsts = [ranks[0] for ranks in declared.same if ranks[0] in everyone]
         self._place_of = {ranks[0]: place for place, ranks in enumerate(_within(declared.same, everyone))}
 
-    def mine(self, experts: int) -> slice:
-        """Returns the range of ``experts`` that this rank keeps."""
-        return self._of(experts, self.place)
+    def mine(self, state: Spread, rows: int) -> list[tuple[int, int]]:
+        """Returns the intervals of a stack of ``rows`` that this rank keeps."""
+        return state.intervals(rows, self.place)
 
-    def _of(self, experts: int, place: int) -> slice:
-        local = experts // self.ep_size
-        return slice(place * local, (place + 1) * local)
-
-    def out(self, weight: torch.Tensor) -> torch.Tensor:
+    def out(self, weight: torch.Tensor, state: Spread) -> torch.Tensor:
         """Returns this rank's part of a stacked weight, with the first rank's values. Every rank must call it."""
-        kept = weight[self.mine(len(weight))].clone()
+        kept = rows_in(weight, self.mine(state, len(weight)))
         # A rank that joins a running job meets ranks whose experts are already spread; its values come from replicas.
         if self._peers.size == 1 or Job.current().awaits_copies:
             return kept
@@ -253,8 +248,9 @@ class _ExpertAssignment:
         for rank in self._firsts:
             if rank == everyone[0]:
                 continue
-            values = weight[self._of(len(weight), self._place_of[rank])].to(self._device) if me == everyone[0] else None
-            tensor = values if me == everyone[0] else arrived if me == rank else None
+            tensor = arrived if me == rank else None
+            if me == everyone[0]:
+                tensor = rows_in(weight, state.intervals(len(weight), self._place_of[rank])).to(self._device)
             transfers.append(TensorTransfer(0, everyone.index(rank), None if tensor is None else tensor.contiguous()))
         self._peers.move(transfers, label="the experts of the first rank")
         if me in self._firsts and me != everyone[0]:
@@ -268,45 +264,46 @@ def _within(same: Sequence[Sequence[int]], everyone: Sequence[int]) -> list[Sequ
 
 def _cut(name: str, module: nn.Module, assignment: _ExpertAssignment) -> ReplacedParameters:
     """Removes other ranks' experts from a module, and makes it send tokens to the ranks that have them."""
-    experts = int(module.num_experts)  # type: ignore[arg-type]
+    state = Spread.of(module, assignment.ep_size)
     exchanged: ReplacedParameters = {}
     if assignment.ep_size > 1:
-        for own, parameter in list(module._parameters.items()):
-            if parameter is None or not full_shape(parameter) or full_shape(parameter)[0] != experts:
-                continue
+        for own in state.rows:
+            parameter = module._parameters[own]
+            assert parameter is not None
             if has_part(parameter):
                 raise DeepSpeedConfigError(
                     f"expert_parallel: the parameter {name}.{own} is cut over tensor-parallel ranks already; leave "
                     "experts out of the tensor_parallel section, or the expert_parallel section"
                 )
-            part = _cut_parameter(module, own, parameter, assignment)
+            part = _cut_parameter(module, own, state, assignment)
             if part is not parameter:
                 exchanged[id(parameter)] = part
             part.allreduce = False  # type: ignore[attr-defined]
             part.group_name = group_name(assignment.ep_size)  # type: ignore[attr-defined]
-    spread(module, Spread(experts, assignment.ep_size, takes_all(module)))
+    spread(module, state)
     _mark_parts(name, module, assignment)
     return exchanged
 
 
 def _mark_parts(name: str, module: nn.Module, assignment: _ExpertAssignment) -> None:
     """Marks each stack of a spread module with the experts that this rank has."""
-    experts = _state(module).num_experts
-    mine = assignment.mine(experts)
-    for own, parameter in module._parameters.items():
+    state = _state(module)
+    for own, rows in state.rows.items():
+        parameter = module._parameters[own]
         if parameter is not None and getattr(parameter, "group_name", None) == group_name(assignment.ep_size):
-            shape = (experts, *full_shape(parameter)[1:])
-            part = TilePart.cut(f"{name}.{own}" if name else own, shape, 0, [(mine.start, mine.stop)])
+            shape = (rows, *full_shape(parameter)[1:])
+            part = TilePart.cut(f"{name}.{own}" if name else own, shape, 0, assignment.mine(state, rows))
             say_part(parameter, part)
 
 
 @torch.no_grad()
-def _cut_parameter(module: nn.Module, own: str, parameter: nn.Parameter, assignment: _ExpertAssignment) -> nn.Parameter:
+def _cut_parameter(module: nn.Module, own: str, state: Spread, assignment: _ExpertAssignment) -> nn.Parameter:
+    parameter: nn.Parameter = module._parameters[own]  # type: ignore[assignment]
     if address_of(parameter) is None:
-        parameter.data = assignment.out(parameter.data)
+        parameter.data = assignment.out(parameter.data, state)
         return parameter
     with GatheredParameters([parameter]):  # all ranks have the same values
-        kept = parameter.detach()[assignment.mine(len(parameter))].clone()
+        kept = rows_in(parameter.detach(), assignment.mine(state, len(parameter)))
     made = nn.Parameter(kept, requires_grad=parameter.requires_grad)
     module._parameters[own] = made
     return made

@@ -27,7 +27,7 @@ from deepspeed.models.building import build_without_values, read_configuration
 from deepspeed.models.layers import initializer_of, mark_initialized
 from deepspeed.models.stored import StoredTensors
 from deepspeed.parallel.expert.auto import spread_experts
-from deepspeed.parallel.expert.spread import spread_of
+from deepspeed.parallel.expert.spread import Spread, rows_in, spread_of
 from deepspeed.zero.construction.init import Init
 
 
@@ -166,8 +166,8 @@ class _ModelFiller:
         is_cut = False
         for pattern, sources in target.sources.items():
             chosen = sources
-            if mine is not None and len(sources) == mine.total:
-                chosen, is_cut = sources[mine.first : mine.stop], True
+            if mine is not None and mine.cuts(len(sources)):
+                chosen, is_cut = [sources[row] for low, high in mine.of(len(sources)) for row in range(low, high)], True
             for path, key in chosen:
                 part, cut_here = self._read(path, key, None if is_cut or len(sources) > 1 else mine)
                 is_cut = is_cut or cut_here
@@ -181,19 +181,20 @@ class _ModelFiller:
             self._opened[path] = safe_open(path, framework="pt")
         return self._opened[path]
 
-    def _read(self, path: Path, key: str, mine: _ExpertRange | None) -> tuple[torch.Tensor, bool]:
+    def _read(self, path: Path, key: str, mine: _OwnRows | None) -> tuple[torch.Tensor, bool]:
         """Returns a tensor of a file, and whether it was reduced to this rank's experts."""
         found = self._open(path).get_slice(key)
         shape = found.get_shape()
-        if mine is not None and len(shape) > 1 and shape[0] == mine.total:
-            return read_rows(found, slice(mine.first, mine.stop)), True
+        if mine is not None and len(shape) > 1 and mine.cuts(shape[0]):
+            parts = [read_rows(found, slice(*interval)) for interval in mine.of(shape[0])]
+            return torch.cat(parts) if len(parts) > 1 else parts[0], True
         return read_rows(found, slice(None)), False
 
     @torch.no_grad()
-    def _put(self, name: str, value: torch.Tensor, mine: _ExpertRange | None) -> None:
+    def _put(self, name: str, value: torch.Tensor, mine: _OwnRows | None) -> None:
         shape, old_dtype = self._empty[name]
-        if mine is not None and value.dim() and len(value) == mine.total != shape[0]:
-            value = value[mine.first : mine.stop].clone()  # the file's layout did not allow reading less
+        if mine is not None and value.dim() and mine.cuts(len(value)) and len(value) != shape[0]:
+            value = rows_in(value, mine.of(len(value)))  # the file's layout did not allow reading less
         if tuple(value.shape) != shape:
             raise CheckpointError(
                 f"expert loading: {name!r} has shape {list(value.shape)} in the files of {self._files[0].parent}, and "
@@ -223,21 +224,26 @@ class _ModelFiller:
 
 
 @dataclass(frozen=True)
-class _ExpertRange:
-    """This rank's experts ``[first, stop)`` of ``total``."""
+class _OwnRows:
+    """The rows of a module's stacks that this rank keeps."""
 
-    first: int
-    stop: int
-    total: int
+    state: Spread
+    place: int
+
+    def cuts(self, rows: int) -> bool:
+        """Returns whether a stack has this many rows on all ranks together."""
+        return rows in self.state.rows.values()
+
+    def of(self, rows: int) -> list[tuple[int, int]]:
+        """Returns the intervals of a stack of ``rows``."""
+        return self.state.intervals(rows, self.place)
 
 
-def _experts_of(module: nn.Module) -> _ExpertRange | None:
+def _experts_of(module: nn.Module) -> _OwnRows | None:
     state = spread_of(module)
     if state is None or state.ep_size == 1:
         return None
-    local = state.num_experts // state.ep_size
-    place = Job.current().experts.ranks_of(state.ep_size)[0].index(rank_in())
-    return _ExpertRange(place * local, (place + 1) * local, state.num_experts)
+    return _OwnRows(state, Job.current().experts.ranks_of(state.ep_size)[0].index(rank_in()))
 
 
 def read_rows(found: Any, rows: slice) -> torch.Tensor:

@@ -13,8 +13,8 @@ capability 9 and newer the products of all experts are one ``grouped_mm``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,14 @@ from deepspeed.axes import EXPERT
 from deepspeed.comm.job.job import Job
 from deepspeed.engine_feature import mark
 from deepspeed.give_base import give_base
-from deepspeed.models.stacked_experts import parts_of, routes_in, stacked_weights
+from deepspeed.models.stacked_experts import (
+    parts_of,
+    returns_tokens,
+    routes_in,
+    stacked_weights,
+    takes_all,
+    takes_routes,
+)
 from deepspeed.parallel.expert.dispatch import RoutePlan, RoutingMetrics, dispatch, plan_routes
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.address import full_shape
@@ -41,6 +48,8 @@ class Spread:
         num_experts: Number of experts of all ranks together.
         ep_size: Ranks that share them.
         takes_all: The module gets every token for every expert, ``[E * S, M]``, with zeros where the router chose none.
+        returns_tokens: A route beyond the experts gives its token back; otherwise it gives nothing.
+        rows: By name: the length of each stack on all ranks together.
         grouped: Use grouped products where they are faster.
         is_coded: Tokens are sent to experts in 8 bits.
         balance: Where the routes of the last forward went; None before the first.
@@ -49,9 +58,37 @@ class Spread:
     num_experts: int
     ep_size: int
     takes_all: bool
+    returns_tokens: bool = False
+    rows: Mapping[str, int] = field(default_factory=dict)
     grouped: bool = True
     is_coded: bool = False
     balance: RoutingMetrics | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, ep_size: int) -> Spread:
+        """Returns the description of a whole module whose experts ``ep_size`` ranks will share."""
+        stacks = stack_rows(module)
+        experts = stacks["down_proj"]
+        lengths = {name: full_shape(p)[:1] for name, p in module._parameters.items() if p is not None}
+        cut = [name for name, length in lengths.items() if name in stacks or length == (experts,)]
+        return cls(
+            experts,
+            ep_size,
+            takes_all(module),
+            returns_tokens=returns_tokens(module, stacks),
+            rows={name: stacks.get(name, experts) for name in cut},
+        )
+
+    def intervals(self, rows: int, place: int) -> list[tuple[int, int]]:
+        """Returns the rows of a stack that a rank keeps: those of its experts, and a part of those without expert.
+
+        Args:
+            rows: The length of the stack on all ranks together.
+            place: The rank's place among those that share the experts.
+        """
+        bounds = ((0, self.num_experts), (self.num_experts, rows))
+        found = [(low, (high - low) // self.ep_size) for low, high in bounds if low < high]
+        return [(low + place * each, low + (place + 1) * each) for low, each in found]
 
 
 def spread_of(module: nn.Module) -> Spread | None:
@@ -67,9 +104,19 @@ def spread(module: nn.Module, state: Spread) -> None:
     give_base(module, _TakesAll if state.takes_all else _TakesChosen)
 
 
+def stack_rows(module: nn.Module) -> dict[str, int]:
+    """Returns the lengths of a module's stacked weights, by name."""
+    return {name: full_shape(weight)[0] for name, weight in stacked_weights(module).items()}
+
+
 def is_stack(module: nn.Module) -> bool:
-    """Returns whether a module has experts stacked in one tensor, regardless of what it computes with them."""
-    return any(len(full_shape(weight)) == 3 for weight in stacked_weights(module))
+    """Returns whether a module has routed experts stacked in one tensor, regardless of what it computes with them."""
+    return any(len(full_shape(weight)) == 3 for weight in stacked_weights(module).values()) and takes_routes(module)
+
+
+def rows_in(stack: torch.Tensor, intervals: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Returns a copy of some intervals of a stack, one after the other."""
+    return torch.cat([stack[low:high] for low, high in intervals])
 
 
 class _TakesChosen(nn.Module):
@@ -83,10 +130,12 @@ class _TakesChosen(nn.Module):
         index, weights = routes_in(top_k_index, top_k_weights, more)
         state: Spread = self.__dict__[_STATE]
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        index = index.reshape(len(x), -1)
-        index = index.masked_fill(index >= state.num_experts, -1)  # how some routers encode "nowhere"
-        plan = _plan(state, index.t(), x)
-        out = _dispatch(self, x, weights.reshape(len(x), -1).t(), plan)
+        index, weights = index.reshape(len(x), -1), weights.reshape(len(x), -1)
+        is_beyond = index >= state.num_experts
+        plan = _plan(state, index.masked_fill(is_beyond, -1).t(), x)
+        out = _dispatch(self, x, weights.t(), plan)
+        if state.returns_tokens:
+            out = out + x * (weights * is_beyond).sum(dim=1, keepdim=True)
         return out.to(hidden_states.dtype).reshape(hidden_states.shape)
 
 
@@ -143,7 +192,7 @@ class ExpertStack:
     """A product with a weight and maybe a bias per expert.
 
     Attributes:
-        weight: ``[E, out, in]``, or ``[E, in, out]`` where ``is_transposed``.
+        weight: ``[E, out, in]``, or ``[E, in, out]`` where ``is_transposed``; may be longer than the experts are many.
         bias: ``[E, out]`` or None.
         is_transposed: The weight is ``[E, in, out]``.
     """
@@ -175,7 +224,8 @@ class ExpertStack:
             ends: ``[E]`` int32: where the rows of each expert end.
             experts: ``[n]``: the expert of each row, for biases.
         """
-        weight = self.weight if self.is_transposed else self.weight.transpose(1, 2)
+        weight = self.weight[: len(ends)]  # the rest belongs to no expert
+        weight = weight if self.is_transposed else weight.transpose(1, 2)
         product = F.grouped_mm(rows.to(weight.dtype), weight, offs=ends)
         return product if self.bias is None else product + self.bias[experts]
 

@@ -239,10 +239,7 @@ class _Builder:
         whole, of_keys = query * width, keys * width
         packed = whole + 2 * of_keys
         is_packed = width and extent == packed and not self._has_keys_apart(name, of_keys)
-        if (
-            is_packed
-            and (len(rule.parts) > 1 or rule.parts == (3,) or not self._is_interleaved(name, rule))
-        ):
+        if is_packed and (len(rule.parts) > 1 or rule.parts == (3,) or not self._is_interleaved(name, rule)):
             runs = (
                 UnitRun(0, query, width, UnitAssignment.AS_QUERIES),
                 UnitRun(whole, keys, width, UnitAssignment.AS_KEYS),

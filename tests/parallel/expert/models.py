@@ -106,15 +106,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         **_ONE_GROUP, "layers_block_type": ["attention", "moe"], "moe_shared_expert_intermediate_size": 12,
     }),
     "cohere2_moe": ("Cohere2MoeConfig", {"intermediate_size": 12, "num_experts": 4, **_FULL, **_TWO}),
+    # with experts that give tokens back
+    "longcat_flash": ("LongcatFlashConfig", {
+        **_LATENT, "ffn_hidden_size": 24, "expert_ffn_hidden_size": 12, "zero_expert_num": 2, "moe_topk": 2,
+        "num_layers": 2,
+    }),
+    "inkling": ("InklingTextConfig", {
+        **_ONE_GROUP, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_head_dim": 8,
+        "n_shared_experts": 2, "sliding_window_size": 8, "d_rel": 4, "rel_extent": 16,
+    }),
+    "minimax_m3": ("MiniMaxM3VLTextConfig", {
+        "intermediate_size": 12, "dense_intermediate_size": 24, "shared_intermediate_size": 12, "num_local_experts": 4,
+        "mlp_layer_types": ["dense", "sparse"], "rotary_dim": 4, **_TWO,
+    }),
 }  # fmt: skip
 """Further ones that follow the same form."""
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "jetmoe": ("JetMoeConfig", {"intermediate_size": 12, "num_local_experts": 4, "kv_channels": 8, **_TWO}),
-    "longcat_flash": ("LongcatFlashConfig", {
-        **_LATENT, "ffn_hidden_size": 24, "expert_ffn_hidden_size": 12, "zero_expert_num": 2, "moe_topk": 2,
-        "num_layers": 2,
-    }),
     "dbrx": ("DbrxConfig", {
         "d_model": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 32, "ffn_config": {"moe_num_experts": 4},
         "attn_config": {"kv_n_heads": 1, "rope_theta": 1e4},

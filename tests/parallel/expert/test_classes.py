@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.models.stacked_experts import lacks, takes_all
-from deepspeed.parallel.expert.spread import Spread, is_stack, spread
+from deepspeed.models.stacked_experts import lacks
+from deepspeed.parallel.expert.spread import Spread, is_stack, spread, stack_rows
 
 transformers = pytest.importorskip("transformers")
 errors = pytest.importorskip("huggingface_hub.errors")
@@ -84,9 +84,9 @@ def test_every_class_of_experts() -> None:
             torch.manual_seed(0)
             for parameter in experts.parameters():
                 torch.nn.init.normal_(parameter, std=0.3)
-            assert is_stack(experts) and lacks(experts) is None, kind.__name__
+            assert is_stack(experts) and lacks(experts, stack_rows(experts)) is None, kind.__name__
             expected = _results(experts)
-            spread(experts, Spread(experts.num_experts, 1, takes_all(experts)))
+            spread(experts, Spread.of(experts, 1))
             torch.testing.assert_close(
                 _results(experts), expected, rtol=1e-4, atol=1e-5, msg=lambda text, kind=kind: f"{kind}: {text}"
             )

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from deepspeed.models.stacked_experts import takes_all
 from deepspeed.moe.layer import MoE
 from deepspeed.parallel.expert import spread as spread_module
 from deepspeed.parallel.expert.feature import expert_balances, expert_events, save_loads_picture
@@ -64,7 +63,7 @@ def test_grouped_products_equal_the_loop(kind: str) -> None:
         model = build(kind, intermediate_size=16)
         for module in model.modules():
             if is_stack(module):
-                spread(module, Spread(module.num_experts, 1, takes_all(module)))
+                spread(module, Spread.of(module, 1))
         with patch.object(spread_module, "uses_grouped", lambda *_weights, grouped=grouped: grouped):
             loss = model(**batch(0, 0)).loss
             loss.backward()
