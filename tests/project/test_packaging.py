@@ -76,17 +76,46 @@ def test_nothing_needs_a_compiler():
     assert not found
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built from a copy, so that no build folder appears in the checkout."""
-    copy = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "hatch_build.py"):
+def _built(folder: Path) -> dict[str, Path]:
+    """Builds from a copy, so that no build folder appears in the checkout. Returns the files by suffix."""
+    copy = folder / "source"
+    copy.mkdir(parents=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "SECURITY.md", "hatch_build.py"):
         shutil.copy(ROOT / name, copy)
     shutil.copytree(PACKAGE, copy / "deepspeed", ignore=shutil.ignore_patterns("__pycache__"))
-    target = tmp_path_factory.mktemp("wheels")
-    _run([sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(target), str(copy)])
-    (built,) = target.iterdir()
-    return built
+    (copy / "deepspeed" / COMMIT_FILE).write_text("0123456789abcdef\n")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-t", "wheel", "-d", str(folder / "dist")]
+    _run(command, {**os.environ, "SOURCE_DATE_EPOCH": "1577836800"}, cwd=str(copy))
+    return {path.suffix: path for path in (folder / "dist").iterdir()}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return _built(tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    return built[".whl"]
+
+
+def test_the_same_bytes_from_another_folder_time_zone_and_times_of_files(built, tmp_path, monkeypatch):
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    before = os.umask(0o077)
+    try:
+        again = _built(tmp_path)  # copied now: other times, and with this mask other modes
+    finally:
+        os.umask(before)
+    assert {suffix: path.name for suffix, path in again.items()} == {s: path.name for s, path in built.items()}
+    assert {path.read_bytes() for path in again.values()} == {path.read_bytes() for path in built.values()}
+
+
+def test_the_installed_wheel_imports_and_says_its_commit(wheel, tmp_path):
+    target = tmp_path / "installed"
+    _run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target), str(wheel)])
+    code = "import deepspeed; print(deepspeed.__version__, deepspeed.__git_hash__, deepspeed.__file__)"
+    shown = _run([sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(target)}).split()
+    assert shown == [f"{RELEASE}+g01234567", "0123456789abcdef", str(target / "deepspeed" / "__init__.py")]
 
 
 def test_the_version_names_the_commit_of_a_checkout_and_of_a_wheel(tmp_path):
@@ -114,16 +143,18 @@ def test_the_version_names_the_commit_of_a_checkout_and_of_a_wheel(tmp_path):
     assert _commit_and_branch(package) == ("0123456789abcdef", "unknown")
 
 
-@pytest.mark.slow
 def test_the_wheel_is_pure_python(wheel):
-    assert wheel.name == f"deepspeed-{RELEASE}-py3-none-any.whl", "a copy without .git has no commit"
+    version = f"{RELEASE}+g01234567"
+    assert wheel.name == f"deepspeed-{version}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = Parser().parsestr(archive.read(_only(names, "METADATA")).decode())
         entry_points = archive.read(_only(names, "entry_points.txt")).decode()
-    assert (metadata["Name"], metadata["Version"]) == ("deepspeed", RELEASE)
-    assert {name.split("/")[0] for name in names} == {"deepspeed", f"deepspeed-{RELEASE}.dist-info"}
+    assert (metadata["Name"], metadata["Version"]) == ("deepspeed", version)
+    assert {name.split("/")[0] for name in names} == {"deepspeed", f"deepspeed-{version}.dist-info"}
     assert not [name for name in names if Path(name).suffix in SOURCES_TO_COMPILE]
+    assert {"deepspeed/py.typed", f"deepspeed-{version}.dist-info/licenses/LICENSE"} <= {*names}
+    assert metadata["License-Expression"] == "Apache-2.0"
     packed = {name for name in names if name.startswith("deepspeed/") and name.endswith(".py")}
     assert packed == {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
     assert all(f"{command} = " in entry_points for command in COMMANDS)
@@ -145,7 +176,7 @@ def test_the_wheel_installs_without_an_index(wheel, tmp_path):
     isolated["PIP_CONFIG_FILE"] = os.devnull
     _run([str(python), "-m", "pip", "install", "-q", "--no-index", "--find-links", str(folder), "deepspeed"], isolated)
     shown = _run([str(python), "-c", "import deepspeed; print(deepspeed.__version__, deepspeed.__file__)"], isolated)
-    assert shown.startswith(f"{RELEASE} {environment}")
+    assert shown.startswith(f"{RELEASE}+g01234567 {environment}")
     for command in COMMANDS:
         assert (environment / "bin" / command).exists(), command
     assert "usage" in _run([str(environment / "bin" / "deepspeed"), "--help"], isolated).lower()
@@ -157,7 +188,7 @@ def _only(names: list[str], ending: str) -> str:
     return found
 
 
-def _run(command: list[str], environ: dict[str, str] | None = None) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=os.sep, timeout=900)
+def _run(command: list[str], environ: dict[str, str] | None = None, cwd: str = os.sep) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=cwd, timeout=900)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
