@@ -27,8 +27,8 @@ from contest.compression_rank import numel_of
 
 from deepspeed.accelerator.cpu import keep_freed_memory
 from deepspeed.accelerator.devices import Device
+from deepspeed.comm.base.codec import coded_nbytes, decode_add, encode
 from deepspeed.comm.codecs import table
-from deepspeed.comm.codecs.codec import coded_nbytes, decode_add, encode
 from deepspeed.config.codec_names import GRADIENT_CODECS
 from deepspeed.plan.codes import CodecCost, PlannedSum, bits_of, codec_seconds, coded_costs
 from deepspeed.plan.machine import Machine

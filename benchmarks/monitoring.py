@@ -29,8 +29,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.comm.recorder import log
-from deepspeed.comm.transports.counters import waiting
+from deepspeed.comm.base.counters import waiting
+from deepspeed.comm.base.recorder import log
 
 HERE = Path(__file__).parent
 STEPS = 6  # per turn; the first is not timed

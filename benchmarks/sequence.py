@@ -40,7 +40,7 @@ from rich.console import Console
 from torch.nn import functional
 
 import deepspeed
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.sequence.layer import DistributedAttention
 
 HEADS, WIDTH = 8, 32

@@ -27,10 +27,10 @@ from unittest import mock
 
 import torch.distributed as torch_dist
 
-from deepspeed.comm.start import admission, barrier, startup
+from deepspeed.comm.start import admission, startup
 from deepspeed.comm.start.admission import JoiningProcess, receive_ranks
 from deepspeed.comm.start.startup import RankInfo, agree_on_config, agree_on_model
-from deepspeed.comm.watch import watchdog
+from deepspeed.comm.watch import barrier, watchdog
 from deepspeed.comm.watch.watchdog import WaitRecord, Watch
 from deepspeed.ports import free_port
 

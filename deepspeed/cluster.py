@@ -1,7 +1,7 @@
 """Finds which machine of a cluster this is, and the machines of a Slurm job, from environment variables.
 
 Kubernetes' torch runtimes (``PET_*``), SkyPilot and SageMaker start the same command on every machine and set variables
-that say which machine it is. :mod:`deepspeed.comm.start.environment` reads the variables of schedulers that start one
+that say which machine it is. :mod:`deepspeed.comm.base.environment` reads the variables of schedulers that start one
 process per rank.
 """
 

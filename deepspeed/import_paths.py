@@ -323,7 +323,7 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.utils.z3_leaf_module": _LEAF_MODULES,
         "deepspeed.zero.access.states": _SAFE_ACCESS,
     },
-    "utils.comms_logging": {"deepspeed.comm.recorder": "CommsLogger=CommsLog"},
+    "utils.comms_logging": {"deepspeed.comm.base.recorder": "CommsLogger=CommsLog"},
     "utils.exceptions": {
         "deepspeed.errors": (
             "CallOrderError CheckpointError CommunicationError DeepSpeedConfigError DeepSpeedError "

@@ -19,6 +19,9 @@ _LISTENS = "0A"  # the state TCP_LISTEN in Linux's tables
 _MAX_COMMAND = 100  # characters of a command line in messages
 
 
+_CONNECT_SECONDS = 5.0
+
+
 def free_port() -> int:
     """Returns a TCP port that is free now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -88,6 +91,28 @@ def why_not_reached(name: str, error: OSError) -> str:
         return f"host {here} cannot resolve the name {name} ({unknown.strerror or unknown})"
     meaning = "" if addresses == [name] else f", which is {' or '.join(addresses)} on host {here}"
     return f"nobody listens at {name}{meaning} ({error.strerror or error})"
+
+
+def find_listener(name: str, port: int) -> str:
+    """Returns the numeric address at which a program accepts connections, among all that ``name`` resolves to.
+
+    Raises:
+        OSError: There is none. :class:`socket.gaierror`: the name is not known.
+    """
+    with socket.create_connection((name, port), timeout=_CONNECT_SECONDS) as probe:
+        peer = probe.getpeername()
+        if probe.getsockname() == peer:  # TCP can connect a port to itself on one machine
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        return str(peer[0])
+
+
+def is_listening(name: str, port: int) -> bool:
+    """Returns whether a program accepts connections at ``name`` and ``port``."""
+    try:
+        find_listener(name, port)
+    except OSError:  # not there yet
+        return False
+    return True
 
 
 def address_towards(host: str) -> str | None:

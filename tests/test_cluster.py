@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed.cluster import ClusterNode, expand_nodelist, find_cluster_node
-from deepspeed.comm.start.environment import find_place
+from deepspeed.comm.base.environment import find_place
 from deepspeed.errors import CommunicationError
 
 PET = {

@@ -91,7 +91,7 @@ class Contestant:
 
     def run(self) -> None:
         """Runs a step that all ranks begin together, and records its times and traffic."""
-        from deepspeed.comm.transports.counters import traffic
+        from deepspeed.comm.base.counters import traffic
 
         def figures() -> tuple[float, ...]:
             counted = sum(tally.nbytes for tally in traffic.ran.values())

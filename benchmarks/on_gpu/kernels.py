@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from deepspeed.comm.codecs.codec import coded_nbytes, decode_add, encode
+from deepspeed.comm.base.codec import coded_nbytes, decode_add, encode
 from deepspeed.comm.codecs.table import Codec, Int4Codec, Int8Codec, LocoCodec, SignCodec
 from deepspeed.ops.elementwise import flat_updater
 from deepspeed.parallel.expert.spread import uses_grouped

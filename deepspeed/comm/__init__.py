@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from torch.distributed import P2POp, ProcessGroup
 
+from deepspeed.comm.base.recorder import log as comms_logger
+from deepspeed.comm.base.timeout import default_timeout
 from deepspeed.comm.collectives import (
     ReduceOp,
     all_gather,
@@ -40,7 +42,6 @@ from deepspeed.comm.collectives import (
     send,
 )
 from deepspeed.comm.job.job import define_group
-from deepspeed.comm.recorder import log as comms_logger
 from deepspeed.comm.start.process_group import (
     CCL_BACKEND,
     GLOO_BACKEND,
@@ -69,7 +70,6 @@ from deepspeed.comm.start.process_group import (
     mpi_discovery,
     new_group,
 )
-from deepspeed.comm.start.timeout import default_timeout
 from deepspeed.comm.summary import (
     configure,
     get_comm_operation_count,

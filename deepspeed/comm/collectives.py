@@ -1,7 +1,7 @@
 """Collectives and point-to-point operations: torch's, with the communication log and the watchdog around them.
 
 Every function takes the arguments of its namesake in :mod:`torch.distributed` and the keywords ``prof``, ``log_name``
-and ``debug`` of :func:`deepspeed.comm.recorder.recorded`. All ranks of ``group`` (None: all ranks) must call a
+and ``debug`` of :func:`deepspeed.comm.base.recorder.recorded`. All ranks of ``group`` (None: all ranks) must call a
 collective, in the same order. ``src`` and ``dst`` are global ranks. With ``async_op=True`` the result is a handle with
 ``wait()``; otherwise None. Waits on the host are supervised (:mod:`deepspeed.comm.watch.watchdog`): a rank that does
 something else, or whose program ends, is named on all that wait for it.
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from deepspeed.comm.base.recorder import recorded
+from deepspeed.comm.base.torch_groups import drop_collected, is_collecting
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.torch_groups import drop_collected, is_collecting
-from deepspeed.comm.recorder import recorded
-from deepspeed.comm.watch.supervised import between, blocking, collective, recv_from_any
+from deepspeed.comm.job.supervised import between, blocking, collective, recv_from_any
 
 # Torch 2.13 renames the two flat collectives and warns at each use of the old names; older releases have only those.
 all_gather_flat: Any = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor

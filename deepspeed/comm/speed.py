@@ -12,10 +12,10 @@ import torch
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.base.device import local_device
+from deepspeed.comm.base.recorder import bandwidths
+from deepspeed.comm.job.connect import channel_over
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.recorder import bandwidths
-from deepspeed.comm.start.device import local_device
-from deepspeed.comm.transports.connect import channel_over
 from deepspeed.comm.transports.transport import Reduction, Transport
 
 _ALIGNED = 64  # elements; slices begin at multiples of it, as in the engine's buckets

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from deepspeed.comm.base.recorder import OperationTotals, bandwidths, log
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.recorder import OperationTotals, bandwidths, log
-from deepspeed.comm.watch.supervised import collective
+from deepspeed.comm.job.supervised import collective
 from deepspeed.logging import log_dist
 
 _SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug")

@@ -12,9 +12,9 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.accelerator.cpu import keep_freed_memory
+from deepspeed.comm.base.device import local_device
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.job_mesh import JobMesh
-from deepspeed.comm.start.device import local_device
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.arguments import device_rank

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from deepspeed.comm.codecs.codec import Codec, Residual, bits_of
+from deepspeed.comm.base.codec import Codec, Residual, bits_of
 from deepspeed.comm.codecs.coded import CodedTransport, coded
 from deepspeed.comm.codecs.table import CODECS
 from deepspeed.comm.transports.transport import Reduction, Transport, transfer_key

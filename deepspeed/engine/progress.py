@@ -17,7 +17,7 @@ import torch
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.transports.counters import waiting
+from deepspeed.comm.base.counters import waiting
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.flops import FlopsCounter
 from deepspeed.engine_feature import SCHEDULE, StepInfo, StepTracker

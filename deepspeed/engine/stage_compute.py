@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from deepspeed.axes import PIPE
+from deepspeed.comm.job import backward_comm
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.objects import gather_json
 from deepspeed.comm.transports.transport import Transport
-from deepspeed.comm.watch import backward_comm
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.loss_counter import checked_count, checked_metric, mean_of_sum, read_counts
 from deepspeed.engine.mean_outputs import mean_outputs

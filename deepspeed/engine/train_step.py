@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.watch.trace_points import reason_of
+from deepspeed.comm.job.trace_points import reason_of
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.loss_counter import LossCounter, checked_count, mean_of_sum

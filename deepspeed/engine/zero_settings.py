@@ -10,8 +10,8 @@ import torch
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.base.environment import ranks_per_node
 from deepspeed.comm.job.mpu import RankCoordinates
-from deepspeed.comm.start.environment import ranks_per_node
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.communication_compression import steps_until_reset
 from deepspeed.engine.compiling import gathers_between_graphs, refuse_whole_graphs

@@ -10,8 +10,8 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.cpu import MallocTrimmer
 from deepspeed.axes import TENSOR
+from deepspeed.comm.base.device import local_device
 from deepspeed.comm.job import groups
-from deepspeed.comm.start.device import local_device
 from deepspeed.engine import DeepSpeedEngine, initialize
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.inference.checkpoints import fill

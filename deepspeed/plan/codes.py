@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepspeed.comm.codecs.codec import DEVICE_ELEMENTS, Codec, bits_of
+from deepspeed.comm.base.codec import DEVICE_ELEMENTS, Codec, bits_of
 from deepspeed.comm.codecs.table import CODECS, CodecWork
 from deepspeed.config.codec_names import GRADIENT_CODECS
 from deepspeed.engine.communication_compression import gradient_bits

@@ -22,11 +22,11 @@ from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.axes import DATA
+from deepspeed.comm.base.counters import traffic
+from deepspeed.comm.base.recorder import log
+from deepspeed.comm.job.connect import HostTransport
 from deepspeed.comm.job.fake import FakeGroup, FakeJob
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.recorder import log
-from deepspeed.comm.transports.connect import HostTransport
-from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import LocalTransport, Transport
 from deepspeed.errors import NotYetSupportedError

@@ -14,7 +14,7 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.axes import PIPE
-from deepspeed.comm.transports.counters import traffic
+from deepspeed.comm.base.counters import traffic
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS

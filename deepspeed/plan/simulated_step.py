@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from deepspeed.comm.codecs.codec import Codec
+from deepspeed.comm.base.codec import Codec
 from deepspeed.parallel.pipe.schedule.lists import Kind as Computation
 from deepspeed.plan.codes import PlannedSum
 from deepspeed.plan.memory import Moment, Peak

@@ -18,7 +18,7 @@ from torch import nn
 
 from deepspeed.accelerator.devices import in_words
 from deepspeed.axes import SEQUENCE, TENSOR
-from deepspeed.comm.transports.counters import traffic
+from deepspeed.comm.base.counters import traffic
 from deepspeed.engine.initialize import initialize
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError

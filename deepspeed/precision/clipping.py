@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from deepspeed.axes import TENSOR
+from deepspeed.comm.base.device import local_device
 from deepspeed.comm.job.job import axis_of
-from deepspeed.comm.start.device import local_device
 
 _LABEL = "the norm of gradients (clip_grad_norm_)"
 

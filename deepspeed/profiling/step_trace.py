@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from deepspeed.comm.transports.counters import waiting
+from deepspeed.comm.base.counters import waiting
 from deepspeed.engine_feature import StepInfo, StepTracker
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist

@@ -19,8 +19,8 @@ from typing_extensions import override
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.axes import PIPE
-from deepspeed.comm.job.torch_groups import rendezvous_store
-from deepspeed.comm.start.batched_store import read_many, those_there
+from deepspeed.comm.base.batched_store import read_many, those_there
+from deepspeed.comm.base.torch_groups import rendezvous_store
 from deepspeed.config.sections.monitor import RunReport, hide_secrets
 from deepspeed.config.sections.root import Root
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, TrackingHooks

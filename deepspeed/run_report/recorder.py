@@ -18,7 +18,7 @@ import torch
 from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.transports.counters import traffic, waiting
+from deepspeed.comm.base.counters import traffic, waiting
 from deepspeed.engine_feature import SCHEDULE, StepInfo, StepTracker
 from deepspeed.run_report.clock import PhaseClock, phase_clock
 from deepspeed.run_report.failures import FAILURE, describe_exception, uncaught_exception

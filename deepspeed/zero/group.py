@@ -16,18 +16,18 @@ import torch
 
 from deepspeed import comm
 from deepspeed.axes import TENSOR
-from deepspeed.comm.codecs.codec import Codec
+from deepspeed.comm.base.codec import Codec
+from deepspeed.comm.base.counters import JOB
 from deepspeed.comm.codecs.coded import CodedTransport, coded
 from deepspeed.comm.codecs.rows import by_rows
 from deepspeed.comm.job.axis import Axis
+from deepspeed.comm.job.connect import warm_up
 from deepspeed.comm.job.declared_groups import Defined
 from deepspeed.comm.job.grid import create_grid, gathering_by_nodes
 from deepspeed.comm.job.groups import get_tensor_model_parallel_group
 from deepspeed.comm.job.job import Job, axis_of
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.comm.job.new_groups import Lease
-from deepspeed.comm.transports.connect import warm_up
-from deepspeed.comm.transports.counters import JOB
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.placement import Placement

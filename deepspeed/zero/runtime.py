@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed.comm.job import backward_comm
 from deepspeed.comm.transports.transport import LocalTransport
-from deepspeed.comm.watch import backward_comm
-from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist, warn_once
 from deepspeed.torch_private import is_inside_backward
 from deepspeed.zero.address import address_of, full_shape
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import agree_to_go_on
+from deepspeed.zero.gather.agreement import Agreement
 from deepspeed.zero.gather.hooks import ForwardHooks, tensors_in
 from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules, mark_configured_leaves
 from deepspeed.zero.gather.schedule import GatherSchedule

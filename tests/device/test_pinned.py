@@ -11,9 +11,9 @@ from torch import nn
 
 from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.activation_checkpointing.checkpointing import Partition
+from deepspeed.comm.job.connect import channel_over
 from deepspeed.comm.job.fake import FakeGroup
 from deepspeed.comm.job.job import axis_of
-from deepspeed.comm.transports.connect import channel_over
 from deepspeed.parallel.tensor.batches import BatchCheck
 from tests.device.test_host_chunks import _layer, _weights
 from tests.harness.device import Device, simulated_device

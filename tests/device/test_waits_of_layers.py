@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.comm.transports.connect import channel_over
+from deepspeed.comm.job.connect import channel_over
 from deepspeed.errors import DivergenceError
 from deepspeed.moe.layer import MoE
 from deepspeed.parallel.tensor.batches import BatchCheck, Fingerprints

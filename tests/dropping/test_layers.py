@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.dropping import ProgressiveLayerDrop
 from deepspeed.dropping.layers import LayerDrop, droppable_blocks
 from deepspeed.errors import DeepSpeedConfigError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.dropping.layers import droppable_blocks
 from tests.engine.support import engine_of
 from tests.harness import run_ranks

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.codecs.codec import coded_nbytes
+from deepspeed.comm.base.codec import coded_nbytes
+from deepspeed.comm.base.counters import counted
 from deepspeed.comm.codecs.table import Int8Codec, SignCodec
-from deepspeed.comm.transports.counters import counted
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.engine import DeepSpeedEngine, communication_compression
 from deepspeed.logging import logger

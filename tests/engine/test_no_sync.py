@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.errors import CallOrderError
 from tests.engine.support import engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from tests.engine.support import engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.comm.codecs.codec import coded_nbytes
+from deepspeed.comm.base.codec import coded_nbytes
+from deepspeed.comm.base.counters import traffic
 from deepspeed.comm.codecs.table import Int4Codec
-from deepspeed.comm.transports.counters import traffic
 from deepspeed.config import parse
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.comm.start.environment import find_place
+from deepspeed.comm.base.environment import find_place
 from tests.harness.machines import Machines, needs_machines
 from tests.harness.slurm import SlurmCluster, needs_slurm
 
@@ -26,7 +26,7 @@ TASK = """
 import importlib.util, json, os, signal, sys, time
 sys.path.insert(0, {root!r})
 # The file alone: its package would import torch.
-spec = importlib.util.spec_from_file_location("place", {root!r} + "/deepspeed/comm/start/environment.py")
+spec = importlib.util.spec_from_file_location("place", {root!r} + "/deepspeed/comm/base/environment.py")
 sys.modules["place"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 received = []

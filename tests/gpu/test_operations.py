@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.codecs.codec import coded_nbytes, decode_add, encode
+from deepspeed.comm.base.codec import coded_nbytes, decode_add, encode
 from deepspeed.comm.codecs.table import CODECS
 from deepspeed.offload.pinned import page_buffer
 from deepspeed.ops.sparse_attention import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.offload.files import FileMemory
 from deepspeed.offload.host import HostMemory
 from tests.harness import run_ranks

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from deepspeed import comm
 from deepspeed.accelerator.devices import DEVICES
-from deepspeed.comm.recorder import log
-from deepspeed.comm.transports.counters import counted, waiting
+from deepspeed.comm.base.counters import counted, waiting
+from deepspeed.comm.base.recorder import log
 from deepspeed.config.sections.root import Root
 from deepspeed.engine import flops, initialize, progress
 from deepspeed.engine_feature import StepInfo

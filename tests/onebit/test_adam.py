@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.transports.counters import traffic
+from deepspeed.comm.base.counters import traffic
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import logger

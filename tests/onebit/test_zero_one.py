@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.comm.transports.counters import traffic
+from deepspeed.comm.base.counters import traffic
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.onebit.zero_one import LR_EXCHANGED, LR_OWED, LR_SUM, updates_of_variance

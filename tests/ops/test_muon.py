@@ -330,7 +330,7 @@ def train_experts(stage, offload):
 
 def count_bytes(stage):
     import deepspeed
-    from deepspeed.comm.transports.counters import counted
+    from deepspeed.comm.base.counters import counted
     from deepspeed.logging import logger
 
     lines = []

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.ops.flat import drop_scratch
 from deepspeed.plan.memory import MemoryCount
 from deepspeed.plan.simulation import loss_of

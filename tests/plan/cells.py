@@ -9,7 +9,7 @@ import torch
 
 import deepspeed
 from deepspeed.activation_checkpointing.feature import BlockCheckpointing
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.ops.flat import drop_scratch
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.decoder import Decoder

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import deepspeed
-from deepspeed.comm.codecs.codec import CHUNK, coded_nbytes, decode_add, encode
+from deepspeed.comm.base.codec import CHUNK, coded_nbytes, decode_add, encode
 from deepspeed.comm.codecs.table import CODECS, CodecRow
 from deepspeed.config.codec_names import GRADIENT_CODECS
 from deepspeed.plan.result import Plan

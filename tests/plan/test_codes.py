@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from deepspeed.accelerator.devices import Device
+from deepspeed.comm.base.counters import counted
 from deepspeed.comm.codecs.coded import coded
 from deepspeed.comm.codecs.table import BlockCodec, Int4Codec, Int8Codec, SignCodec
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.transports.counters import counted
 from deepspeed.comm.transports.transport import Reduction
 from deepspeed.plan.codes import CodedCost, PlannedSum, coded_costs
 from deepspeed.plan.machine import Machine

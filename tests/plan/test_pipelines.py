@@ -10,8 +10,8 @@ import torch
 
 import deepspeed
 from deepspeed.cli.plan import main
+from deepspeed.comm.base.counters import counted
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.transports.counters import counted
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.flat import drop_scratch
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES

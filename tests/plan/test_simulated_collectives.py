@@ -7,11 +7,11 @@ import torch
 from torch.nn import functional
 
 from deepspeed import comm
+from deepspeed.comm.base.counters import counted
+from deepspeed.comm.base.recorder import log
 from deepspeed.comm.job.fake import FakeGroup
 from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.recorder import log
-from deepspeed.comm.transports.counters import counted
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.ops.exchange import add_over_ranks, exchange_parts, largest_over_ranks
 from deepspeed.parallel.sequence.loss import mean_loss

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-from deepspeed.comm.start.device import local_device
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
+from deepspeed.comm.base.device import local_device
 from deepspeed.precision import clipping
 from deepspeed.precision.clipping import clip_grad_norm_, get_global_norm
 from tests.harness import run_ranks

@@ -80,6 +80,28 @@ LAYERS = (
     ),
 )
 
+COMM_FLOORS = (
+    ("base",),
+    ("watch",),
+    ("transports",),
+    ("codecs", "host"),
+    ("job",),
+    ("collectives", "members", "speed", "summary"),
+    ("start",),
+)
+"""The subpackages and modules of ``deepspeed.comm``, lowest first. Those of one floor do not import each other."""
+
+
+def floor_of(module: str) -> int | None:
+    """Returns the floor of a module of ``deepspeed.comm``; None for the package itself and for other modules."""
+    parts = module.split(".")
+    if parts[1:2] != ["comm"] or len(parts) == 2:
+        return None
+    for number, floor in enumerate(COMM_FLOORS):
+        if parts[2] in floor:
+            return number
+    raise AssertionError(f"{module} has no place in COMM_FLOORS of {__file__}; give it one")
+
 
 def layer_of(package: str) -> int:
     """Returns the number of the layer of a package right below ``deepspeed``; raises AssertionError if it has none."""
@@ -102,6 +124,10 @@ def page() -> str:
         "```text",
         *_drawing(),
         "```",
+        "",
+        "Inside `comm` too, lowest first: "
+        + ", ".join(" and ".join(f"`{part}`" for part in floor) for floor in COMM_FLOORS)
+        + ".",
         "",
         "## What each package does",
         "",

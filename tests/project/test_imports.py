@@ -41,7 +41,18 @@ def test_imports_point_one_way():
     assert not wrong, "imports of a higher layer:\n" + "\n".join(wrong)
 
 
-CHOOSES_FOR_ONE_HOST = "deepspeed.comm.transports.connect"
+def test_imports_inside_comm_point_down():
+    wrong = []
+    for entry in graph.imports():
+        importer, imported = layers.floor_of(entry.importer), layers.floor_of(entry.imported)
+        if importer is None or imported is None or entry.importer.split(".")[2] == entry.imported.split(".")[2]:
+            continue
+        if imported >= importer:
+            wrong.append(str(entry))
+    assert not wrong, "imports of the same or a higher floor of deepspeed.comm:\n" + "\n".join(wrong)
+
+
+CHOOSES_FOR_ONE_HOST = "deepspeed.comm.job.connect"
 
 
 def test_one_module_chooses_what_serves_ranks_of_one_host():

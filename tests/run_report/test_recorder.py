@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed import comm
-from deepspeed.comm.transports.counters import traffic, waiting
+from deepspeed.comm.base.counters import traffic, waiting
 from deepspeed.engine_feature import StepInfo
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.run_report.rank_file import RankFile, has_end

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from tests.engine.support import engine_of, inputs, rank
 from tests.harness import run_ranks
 from tests.harness.toy_models import tower

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from deepspeed.comm.codecs.codec import CHUNK, Codec, coded_nbytes, decode, decode_add, encode
-from deepspeed.comm.codecs.zero_rows import ZeroRows
+from deepspeed.comm.base.codec import CHUNK, Codec, coded_nbytes, decode, decode_add, encode
+from deepspeed.comm.base.zero_rows import ZeroRows
 from deepspeed.comm.transports.transport import LocalTransport, Reduction, Transport, Visit, Work, poll
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import torch
 
-from deepspeed.comm.codecs.codec import CHUNK, DEVICE_ELEMENTS, Residual
+from deepspeed.comm.base.codec import CHUNK, DEVICE_ELEMENTS, Residual
 from deepspeed.comm.codecs.table import chunk_norms, decode_signs, pack_signs
 from deepspeed.comm.transports.transport import LocalTransport, Transport, Work
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from deepspeed.comm.codecs.zero_rows import ZeroRows
+from deepspeed.comm.base.zero_rows import ZeroRows
 from deepspeed.comm.transports.transport import LocalTransport, Reduction, Transport, Work
 from deepspeed.logging import log_dist_once
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from deepspeed.comm.codecs.codec import CHUNK, DEVICE_ELEMENTS, Codec, aligned_nbytes
+from deepspeed.comm.base.codec import CHUNK, DEVICE_ELEMENTS, Codec, aligned_nbytes
 
 BLOCK = 256
 _SCALE = 4  # bytes of a scale, fp32

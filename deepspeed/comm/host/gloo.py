@@ -15,9 +15,9 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from deepspeed.axes import DATA
+from deepspeed.comm.base.counters import traffic
+from deepspeed.comm.base.recorder import timed
 from deepspeed.comm.host.message_queue import LONGEST, MessageQueue
-from deepspeed.comm.recorder import timed
-from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.transport import (
     CHUNK,
     OWNERS,

@@ -17,10 +17,10 @@ import torch
 from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.base.counters import traffic
+from deepspeed.comm.base.environment import ranks_per_node
+from deepspeed.comm.base.recorder import timed
 from deepspeed.comm.host.gloo import GlooGather, GlooTransport
-from deepspeed.comm.recorder import timed
-from deepspeed.comm.start.environment import ranks_per_node
-from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.native import NativeTransport, NativeWork
 from deepspeed.comm.transports.transport import DoneWork, Transport, Work
 from deepspeed.errors import DeepSpeedConfigError

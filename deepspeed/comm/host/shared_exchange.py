@@ -18,11 +18,11 @@ import torch
 from typing_extensions import override
 
 from deepspeed.axes import DATA
+from deepspeed.comm.base.counters import traffic
+from deepspeed.comm.base.recorder import timed
 from deepspeed.comm.host.gloo import GlooTransport
 from deepspeed.comm.host.shared_memory import LONGEST_WORDS, MOST, HostPeer, RoundMessage, SameHost, join_same_host
-from deepspeed.comm.recorder import timed
 from deepspeed.comm.transports import packing
-from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.packing import Tensors, numel_of
 from deepspeed.comm.transports.transport import Transport, Work
 

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from deepspeed.comm.job.ranks import Ranks
+from deepspeed.comm.base.ranks import Ranks
+from deepspeed.comm.job.connect import Connector
 from deepspeed.comm.transports.channel import Channel
-from deepspeed.comm.transports.connect import Connector
 from deepspeed.comm.transports.transport import LocalTransport, Transport
 from deepspeed.comm.watch.watched_group import GroupRecord, WatchedGroup
 from deepspeed.uncompiled import uncompiled

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from deepspeed.axes import PIPE
+from deepspeed.comm.base.ranks import Ranks
+from deepspeed.comm.job.connect import Connector
 from deepspeed.comm.job.new_groups import Owner, ProcessGroups
-from deepspeed.comm.job.ranks import Ranks
-from deepspeed.comm.transports.connect import Connector
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed.axes import EXPERT, SAME_EXPERTS, SAME_PART
+from deepspeed.comm.base.ranks import Ranks
+from deepspeed.comm.base.timeout import default_timeout
 from deepspeed.comm.job.axis import Axis
+from deepspeed.comm.job.connect import Connector
 from deepspeed.comm.job.declared_groups import DeclaredGroups
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.new_groups import ProcessGroups
-from deepspeed.comm.job.ranks import Ranks
-from deepspeed.comm.start.timeout import default_timeout
-from deepspeed.comm.transports.connect import Connector
 from deepspeed.comm.watch.watched_group import WatchedGroups
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 

@@ -11,12 +11,12 @@ import torch
 from typing_extensions import override
 
 from deepspeed.axes import AXES, DATA
+from deepspeed.comm.base.ranks import Ranks
 from deepspeed.comm.job.axis import Axis
+from deepspeed.comm.job.connect import Connector
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.new_groups import Owner, ProcessGroups
-from deepspeed.comm.job.ranks import Ranks
-from deepspeed.comm.transports.connect import Connector
 from deepspeed.comm.transports.transport import LocalTransport, Transport
 from deepspeed.comm.watch.watched_group import GroupRecord, WatchedGroup, WatchedGroups
 

@@ -17,10 +17,10 @@ import torch
 from typing_extensions import override
 
 from deepspeed.axes import DATA
+from deepspeed.comm.job.connect import warm_up
 from deepspeed.comm.job.job import Job, size_of
 from deepspeed.comm.job.mesh import Mesh, data_mesh
 from deepspeed.comm.job.new_groups import Owner
-from deepspeed.comm.transports.connect import warm_up
 from deepspeed.comm.transports.transport import TensorTransfer, Transport, Work
 from deepspeed.errors import DeepSpeedConfigError
 

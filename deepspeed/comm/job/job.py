@@ -19,14 +19,14 @@ import torch
 from typing_extensions import Self
 
 from deepspeed.axes import AXES, DATA, OTHER_PARTS, PIPE, SAME_EXPERTS, SAME_PART, SAMPLES
+from deepspeed.comm.base.counters import JOB
+from deepspeed.comm.base.ranks import Ranks
 from deepspeed.comm.job.axis import Axis
+from deepspeed.comm.job.connect import Connector
 from deepspeed.comm.job.declared_groups import DeclaredGroups
 from deepspeed.comm.job.expert_groups import ExpertGroups
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.new_groups import ProcessGroups
-from deepspeed.comm.job.ranks import Ranks
-from deepspeed.comm.transports.connect import Connector
-from deepspeed.comm.transports.counters import JOB
 from deepspeed.comm.watch.backward_notes import BackwardNotes
 from deepspeed.comm.watch.watched_group import WatchedGroups
 from deepspeed.errors import CallOrderError

@@ -13,7 +13,7 @@ from deepspeed.axes import AXES, DATA, EXPERT, PIPE, ROWS, SAMPLES, SEQUENCE, TE
 from deepspeed.comm.job.job import Job, rank_in, size_of
 from deepspeed.comm.job.mesh import Mesh, mesh_of_places
 from deepspeed.comm.job.mpu import place_of
-from deepspeed.comm.start.barrier import store_barrier
+from deepspeed.comm.watch.barrier import store_barrier
 from deepspeed.config.degrees import data_parallel_size, degrees
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError

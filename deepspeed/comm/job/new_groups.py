@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from deepspeed.comm.job.ranks import Ranks
-from deepspeed.comm.start.barrier import agree, store_barrier
-from deepspeed.comm.start.device import unbound
-from deepspeed.comm.start.probes import probed_connections
+from deepspeed.comm.base.device import unbound
+from deepspeed.comm.base.probes import probed_connections
+from deepspeed.comm.base.ranks import Ranks
+from deepspeed.comm.watch.barrier import agree, store_barrier
 from deepspeed.comm.watch.watched_group import WatchedGroups
 from deepspeed.errors import CallOrderError, CommunicationError
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from deepspeed.comm.base.device import default_backend, local_device, serves_host_only, start_world_group
+from deepspeed.comm.base.timeout import default_timeout
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.members.links import LostMember, MemberLinks
 from deepspeed.comm.members.member import JobPlan
-from deepspeed.comm.start.device import default_backend, local_device, serves_host_only, start_world_group
-from deepspeed.comm.start.rendezvous import is_listening
-from deepspeed.comm.start.timeout import default_timeout
 from deepspeed.errors import CommunicationError
+from deepspeed.ports import is_listening
 
 _FORM_SECONDS = 60.0  # for the start of a process group among processes that are all running
 _CONNECT_SECONDS = 2.0

@@ -9,11 +9,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed.comm.base.timeout import default_timeout
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.members.form import JobManager
 from deepspeed.comm.members.links import MemberLinks
 from deepspeed.comm.members.member import JobPlan, RunMember
-from deepspeed.comm.start.timeout import default_timeout
 from deepspeed.errors import CommunicationError
 from deepspeed.logging import log_dist
 from deepspeed.ports import address_towards

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, get_type_hints
 
-from deepspeed.comm.start.batched_store import (
+from deepspeed.comm.base.batched_store import (
     MOST_THAT_POLL,
     longest_pause,
     read_many,
@@ -34,7 +34,7 @@ from deepspeed.comm.start.batched_store import (
     wait_at_store,
     write_many,
 )
-from deepspeed.comm.start.environment import Place
+from deepspeed.comm.base.environment import Place
 from deepspeed.comm.start.startup import RankInfo, compare_facts, wait_for_readers
 from deepspeed.errors import CommunicationError
 from deepspeed.logging import logger, printable
@@ -66,13 +66,13 @@ class JoiningProcess:
     Attributes:
         rank: The rank that it claims to be.
         world_size: How many it counts.
-        run: Its run, as :attr:`~.environment.Place.run`.
+        run: Its run, as :attr:`~deepspeed.comm.base.environment.Place.run`.
         command: Its command line, shortened.
         job: The same for all ranks that run the same script with the same arguments.
         parent: Its parent process.
         facts: What must match.
         has_agent: Whether an agent started it that holds the store and starts ranks again; see
-            :class:`~.environment.Place`.
+            :class:`~deepspeed.comm.base.environment.Place`.
     """
 
     rank: int

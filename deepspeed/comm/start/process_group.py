@@ -25,18 +25,18 @@ import psutil
 import torch
 import torch.distributed as torch_dist
 
+from deepspeed.comm.base.device import default_backend, local_device, serves_host_only, start_world_group, unbound
+from deepspeed.comm.base.environment import Place, find_place, local_rank_of
+from deepspeed.comm.base.probes import probed_connections
+from deepspeed.comm.base.timeout import default_timeout
 from deepspeed.comm.job import job
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.members.join import JOIN, join_run
 from deepspeed.comm.start.admission import JoiningProcess, StoreLostError, receive_ranks
-from deepspeed.comm.start.barrier import SupervisedStore
-from deepspeed.comm.start.device import default_backend, local_device, serves_host_only, start_world_group, unbound
-from deepspeed.comm.start.environment import Place, find_place, local_rank_of
 from deepspeed.comm.start.mpi import find_first_host
-from deepspeed.comm.start.probes import probed_connections
 from deepspeed.comm.start.rendezvous import open_store, release_store
 from deepspeed.comm.start.startup import RankInfo, agree_on_config, agree_on_model, own_facts, rank_map
-from deepspeed.comm.start.timeout import default_timeout
+from deepspeed.comm.watch.barrier import SupervisedStore
 from deepspeed.errors import CallOrderError, CommunicationError
 from deepspeed.logging import log_dist
 from deepspeed.ports import DEFAULT_PORT, address_towards, first_address
@@ -70,7 +70,7 @@ def init_distributed(
     If an earlier call started that group and a rank has failed since, it destroys the group and starts a new one, so
     that a program can retry in the same process.
 
-    Rank and world size are read from the environment (:mod:`deepspeed.comm.start.environment` lists the ways) and
+    Rank and world size are read from the environment (:mod:`deepspeed.comm.base.environment` lists the ways) and
     written back as ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. One log line on rank
     0 states the source. A single process needs no rendezvous, so it opens no port.
 

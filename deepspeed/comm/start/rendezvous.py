@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import socket
@@ -14,14 +13,13 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
-from deepspeed.comm.start.environment import Place
+from deepspeed.comm.base.environment import Place
 from deepspeed.errors import CommunicationError
 from deepspeed.logging import logger
-from deepspeed.ports import addresses_of, describe_listener, free_port, is_here, why_not_reached
+from deepspeed.ports import addresses_of, describe_listener, find_listener, free_port, is_here, why_not_reached
 
 # If rank 0 runs on this machine and has the port open, it responds at once; a longer silence means another program.
 _REPLY_SECONDS = 30.0
-_CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.1
 # A retry at the same port may start while rank 0 of the previous attempt is still ending.
 _RELEASE_SECONDS = 2.0
@@ -163,28 +161,6 @@ def _within(seconds: float, make: Callable[[], torch_dist.TCPStore]) -> torch_di
     thread.start()
     thread.join(seconds + 1.0)
     return made[0] if made else None
-
-
-def find_listener(name: str, port: int) -> str:
-    """Returns the numeric address at which a program accepts connections, among all that ``name`` resolves to.
-
-    Raises:
-        OSError: There is none. :class:`socket.gaierror`: the name is not known.
-    """
-    with socket.create_connection((name, port), timeout=_CONNECT_SECONDS) as probe:
-        peer = probe.getpeername()
-        if probe.getsockname() == peer:  # TCP can connect a port to itself on one machine
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-        return str(peer[0])
-
-
-def is_listening(name: str, port: int) -> bool:
-    """Returns whether a program accepts connections at ``name`` and ``port``."""
-    try:
-        find_listener(name, port)
-    except OSError:  # not there yet
-        return False
-    return True
 
 
 def _not_here(name: str) -> str | None:

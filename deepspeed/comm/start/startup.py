@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from deepspeed.comm.start.batched_store import read_many
-from deepspeed.comm.start.environment import run_of_adopted
+from deepspeed.comm.base.batched_store import read_many
+from deepspeed.comm.base.environment import run_of_adopted
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
 from deepspeed.ports import address_towards, first_address
 from deepspeed.release import VERSION

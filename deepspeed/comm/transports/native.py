@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.axes import DATA
-from deepspeed.comm.recorder import timed
-from deepspeed.comm.transports.counters import traffic
+from deepspeed.comm.base.counters import traffic
+from deepspeed.comm.base.recorder import timed
 from deepspeed.comm.transports.transport import DoneWork, Reduction, TensorTransfer, Transport, Work, scaled_sum
 
 _POLL = 50e-6  # seconds between two questions whether the device has finished

@@ -2,7 +2,7 @@
 
 Numeric code requests three things: fill a buffer from every rank's slice (*gather*), reduce a buffer to the owner of
 each slice (*reduce-scatter*), reduce a buffer to every rank (*all-reduce*). Each returns a ``Work``, whose ``wait`` may
-be called more than once. A transport is chosen once per group (``deepspeed.comm.transports.connect``):
+be called more than once. A transport is chosen once per group (``deepspeed.comm.job.connect``):
 
 - ``LocalTransport``: a group of one.
 - ``GlooTransport`` (``deepspeed.comm.host.gloo``): tagged sends and receives straight into the slices, and reductions
@@ -26,10 +26,10 @@ import torch
 from typing_extensions import override
 
 from deepspeed.axes import DATA
-from deepspeed.comm.codecs.codec import Residual
-from deepspeed.comm.codecs.zero_rows import ZeroRows
+from deepspeed.comm.base.codec import Residual
+from deepspeed.comm.base.counters import traffic, waiting
+from deepspeed.comm.base.zero_rows import ZeroRows
 from deepspeed.comm.transports import packing
-from deepspeed.comm.transports.counters import traffic, waiting
 from deepspeed.comm.transports.packing import Tensors, numel_of
 from deepspeed.comm.watch.forward_queue import ForwardRequest
 from deepspeed.comm.watch.watchdog import Watch

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from deepspeed.comm.start.batched_store import read_many, those_there
+from deepspeed.comm.base.batched_store import read_many, those_there
 from deepspeed.logging import logger, printable
 
 # Posts that a rank reads at once. If more ranks wait, a few read all posts and the others a part: if all read all,

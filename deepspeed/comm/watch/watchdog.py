@@ -47,7 +47,7 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
-from deepspeed.comm.start.batched_store import (
+from deepspeed.comm.base.batched_store import (
     MOST_THAT_POLL,
     longest_pause,
     read_many,

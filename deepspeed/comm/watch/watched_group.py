@@ -26,9 +26,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.job.ranks import Ranks
-from deepspeed.comm.job.torch_groups import is_alive, rendezvous_store
-from deepspeed.comm.transports.counters import PROGRAM, waiting
+from deepspeed.comm.base.counters import PROGRAM, waiting
+from deepspeed.comm.base.ranks import Ranks
+from deepspeed.comm.base.torch_groups import is_alive, rendezvous_store
 from deepspeed.comm.watch.watchdog import Connection, Watch
 
 _ABORT_TAG = (1 << 30) - 1

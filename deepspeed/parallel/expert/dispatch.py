@@ -34,11 +34,11 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from deepspeed.comm.job import backward_comm
 from deepspeed.comm.transports import packing
 from deepspeed.comm.transports.differentiable import all_to_all
 from deepspeed.comm.transports.packing import Tensors
 from deepspeed.comm.transports.transport import LocalTransport, Transport, Work
-from deepspeed.comm.watch import backward_comm
 from deepspeed.uncompiled import uncompiled
 
 

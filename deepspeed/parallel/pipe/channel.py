@@ -28,11 +28,11 @@ import torch
 
 from deepspeed import comm
 from deepspeed.axes import PIPE
+from deepspeed.comm.base.counters import traffic
 from deepspeed.comm.job.axis import Axis
+from deepspeed.comm.job.connect import open_message_queue
 from deepspeed.comm.job.job import Job, rank_in
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.transports.connect import open_message_queue
-from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.transport import job_is_over, start_p2p
 from deepspeed.comm.watch.watched_group import ShortMessages, WatchedGroup
 from deepspeed.errors import PipelineError

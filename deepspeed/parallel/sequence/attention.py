@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.watch import backward_comm
+from deepspeed.comm.job import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.exchange import exchange, one_after_another, shares_of_heads, transport_of
 from deepspeed.parallel.sequence.saved_result import SavedResult

@@ -21,10 +21,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from deepspeed.axes import SEQUENCE
+from deepspeed.comm.job import backward_comm
 from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.differentiable import all_to_all
 from deepspeed.comm.transports.transport import Transport
-from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.uncompiled import uncompiled
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from deepspeed.axes import SEQUENCE
-from deepspeed.comm.job import groups
+from deepspeed.comm.job import backward_comm, groups
 from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.differentiable import reduce_from, sum_over
-from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.uncompiled import uncompiled
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from deepspeed.comm.job import backward_comm
 from deepspeed.comm.transports.differentiable import all_to_all
 from deepspeed.comm.transports.packing import Tensors
 from deepspeed.comm.transports.transport import Transport, Work
-from deepspeed.comm.watch import backward_comm
 from deepspeed.parallel.sequence.exchange import transport_of
 from deepspeed.parallel.sequence.online import MaskRule, Rows, Slopes, Tokens, grouped
 from deepspeed.uncompiled import uncompiled

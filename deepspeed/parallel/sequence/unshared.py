@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed.comm.base.torch_groups import counts_sends, groups_within, operations_of
 from deepspeed.comm.job.job import Job, is_initialized, ranks_of
-from deepspeed.comm.job.torch_groups import counts_sends, groups_within, operations_of
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist

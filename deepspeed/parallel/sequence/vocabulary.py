@@ -8,12 +8,12 @@ from typing import Any, Literal
 import torch
 
 from deepspeed.axes import SEQUENCE, TENSOR
+from deepspeed.comm.job import backward_comm
 from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import gather_from
 from deepspeed.comm.transports.transport import LocalTransport
-from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.head import losses_of_logits
 from deepspeed.parallel.sequence.loss import IGNORED

@@ -8,10 +8,10 @@ from datetime import timedelta
 import torch
 
 from deepspeed.axes import TENSOR
+from deepspeed.comm.job.connect import channel_over
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.channel import Channel
-from deepspeed.comm.transports.connect import channel_over
 
 
 def connect(mesh: Mesh, device: torch.device | None, timeout: timedelta | None) -> Channel:

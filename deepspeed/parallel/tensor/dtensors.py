@@ -21,7 +21,7 @@ from deepspeed.axes import TENSOR
 from deepspeed.comm.job.job import rank_in
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.mesh_sources import TAKEN
-from deepspeed.comm.watch.trace_points import TracePoints
+from deepspeed.comm.job.trace_points import TracePoints
 from deepspeed.engine_feature import mark
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist

@@ -11,8 +11,8 @@ import torch
 
 from deepspeed import comm
 from deepspeed.accelerator.devices import CONTENTION_OF_PROCESSORS, Device, DeviceEfficiency, device_of_product
+from deepspeed.comm.base.device import local_device
 from deepspeed.comm.speed import CollectiveSpeed, measure_collectives, measure_sums
-from deepspeed.comm.start.device import local_device
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.measuring.block_probe import BlockSpeed, ProbeSizes, probe_block

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed import comm
+from deepspeed.comm.base.device import local_device
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mpu import zero_group
 from deepspeed.comm.job.new_groups import Lease
-from deepspeed.comm.start.device import local_device
 from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from deepspeed.zero.access.gathered import GatheredParameters

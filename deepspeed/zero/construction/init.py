@@ -20,9 +20,9 @@ import torch.utils._device
 from torch import nn
 
 from deepspeed import comm
+from deepspeed.comm.base.device import local_device
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mpu import zero_group
-from deepspeed.comm.start.device import local_device
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist

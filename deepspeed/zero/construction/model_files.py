@@ -32,8 +32,8 @@ import torch
 from torch import nn
 
 from deepspeed import comm
+from deepspeed.comm.base.device import local_device
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.start.device import local_device
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import CheckpointError
 from deepspeed.models.construction import hide_stage_3, wrap_passes

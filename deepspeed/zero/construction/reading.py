@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from deepspeed import comm
+from deepspeed.comm.base.device import local_device
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.start.device import local_device
 from deepspeed.zero.access.views import install_views
 from deepspeed.zero.address import address_of, remember_class, set_address
 from deepspeed.zero.construction.provisional import ProvisionalBucket

@@ -31,10 +31,10 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from deepspeed.comm.watch.agreement import END_OF_PASS, Agreement
 from deepspeed.logging import warn_once
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.bucket import Bucket, State
+from deepspeed.zero.gather.agreement import END_OF_PASS, Agreement
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed.comm.codecs.codec import Residual
+from deepspeed.comm.base.codec import Residual
 from deepspeed.zero.storage import FlatBuffer, MemoryTracker, StorageKind
 from deepspeed.zero.tiling.layout import BucketLayout
 

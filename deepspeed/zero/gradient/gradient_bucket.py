@@ -15,7 +15,7 @@ from enum import Enum
 
 import torch
 
-from deepspeed.comm.codecs.zero_rows import ZeroRows, row_starts
+from deepspeed.comm.base.zero_rows import ZeroRows, row_starts
 from deepspeed.comm.transports.transport import LocalTransport, Reduction, Work, poll, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.bucket import Bucket

@@ -26,8 +26,8 @@ from typing import Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed.comm.job import backward_comm
 from deepspeed.comm.transports.transport import Transport
-from deepspeed.comm.watch import backward_comm
 from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket, ReductionPolicy

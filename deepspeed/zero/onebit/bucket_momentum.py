@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import torch
 
-from deepspeed.comm.codecs.codec import Residual
+from deepspeed.comm.base.codec import Residual
 from deepspeed.comm.codecs.one_bit import OneBitExchange, padded_numel
 from deepspeed.comm.transports.transport import LocalTransport, transfer_key
 from deepspeed.ops.onebit.phases import ExchangesMomentum, frozen_root, largest_update, mask_of

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import override
 
-from deepspeed.comm.codecs.codec import CHUNK, DEVICE_ELEMENTS
+from deepspeed.comm.base.codec import CHUNK, DEVICE_ELEMENTS
 from deepspeed.comm.codecs.one_bit import one_bit_nbytes, padded_numel
 from deepspeed.comm.codecs.table import WholeSignCodec, unpack_signs
 from deepspeed.config.sections.root import Root

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from deepspeed.comm.codecs.codec import Codec
+from deepspeed.comm.base.codec import Codec
 from deepspeed.config.sections.root import Root
 from deepspeed.zero.gradient.error_feedback import feedback_numel
 from deepspeed.zero.gradient.gradients import GradientReducer

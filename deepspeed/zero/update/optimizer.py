@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
 from deepspeed.logging import log_dist
 from deepspeed.ops.base import evaluate, step_hooks
 from deepspeed.ops.elementwise import flat_updater
 from deepspeed.ops.rounding import NarrowStates
+from deepspeed.zero.gather.agreement import Agreement
 from deepspeed.zero.gradient.gradient_sum import gradient_factor, norm_from_squares
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups

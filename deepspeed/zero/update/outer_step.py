@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from deepspeed.comm.codecs.codec import Codec, bits_of
+from deepspeed.comm.base.codec import Codec, bits_of
 from deepspeed.comm.codecs.coded import coded
 from deepspeed.comm.codecs.table import CODECS
 from deepspeed.comm.transports.transport import Reduction, Transport, transfer_key

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed.comm.codecs.codec import Codec, Residual, coded_nbytes, decode, encode
+from deepspeed.comm.base.codec import Codec, Residual, coded_nbytes, decode, encode
+from deepspeed.comm.base.counters import traffic
 from deepspeed.comm.codecs.coded import CodedTransport, coded
 from deepspeed.comm.codecs.table import Int4Codec, Int8Codec, SignCodec, WholeSignCodec
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.transport import LocalTransport, Reduction
 from tests.engine.support import rank, same_on_all_ranks
 from tests.harness import run_ranks

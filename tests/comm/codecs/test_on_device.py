@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.comm.codecs import codec as codec_module
-from deepspeed.comm.codecs.codec import CHUNK, Codec, Residual, coded_nbytes, decode, decode_add, encode
+from deepspeed.comm.base import codec as codec_module
+from deepspeed.comm.base.codec import CHUNK, Codec, Residual, coded_nbytes, decode, decode_add, encode
+from deepspeed.comm.base.zero_rows import ZeroRows
 from deepspeed.comm.codecs.coded import coded
 from deepspeed.comm.codecs.one_bit import OneBitExchange, padded_numel
 from deepspeed.comm.codecs.table import CODECS
-from deepspeed.comm.codecs.zero_rows import ZeroRows
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.transport import Reduction
 from deepspeed.config.codec_names import GRADIENT_CODECS, PLAIN_CODECS

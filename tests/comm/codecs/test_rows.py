@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.comm.base.counters import traffic
+from deepspeed.comm.base.zero_rows import ZeroRows, row_starts
 from deepspeed.comm.codecs.rows import by_rows
-from deepspeed.comm.codecs.zero_rows import ZeroRows, row_starts
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.transport import Reduction, transfer_key
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from tests.engine.support import rank

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from deepspeed.comm.codecs.codec import CHUNK, coded_nbytes, decode, decode_add, encode
+from deepspeed.comm.base.codec import CHUNK, coded_nbytes, decode, decode_add, encode
 from deepspeed.comm.codecs.table import BLOCK, CODECS, BlockCodec, IntegerCodec, SignCodec, WholeSignCodec
 from deepspeed.config.codec_names import GRADIENT_CODECS, PLAIN_CODECS
 

@@ -18,14 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.base.counters import counted
 from deepspeed.comm.host import message_queue as queue_module
 from deepspeed.comm.host import sockets
 from deepspeed.comm.host.message_queue import LONGEST, MessageQueue
 from deepspeed.comm.host.sockets import connect_on_host
+from deepspeed.comm.job.connect import open_message_queue, warm_up
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.transports.connect import open_message_queue, warm_up
-from deepspeed.comm.transports.counters import counted
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import CommunicationError, DivergenceError
 from deepspeed.parallel.pipe.channel import StageChannels

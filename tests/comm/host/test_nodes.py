@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.base.counters import counted, traffic
+from deepspeed.comm.base.environment import ranks_per_node
 from deepspeed.comm.host.nodes import GlooByNodes, NativeByNodes, Nodes, nodes_under
 from deepspeed.comm.job.grid import gathering_by_nodes, grid_mesh
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.start.environment import ranks_per_node
-from deepspeed.comm.transports.counters import counted, traffic
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import transfer_key
 from deepspeed.errors import DeepSpeedConfigError

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.base.counters import counted
+from deepspeed.comm.base.recorder import log
 from deepspeed.comm.host import shared_exchange, sockets
 from deepspeed.comm.host.shared_exchange import SameHostTransport, SharedMemorySumBackend, same_host_sums
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.recorder import log
 from deepspeed.comm.transports.channel import Channel
-from deepspeed.comm.transports.counters import counted
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import CommunicationError, DivergenceError
 from tests.harness import RanksFailed, run_ranks

@@ -12,10 +12,10 @@ import torch.distributed as torch_dist
 
 import deepspeed
 from deepspeed.axes import DATA, EXPERT, SEQUENCE, TENSOR
+from deepspeed.comm.base.counters import JOB, traffic
 from deepspeed.comm.job.fake import FakeGroup, FakeJob
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.transports.counters import JOB, traffic
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import LocalTransport, Transport, transfer_key
 from deepspeed.errors import CallOrderError, CommunicationError, DeepSpeedConfigError

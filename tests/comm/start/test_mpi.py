@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed.comm.base.environment import find_place
 from deepspeed.comm.start import mpi, mpi_query
-from deepspeed.comm.start.environment import find_place
 from tests.harness.programs import needs_program
 from tests.launcher.test_mpi import OPENMPI
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch.distributed as torch_dist
 
+from deepspeed.comm.base.environment import Place
 from deepspeed.comm.start import process_group
-from deepspeed.comm.start.environment import Place
 from deepspeed.comm.start.process_group import choose_interface, interface_of, means_loopback
 from deepspeed.comm.start.startup import RankInfo
 from deepspeed.ports import free_port

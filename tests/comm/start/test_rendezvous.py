@@ -10,9 +10,10 @@ from datetime import timedelta
 import pytest
 
 from deepspeed import ports
+from deepspeed.comm.base.environment import Place
 from deepspeed.comm.start import rendezvous
-from deepspeed.comm.start.environment import Place
-from deepspeed.comm.start.rendezvous import find_listener, open_store
+from deepspeed.comm.start.rendezvous import open_store
+from deepspeed.ports import find_listener
 
 NOBODY = "255.255.255.255"  # TCP refuses it at once
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.2)

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as torch_dist
 
 from benchmarks.start import SimulatedStore, simulate_start, simulate_wait
+from deepspeed.comm.base.batched_store import longest_pause, read_many, those_there, write_many
 from deepspeed.comm.start import admission, startup
 from deepspeed.comm.start.admission import JoiningProcess, RendezvousPoint, receive_ranks
-from deepspeed.comm.start.batched_store import longest_pause, read_many, those_there, write_many
 from deepspeed.comm.start.startup import RankInfo
 from deepspeed.comm.watch import watchdog
 from deepspeed.comm.watch.posts import PostReader, members_from, members_text

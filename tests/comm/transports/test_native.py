@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.recorder import log
+from deepspeed.comm.base.recorder import log
 from deepspeed.comm.transports import native
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import Reduction

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import (

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed
+from deepspeed.comm.base.counters import counted
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.transports.counters import counted
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.parallel.expert.dispatch import BLOCK, decode_rows, dispatch, encode_rows, plan_routes
 from tests.engine.support import rank

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.errors import PipelineError
 from deepspeed.pipe import PipelineModule
 from tests.harness.pool import run_ranks

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import deepspeed
-from deepspeed.comm.transports.counters import traffic
+from deepspeed.comm.base.counters import traffic
 from deepspeed.errors import DeepSpeedConfigError, PipelineError
 from deepspeed.parallel.pipe.transformers_models import transformers_names
 from deepspeed.pipe import PipelineModule

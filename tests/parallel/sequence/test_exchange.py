@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.attention import DistributedAttention, _SeqAllToAll
 from deepspeed.parallel.sequence.exchange import exchange, in_equal_parts, length_of, shares_of_heads

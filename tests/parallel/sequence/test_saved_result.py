@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.parallel.sequence.attention import DistributedAttention
 from deepspeed.parallel.sequence.saved_result import SavedResult

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 
 import deepspeed
+from deepspeed.comm.base.torch_groups import counts_sends
 from deepspeed.comm.job.job import Job, axis_of
-from deepspeed.comm.job.torch_groups import counts_sends
 from deepspeed.comm.transports.transport import TensorTransfer
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger

@@ -10,8 +10,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
+from deepspeed.comm.base.counters import traffic
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.differentiable import gather_from, reduce_scatter_to, scatter_to
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.module_inject.layers import (

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.comm.transports.counters import traffic
+from deepspeed.comm.base.counters import traffic
 from deepspeed.errors import DeepSpeedConfigError
 from tests.harness import run_ranks
 from tests.harness.toy_models import NO_DROPOUT, causal_model, masked_model

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError, ShardedAccessError
 from deepspeed.zero.access.gathered import GatheredParameters, by_group

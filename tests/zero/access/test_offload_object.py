@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from deepspeed.zero import DeepSpeedZeRoOffload, GatheredParameters, ZeroParamStatus, unwrap_model_for_generation
 from tests.harness import run_ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError
 from deepspeed.utils import set_z3_leaf_modules
 from deepspeed.zero.access import states as access

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.base.counters import counted
 from deepspeed.errors import DeepSpeedConfigError, DivergenceError, NotYetSupportedError, ShardedAccessError
 from deepspeed.zero import GatheredParameters, Init, MiCS_Init, ZeroParamStatus, register_external_parameter
 from deepspeed.zero.construction.modules import serving_all_ranks

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.zero.address import State
 from deepspeed.zero.gather import hooks
+from deepspeed.zero.gather.agreement import Agreement
 from deepspeed.zero.gather.hooks import ForwardHooks, tensors_in
 from deepspeed.zero.gather.schedule import GatherLimits, GatherSchedule
 from tests.harness.loopback import LoopbackTransport, run_threads

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import DivergenceError
 from deepspeed.zero.address import State
 from deepspeed.zero.gather import schedule
+from deepspeed.zero.gather.agreement import Agreement
 from deepspeed.zero.gather.schedule import GatherLimits, GatherSchedule
 from deepspeed.zero.storage import Memory
 from tests.harness.loopback import LoopbackTransport, run_threads

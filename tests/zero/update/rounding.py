@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.codecs.codec import Codec
+from deepspeed.comm.base.codec import Codec
 
 
 class Rounding(Codec):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed.comm.codecs.codec import Residual
+from deepspeed.comm.base.codec import Residual
+from deepspeed.comm.base.zero_rows import ZeroRows, row_starts
 from deepspeed.comm.codecs.coded import coded
 from deepspeed.comm.codecs.table import SignCodec, WholeSignCodec
-from deepspeed.comm.codecs.zero_rows import ZeroRows, row_starts
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.transport import Reduction
 from tests.engine.support import rank, same_on_all_ranks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from deepspeed.comm.base.counters import Tally, WaitClock, traffic
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.transports.counters import Tally, WaitClock, traffic
 from tests.harness import run_ranks
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deepspeed.comm as dist
-from deepspeed.comm.recorder import CommsLog, bandwidths, log, num_bytes
+from deepspeed.comm.base.recorder import CommsLog, bandwidths, log, num_bytes
 from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger

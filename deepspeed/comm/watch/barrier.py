@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
-from deepspeed.comm.start.batched_store import read_many
+from deepspeed.comm.base.batched_store import read_many
 from deepspeed.comm.watch.watchdog import Watch
 
 

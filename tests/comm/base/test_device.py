@@ -14,9 +14,9 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.torch_device import CUDAAccelerator
 from deepspeed.cli import bench
+from deepspeed.comm.base.device import bound_device, local_device, unbound
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.start import process_group
-from deepspeed.comm.start.device import bound_device, local_device, unbound
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError
 from tests.harness import run_ranks
 

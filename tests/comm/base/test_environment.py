@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.comm.start.environment import Place, find_place, local_rank_of, run_of_adopted
+from deepspeed.comm.base.environment import Place, find_place, local_rank_of, run_of_adopted
 from deepspeed.errors import CommunicationError
 
 MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}

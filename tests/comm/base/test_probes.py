@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as torch_dist
 
-from deepspeed.comm.start import probes
-from deepspeed.comm.start.probes import probed_connections
+from deepspeed.comm.base import probes
+from deepspeed.comm.base.probes import probed_connections
 
 
 def is_probed(one):

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.axes import DATA
+from deepspeed.comm.base.ranks import Ranks
 from deepspeed.comm.host.gloo import GlooTransport
 from deepspeed.comm.host.message_queue import MessageQueue
 from deepspeed.comm.host.nodes import HIERARCHICAL, GlooByNodes, NativeByNodes, exchange_nodes
 from deepspeed.comm.host.shared_exchange import SameHostTransport, same_host_sums
 from deepspeed.comm.host.sockets import connect_on_host, limit_waits
 from deepspeed.comm.job.new_groups import Owner, ProcessGroups
-from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import LocalTransport, Transport

@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from deepspeed.comm.transports.connect import Connector
+from deepspeed.comm.job.connect import Connector
 from deepspeed.comm.transports.transport import LocalTransport, Transport, transfer_key
 
 

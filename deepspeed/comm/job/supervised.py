@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.comm.base.torch_groups import is_collecting
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.torch_groups import is_collecting
 from deepspeed.comm.watch.watched_group import WatchedGroup
 
 
