@@ -5,4 +5,4 @@ module load python
 virtualenv --no-download $SLURM_TMPDIR/env
 source $SLURM_TMPDIR/env/bin/activate
 pip install --upgrade pip --no-index
-pip install --no-index torch deepspeed
+pip install --no-index torch "${DEEPSPEED_WHEEL:?export the path of a wheel of this package (make wheel)}"  # by name it could be another project

@@ -11,7 +11,7 @@
 module load python
 virtualenv --no-download $SLURM_TMPDIR/env
 source $SLURM_TMPDIR/env/bin/activate
-pip install --no-index torch pytorch-lightning deepspeed
+pip install --no-index torch pytorch-lightning "${DEEPSPEED_WHEEL:?export the path of a wheel of this package (make wheel)}"
 
 # Without srun there would be one process where Lightning expects two.
 srun python deepspeed-stage3-offload-cpu.py --batch_size 256 "$@"
