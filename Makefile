@@ -26,8 +26,8 @@ RANKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.accelerator.is
 
 RAY_VENV := .venv-ray
 
-.PHONY: help quickstart generate test default-tests test-all test-older-transformers test-ray lint style types check-tree \
-  docs docs-check wheel release-check install clean
+.PHONY: help quickstart generate test default-tests test-all test-older-transformers test-ray test-matrix lint style types \
+  check-tree docs docs-check wheel release-check check-release-tag install clean
 
 help:
 	@echo "make quickstart   train a small language model with ZeRO stage 3 on this machine"
@@ -35,6 +35,7 @@ help:
 	@echo "make test         lint, type check and the default tests"
 	@echo "make test-all     the same with the slow tests, and the Hugging Face tests with transformers $(OLDER) too"
 	@echo "make test-ray     Ray Train with two and three workers on this machine (some minutes; installs ray[train])"
+	@echo "make test-matrix  the fast part of the tests with other versions of Python, torch and the libraries on top"
 	@echo "make lint         ruff and mypy only"
 	@echo "make check-tree   imports between layers, and what may lie in the tree"
 	@echo "make docs         the documentation as a site in site/ (SERVE=1 shows it while you write)"
@@ -69,6 +70,10 @@ test-older-transformers: $(VENV)/.for-tests
 test-ray: $(RAY_VENV)/.ready
 	$(TEST_ENV) DS_ACCELERATOR=cpu $(RAY_VENV)/bin/python -m pytest -m "" tests/ecosystem/ray
 
+# Environments in .matrix, one per combination of versions; a run that was interrupted goes on (see .ci/matrix.py).
+test-matrix:
+	@$(PYTHON) .ci/matrix.py $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again)
+
 lint: $(VENV)/.for-tests
 	@$(MAKE) --no-print-directory style types
 
@@ -97,6 +102,13 @@ wheel: $(VENV)/.for-wheel
 
 release-check: wheel
 	@$(BIN)/python .ci/release_check.py
+
+# The rules of a release (docs/reference/public-api.md): the tag is the version, which CHANGELOG.md dates.
+check-release-tag:
+	@grep -qx 'RELEASE = "$(TAG:v%=%)"' deepspeed/release.py && grep -q '^## $(TAG:v%=%) (20' CHANGELOG.md && \
+	  test -e tests/surface/public-$(TAG:v%=%).txt || { \
+	  echo "tag $(TAG): expected RELEASE of deepspeed/release.py, a dated section of CHANGELOG.md and" \
+	    "tests/surface/public-$(TAG:v%=%).txt of this version; tag the commit that has all three"; exit 1; }
 
 install: $(VENV)/.for-tests
 

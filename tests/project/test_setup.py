@@ -6,8 +6,10 @@ import os
 import re
 import subprocess
 
+import pytest
 import yaml
 
+from deepspeed.release import RELEASE
 from tests.project.graph import ROOT
 
 QUIETLY = str(ROOT / ".ci" / "quietly")
@@ -68,3 +70,36 @@ def test_hooks_of_pre_commit_need_nothing_that_make_does_not_set_up():
         target = re.fullmatch(r"make --no-print-directory ([a-z-]+)", hook["entry"])
         assert target and re.search(rf"^{target[1]}: \$\(VENV\)/\.for-tests$", makefile, flags=re.MULTILINE), hook
     assert not re.findall(r'(?:quietly|\$\(STEP\)) "[^"]+" \$\(TEST_ENV\)', makefile), "variables go before the step"
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def test_there_is_a_workflow_for_each_part_of_the_work():
+    assert [path.stem for path in WORKFLOWS] == ["docs", "lint", "matrix", "release", "test", "wheel"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_run_what_the_makefile_has(path):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values()
+    commands = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+    targets = {match[1] for command in commands if (match := re.match(r"make ([\w-]+)", command))}
+    assert {target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)} == set()
+    others = [command for command in commands if not command.startswith(("make ", "gh ")) and command != ".ci/run"]
+    assert commands and others == [], "what a workflow does beside make cannot be tried without it"
+
+
+def test_a_tag_must_be_the_version_in_hand():
+    command = ["make", "-s", "check-release-tag", "TAG=v0.0.1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode and "tag v0.0.1: expected RELEASE" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_pages_of_a_project_are_there():
+    for name in ("LICENSE", "NOTICE", "SECURITY.md", "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md"):
+        assert (ROOT / name).stat().st_size > 500, name
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["version"], citation["license"]) == (RELEASE, "Apache-2.0")
+    for form in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(form.read_text(encoding="utf-8")), form
