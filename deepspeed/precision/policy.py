@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.base import DeepSpeedAccelerator
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.logging import warn_once
+from deepspeed.logging import log_dist_once, warn_once
 from deepspeed.models.layers import modules_in_fp32
 from deepspeed.nested import map_tensors
 from deepspeed.precision.loss_scaler import CreateLossScaler
@@ -40,7 +45,7 @@ class PrecisionPolicy:
 
     Attributes:
         compute_dtype: Dtype of floating parameters in forward and backward; None keeps the model's own.
-        buffer_dtype: Dtype of floating buffers; None: as the model has them.
+        buffer_dtype: Dtype of floating buffers; None: as the model has them, see :meth:`cast_buffers`.
         accumulate_dtype: Dtype of the sum over micro-batches.
         communication_dtype: Dtype in which gradients are sent; None: the gradient's own.
         autocast_dtype: Dtype of ``torch.autocast`` around forward; None: no autocast.
@@ -77,7 +82,7 @@ class PrecisionPolicy:
             keep = modules_in_fp32(model)
         return cls(
             compute_dtype=compute,
-            buffer_dtype=dtype_of_name(types.buffer_dtype) if types.buffer_dtype else compute,
+            buffer_dtype=dtype_of_name(types.buffer_dtype) if types.buffer_dtype else None,
             accumulate_dtype=dtype_of_name(types.grad_accum_dtype)
             if types.grad_accum_dtype
             else compute
@@ -94,9 +99,25 @@ class PrecisionPolicy:
         """Returns the compute dtype of the parameter ``name``, a tensor of any shape."""
         if self.compute_dtype is None or not tensor.is_floating_point():
             return tensor.dtype
-        if any(f".{part}." in f".{name}." for part in self.fp32_modules):
-            return torch.float32
-        return self.compute_dtype
+        return torch.float32 if self._is_kept_in_fp32(name) else self.compute_dtype
+
+    def _is_kept_in_fp32(self, name: str) -> bool:
+        return any(f".{part}." in f".{name}." for part in self.fp32_modules)
+
+    def _buffer_dtype(self, name: str, buffer: torch.Tensor, *, beside_weights: bool) -> torch.dtype:
+        """Returns the dtype of the buffer ``name``, a floating tensor of any shape.
+
+        Args:
+            name: Its qualified name.
+            buffer: It.
+            beside_weights: Whether torch requires the dtype of the weights.
+        """
+        is_kept = self._is_kept_in_fp32(name)
+        if self.buffer_dtype is not None and not is_kept:
+            return self.buffer_dtype
+        if beside_weights:
+            return self.dtype_for(name, buffer)
+        return torch.promote_types(buffer.dtype, torch.float32) if is_kept else buffer.dtype
 
     def reduce_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype in which a gradient of ``gradient_dtype`` is sent."""
@@ -113,14 +134,31 @@ class PrecisionPolicy:
         return self.skip_non_finite or self.needs_loss_scale
 
     def cast_buffers(self, model: nn.Module, device: torch.device) -> None:
-        """Moves the buffers to ``device`` and casts floating ones, except in modules with ``keeps_buffer_dtype``."""
-        for module in model.modules():
-            buffer_dtype = None if getattr(module, "keeps_buffer_dtype", False) else self.buffer_dtype
-            for name, buffer in module._buffers.items():
+        """Moves the buffers to ``device`` and casts floating ones. Logs once which are cast and which stay wide.
+
+        A buffer keeps its dtype unless the configuration names another, or torch requires that of the weights. Modules
+        with ``keeps_buffer_dtype`` keep theirs in any case.
+        """
+        beside_weights = buffers_beside_weights(model)
+        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the former ones, so that no id is used again
+        changes: dict[str, list[str]] = {}
+        for prefix, module in model.named_modules():
+            for key, buffer in module._buffers.items():
                 if buffer is None:
                     continue
-                dtype = buffer_dtype if buffer_dtype and buffer.is_floating_point() else buffer.dtype
-                module._buffers[name] = buffer.to(device=device, dtype=dtype)
+                name, dtype = f"{prefix}.{key}" if prefix else key, buffer.dtype
+                if buffer.is_floating_point() and not getattr(module, "keeps_buffer_dtype", False):
+                    dtype = self._buffer_dtype(name, buffer, beside_weights=name in beside_weights)
+                    if dtype != buffer.dtype:
+                        changes.setdefault(f"buffers cast from {buffer.dtype} to {dtype}", []).append(name)
+                    elif self.compute_dtype is not None and dtype.itemsize > self.compute_dtype.itemsize:
+                        keep = f"buffers that keep {dtype} (to cast them, set data_types.buffer_dtype: {self.name})"
+                        changes.setdefault(keep, []).append(name)
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = buffer, buffer.to(device=device, dtype=dtype)
+                module._buffers[key] = moved[id(buffer)][1]
+        for change, names in changes.items():
+            log_dist_once(f"{change}: {_listed(names)}".replace("torch.", ""))
 
     def forward_context(self, accelerator: DeepSpeedAccelerator) -> AbstractContextManager[Any]:
         """Returns the context that forward runs in."""
@@ -134,6 +172,37 @@ class PrecisionPolicy:
             return value
         dtype = self.compute_dtype
         return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _weights_of_hooks(module: nn.Module) -> set[str]:
+    """Returns the names of the weights of ``module`` that a hook of torch computes before every forward."""
+    hooks: Iterable[Any] = module._forward_pre_hooks.values()
+    return {
+        hook.name if isinstance(hook, SpectralNorm) else hook._tensor_name
+        for hook in hooks
+        if isinstance(hook, (SpectralNorm, BasePruningMethod))
+    }
+
+
+def buffers_beside_weights(model: nn.Module) -> set[str]:
+    """Returns the names of buffers that torch combines with weights, which must have the same dtype.
+
+    These are the statistics of a batch norm with weights, the masks of ``torch.nn.utils.prune``, and what
+    ``spectral_norm`` and parametrizations compute a weight from.
+    """
+    found = set()
+    for prefix, module in model.named_modules():
+        of_torch = isinstance(module, (_BatchNorm, ParametrizationList))
+        takes_all = of_torch and next(module.parameters(recurse=False), None) is not None
+        starts = tuple(f"{weight}_" for weight in _weights_of_hooks(module))
+        for name, _ in module.named_buffers(recurse=takes_all):
+            if takes_all or name.startswith(starts):
+                found.add(f"{prefix}.{name}" if prefix else name)
+    return found
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def has_narrow_masters(root: Root) -> bool:

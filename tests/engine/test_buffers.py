@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -65,3 +66,36 @@ def spread_over_islands() -> None:
 
 def test_the_first_island_gives_buffers_of_any_strides() -> None:
     run_ranks(spread_over_islands, 2)
+
+
+class Rotated(nn.Module):
+    """Turns by angles that bf16 would round: a table in fp32, as in rotary embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("frequencies", 1 / 10_000 ** (torch.arange(WIDTH) / WIDTH), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * (4_000 * self.frequencies).cos().to(x.dtype)).float().square().mean()
+
+
+def train_in_bf16(stage: int) -> tuple[float, float]:
+    engine = engine_of(Rotated(), stage, bf16={"enabled": True}, zero={"stage3_param_persistence_threshold": 0})
+    plain = Rotated()
+    plain.layer.bfloat16()
+    x = inputs(0).bfloat16()
+    found, expected = engine(x), plain(x)
+    engine.backward(found)
+    engine.step()
+    assert torch.equal(engine.module.frequencies, plain.frequencies)
+    engine.destroy()
+    return found.item(), expected.item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_tables_in_fp32_are_as_in_plain_torch_at_every_stage(ranks: int) -> None:
+    for stage in range(4):
+        for found, expected in run_ranks(train_in_bf16, ranks, stage):
+            assert found == expected, stage

@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import parse
@@ -38,11 +39,71 @@ def test_both_lists_of_a_model_are_kept_in_fp32():
     assert policy.fp32_modules == ("mlp.gate", "wo")
 
 
-def test_only_floating_buffers_are_cast():
-    model = nn.BatchNorm1d(3)
-    policy_of(bf16={"enabled": True}).cast_buffers(model, torch.device("cpu"))
-    assert model.running_mean.dtype == torch.bfloat16
-    assert model.num_batches_tracked.dtype == torch.int64
+def buffer_dtypes(model, **sections):
+    policy_of(bf16={"enabled": True}, **sections).cast_buffers(model, torch.device("cpu"))
+    return {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in model.named_buffers()}
+
+
+def with_buffers(model=None, **buffers):
+    model = nn.Module() if model is None else model
+    for name, buffer in buffers.items():
+        model.register_buffer(name, buffer)
+    return model
+
+
+def test_buffers_keep_their_dtype_and_a_configured_one_casts_floating_ones():
+    every = {f"{name}_": name for name in ("float32", "float64", "bfloat16", "int64", "bool", "complex64")}
+    made = {key: torch.zeros(1, dtype=getattr(torch, name)) for key, name in every.items()}
+    assert buffer_dtypes(with_buffers(**made)) == every
+    cast = buffer_dtypes(with_buffers(**made), data_types={"buffer_dtype": "fp16"})
+    assert cast == {**every, **dict.fromkeys(("float32_", "float64_", "bfloat16_"), "float16")}
+
+
+def test_what_is_cast_and_what_stays_wide_is_logged_once(monkeypatch):
+    lines = []
+    monkeypatch.setattr("deepspeed.logging.log_dist", lambda message, *_: lines.append(message))
+    for _ in range(2):
+        model = nn.ModuleDict({"norm": nn.BatchNorm1d(3), "rope": with_buffers(angles_logged_once=torch.zeros(1))})
+        buffer_dtypes(model)
+    assert lines == [
+        "buffers cast from float32 to bfloat16: norm.running_mean, norm.running_var",
+        "buffers that keep float32 (to cast them, set data_types.buffer_dtype: bf16): rope.angles_logged_once",
+    ]
+
+
+PARTS = {
+    "batch norm": lambda: nn.BatchNorm1d(8),
+    "batch norm without weights": lambda: nn.BatchNorm1d(8, affine=False),
+    "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(8, 8)),
+    "parametrized spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
+    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="matrix_exp"),
+    "pruned": lambda: prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_layers_of_torch_run_in_bf16_with_the_buffers_that_they_get(name):
+    layer = nn.Sequential(PARTS[name](), with_buffers(nn.Identity(), other=torch.zeros(1)))
+    assert buffer_dtypes(layer)["1.other"] == "float32"
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.bfloat16()
+    assert layer(torch.randn(4, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_buffers_of_modules_in_fp32_are_fp32_under_every_setting():
+    types = {"keep_in_fp32_modules": ["norm", "correction_bias"]}
+    for configured in ({}, {"buffer_dtype": "bf16"}):
+        model = nn.ModuleDict({"norm": nn.BatchNorm1d(3), "gate": with_buffers(correction_bias=torch.zeros(2).half())})
+        dtypes = buffer_dtypes(model, data_types={**types, **configured})
+        assert dtypes.pop("norm.num_batches_tracked") == "int64"
+        assert set(dtypes.values()) == {"float32"}
+
+
+def test_a_shared_buffer_stays_shared():
+    shared = torch.zeros(1)
+    model = nn.ModuleList([with_buffers(a=shared), with_buffers(b=shared)])
+    buffer_dtypes(model, data_types={"buffer_dtype": "bf16"})
+    assert model[0].a is model[1].b
 
 
 @pytest.mark.parametrize(

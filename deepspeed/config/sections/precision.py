@@ -159,13 +159,14 @@ class DataTypes(Section):
     )
     buffer_dtype: DType | None = key(
         None,
-        "Dtype of floating-point buffers.",
-        null_means="that of the weights with fp16 and bf16, otherwise as the model has them",
+        "Dtype of floating-point buffers, except in modules kept in fp32.",
+        null_means="as the model has them; that of the weights where torch requires it (statistics of a batch norm, "
+        "masks of pruning, spectral_norm, parametrizations)",
     )
     keep_in_fp32_modules: TextsOrAuto | None = key(
         None,
-        "Modules kept in fp32: parts of their names, such as norm or mlp.gate; auto takes the model's own lists "
-        "(_keep_in_fp32_modules and _keep_in_fp32_modules_strict).",
+        "Modules and buffers kept in fp32: parts of their names, such as norm or mlp.gate; auto takes the model's own "
+        "lists (_keep_in_fp32_modules and _keep_in_fp32_modules_strict).",
         since="0.19.8",
         own_auto=True,
         null_means="none",
