@@ -40,6 +40,8 @@ class KeyInfo:
         own_auto: ``"auto"`` is a value of the key rather than a request for the default.
         null_means: What null stands for.
     """
+        must_fill: ``"auto"`` that nothing has filled in is refused: the default would be a guess.
+        per_rank: Ranks may differ in it: it changes only what a rank writes, shows or measures, or where its files are.
 
     about: str
     unit: str | None = None
@@ -57,6 +59,8 @@ class KeyInfo:
     own_auto: bool = False
     null_means: str | None = None
 
+    must_fill: bool = False
+    per_rank: bool = False
     def range_text(self) -> str:
         """Returns the allowed range of values in words, empty if any value is allowed."""
         lower = f">= {self.minimum:g}" if self.minimum is not None else ""

@@ -16,6 +16,7 @@ from deepspeed.comm.base.device import local_device
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.job_mesh import JobMesh
 from deepspeed.config import ParsedConfig, parse
+from deepspeed.config.section import Section, facts_of
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.arguments import device_rank
 from deepspeed.engine.features import FeatureSet
@@ -26,27 +27,6 @@ from deepspeed.logging import log_dist, set_log_level_from_string
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.address import full_shape
 from deepspeed.zero.update.masters import group_indices
-
-# Ranks may differ in what they write, show or measure, and in where their files are.
-_OWN_AFFAIRS = frozenset(
-    {
-        "comet",
-        "comms_logger",
-        "csv_monitor",
-        "dump_state",
-        "flops_profiler",
-        "log_level",
-        "memory_breakdown",
-        "run_report",
-        "steps_per_print",
-        "tensorboard",
-        "timers",
-        "trace",
-        "wall_clock_breakdown",
-        "wandb",
-    }
-)
-_OWN_NAMES = frozenset({"nvme_path"})
 
 
 @dataclass(frozen=True)
@@ -152,19 +132,24 @@ def _device(args: Any) -> torch.device:
 
 
 def compared_values(root: Root) -> dict[str, Any]:
-    """Returns the values by dotted key, without those that may differ between ranks."""
+    """Returns the values by dotted key, without those in which ranks may differ: ``per_rank``, or without effect."""
     flat: dict[str, Any] = {}
-    for name, value in root.model_dump(mode="python").items():
-        if name not in _OWN_AFFAIRS:
-            _flatten(name, value, flat)
+    _flatten("", root, flat)
     return flat
 
 
 def _flatten(path: str, value: Any, flat: dict[str, Any]) -> None:
+    if isinstance(value, Section):
+        fields = type(value).model_fields
+        facts = {name: facts_of(field) for name, field in fields.items()}
+        value = {
+            name: getattr(value, name) for name in fields if not facts[name].per_rank and facts[name].no_effect is None
+        }
+    elif isinstance(value, list) and value and isinstance(value[0], Section):
+        value = dict(enumerate(value))
     if isinstance(value, dict) and value:
         for name, inner in value.items():
-            if name not in _OWN_NAMES:
-                _flatten(f"{path}.{name}", inner, flat)
+            _flatten(f"{path}.{name}" if path else str(name), inner, flat)
     else:
         flat[path] = value
 

@@ -79,7 +79,7 @@ class DynamicBatching(Section):
     max_tokens: Int | None = key(
         None, "Maximum number of tokens of a micro-batch; required when enabled.", unit="tokens", above=0
     )
-    verbose: Bool = key(False, "Log more.")
+    verbose: Bool = key(False, "Log more.", per_rank=True)
 
 
 class DataSampling(Section):
@@ -87,8 +87,8 @@ class DataSampling(Section):
 
     enabled: Bool = key(False, "Use this sampler.")
     num_epochs: Int = key(1000, "Epochs after which the loader ends.", above=0)
-    num_workers: Int = key(0, "Number of loader processes.", minimum=0)
-    pin_memory: Bool = key(False, "Load batches into page-locked memory.")
+    num_workers: Int = key(0, "Number of loader processes.", minimum=0, per_rank=True)
+    pin_memory: Bool = key(False, "Load batches into page-locked memory.", per_rank=True)
     curriculum_learning: CurriculumSampling = key(None, "Order samples by difficulty.", factory=CurriculumSampling)
     dynamic_batching: DynamicBatching = key(None, "Batches with a limit on tokens.", factory=DynamicBatching)
 

@@ -91,7 +91,7 @@ class EigenvalueSection(Section):
     _feature: ClassVar[str] = "deepspeed.compression.feature"
 
     enabled: Bool = key(False, "Stretch a block's period by 1 + floor(4 eigenvalue / largest).", removed="0.19.8")
-    verbose: Bool = key(False, "Log the eigenvalues.")
+    verbose: Bool = key(False, "Log the eigenvalues.", per_rank=True)
     max_iter: Int = key(100, "Maximum number of Hessian products per block.", above=0)
     tol: Float = key(1e-2, "Relative change of a value at which the iteration ends.", above=0)
     stability: Float = key(1e-6, "Added to the norm when a vector is normalized.", minimum=0)

@@ -158,8 +158,8 @@ class ActivationCheckpointing(Section):
         above=0,
         no_effect="only a buffer of saved activations would need it",
     )
-    synchronize_checkpoint_boundary: Bool = key(False, "Synchronize the device at each checkpoint.")
-    profile: Bool = key(False, "Time forward and backward of each checkpoint.")
+    synchronize_checkpoint_boundary: Bool = key(False, "Synchronize the device at each checkpoint.", per_rank=True)
+    profile: Bool = key(False, "Time forward and backward of each checkpoint.", per_rank=True)
     recompute_modules: list[Literal["core_attn"]] = key(
         None,
         "Parts of the blocks of a Transformers model (or of modules with recompute_core_attention) that are "
@@ -303,18 +303,25 @@ class Root(Section):
         above=0,
         null_means="never, as does an infinite number",
     )
-    wall_clock_breakdown: Bool = key(False, "Time forward, backward and step. Synchronizes the device.")
-    memory_breakdown: Bool = key(False, "Log memory in use at each phase.")
-    dump_state: Bool = key(False, "Log the engine's state at start-up.")
+    wall_clock_breakdown: Bool = key(False, "Time forward, backward and step. Synchronizes the device.", per_rank=True)
+    memory_breakdown: Bool = key(False, "Log memory in use at each phase.", per_rank=True)
+    dump_state: Bool = key(False, "Log the engine's state at start-up.", per_rank=True)
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"] | None, AnyCase] = key(
-        None, "Level of the package logger.", since="0.19.3", null_means="info, or DEEPSPEED_LOG_LEVEL"
+        None,
+        "Level of the package logger.",
+        since="0.19.3",
+        null_means="info, or DEEPSPEED_LOG_LEVEL",
+        per_rank=True,
+        per_rank=True,
     )
     dataloader_drop_last: Bool = key(False, "Drop the last incomplete batch, in the engine's own data loader.")
     vocabulary_size: Int | None = key(
         None, "From early releases.", above=0, no_effect="it only gave a warning for sizes that are not a multiple of 8"
     )
-    timers: Timers = key(None, "Timers that are always on.", factory=Timers)
-    disable_python_gc: Bool = key(False, "Switch Python's garbage collector off while training.", since="0.19.8")
+    timers: Timers = key(None, "Timers that are always on.", factory=Timers, per_rank=True)
+    disable_python_gc: Bool = key(
+        False, "Switch Python's garbage collector off while training.", since="0.19.8", per_rank=True
+    )
 
     optimizer: Optimizer | None = key(None, "The optimizer.", null_means="the client's, or none")
     scheduler: Scheduler | None = key(None, "The learning-rate schedule.", null_means="the client's, or none")
@@ -324,7 +331,7 @@ class Root(Section):
     amp: Amp | None = key(None, "Apex mixed precision.", removed="0.19.8")
     data_types: DataTypes = key(None, "Data types.", factory=DataTypes)
     zero_optimization: ZeroOptimization = key(None, "ZeRO.", factory=ZeroOptimization)
-    aio: Aio = key(None, "File access of NVMe offload.", factory=Aio)
+    aio: Aio = key(None, "File access of NVMe offload.", factory=Aio, per_rank=True)
     activation_checkpointing: ActivationCheckpointing = key(
         None, "Activation checkpointing.", factory=ActivationCheckpointing
     )
@@ -333,13 +340,22 @@ class Root(Section):
         None, "Asynchronous checkpoint engine.", since="0.18.1"
     )
     nebula: Nebula | None = key(None, "Nebula checkpoints.", removed="0.19.8")
-    tensorboard: TensorBoard = key(None, "TensorBoard.", factory=TensorBoard)
-    csv_monitor: CsvMonitor = key(None, "CSV files.", factory=CsvMonitor)
-    wandb: Wandb = key(None, "Weights & Biases.", factory=Wandb)
-    comet: Comet = key(None, "Comet.", factory=Comet)
-    trace: TraceSection = key(None, "Trace of a few steps. Only here, not upstream.", factory=TraceSection)
+    tensorboard: TensorBoard = key(None, "TensorBoard.", factory=TensorBoard, per_rank=True)
+    csv_monitor: CsvMonitor = key(None, "CSV files.", factory=CsvMonitor, per_rank=True)
+    wandb: Wandb = key(None, "Weights & Biases.", factory=Wandb, per_rank=True)
+    comet: Comet = key(None, "Comet.", factory=Comet, per_rank=True)
+    trace: TraceSection = key(
+        None, "Trace of a few steps. Only here, not upstream.", factory=TraceSection, per_rank=True
+    )
     run_report: RunReport = key(
-        None, "A page about where the time of a run went. Only here, not upstream.", factory=RunReport
+        None,
+        "A page about where the time of a run went. Only here, not upstream.",
+        factory=RunReport,
+        per_rank=True,
+    )
+    comms_logger: CommsLogger = key(None, "Log of collectives.", factory=CommsLogger, per_rank=True)
+    flops_profiler: FlopsProfilerSection = key(
+        None, "Profile of one step.", factory=FlopsProfilerSection, per_rank=True
     )
     comms_logger: CommsLogger = key(None, "Log of collectives.", factory=CommsLogger)
     flops_profiler: FlopsProfilerSection = key(None, "Profile of one step.", factory=FlopsProfilerSection)

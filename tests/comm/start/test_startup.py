@@ -103,9 +103,15 @@ def configs():
         patch.setenv("DS_RUN_ID", f"run{rank}")  # torch's own rendezvous has let both in
         deepspeed.initialize(model=torch.nn.Linear(2, 2), config=base)
     reasons.append(str(strange.value))
-    engine, *_ = deepspeed.initialize(
-        model=torch.nn.Linear(2, 2), config={**base, "steps_per_print": 7 + rank, "wall_clock_breakdown": rank == 1}
-    )
+    batching = {"enabled": False, "verbose": rank == 0}
+    own_affairs = {
+        "steps_per_print": 7 + rank,
+        "wall_clock_breakdown": rank == 1,
+        "aio": {"queue_depth": 1 + rank},
+        "activation_checkpointing": {"profile": rank == 0, "number_checkpoints": 1 + rank},
+        "data_efficiency": {"data_sampling": {"num_workers": rank, "dynamic_batching": batching}},
+    }
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config={**base, **own_affairs})
     engine.destroy()
     return reasons
 
