@@ -119,6 +119,9 @@ OLD_KEYS: tuple[OldKey, ...] = (
         "Renamed in 0.16.4; Lightning sends it.",
         neutral=(1,),
     ),
+    OldKey(
+        ("gradient_accumulation_dtype",), (("data_types", "grad_accum_dtype"),), "Found in files of other programs."
+    ),
     OldKey(("data_types", "grad_accum_type"), (("data_types", "grad_accum_dtype"),), "A misspelling in old files."),
     OldKey(
         ("elasticity", "prefer_large_batch"),

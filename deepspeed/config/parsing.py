@@ -20,6 +20,7 @@ from deepspeed.config.batch import (
 )
 from deepspeed.config.degrees import degrees
 from deepspeed.config.deprecated import translate_old_keys
+from deepspeed.config.describe import default_of
 from deepspeed.config.effects import note_effects
 from deepspeed.config.elastic_rules import fit_shard_ranks, is_elastic, put_elastic_batch
 from deepspeed.config.messages import ConfigMessages, Path, shown
@@ -91,6 +92,7 @@ def parse(
         data = {name: value for name, value in data.items() if name in PURPOSES[purpose]}
     else:
         _set_dotted_aside(data, findings)
+        _set_misplaced_aside(data, findings)
     translate_old_keys(data, findings)
     cleaned = clean(Root, data, (), findings)
     if isinstance(cleaned.get("optimizer"), dict):
@@ -99,6 +101,7 @@ def parse(
         read_scheduler(cleaned["scheduler"], findings)
     root = build(Root, cleaned, (), findings)
     assert root is not None, "no key of the top level is required"
+    root = _without_idle_offload(root, findings)
     check_rules(root, findings)
     ranks = _data_ranks(dp_world_size, root, findings)
     if ranks is not None:
@@ -150,6 +153,43 @@ def _set_dotted_aside(data: dict[str, Any], findings: ConfigMessages) -> None:
         if name in declared_paths():
             del data[name]
             findings.notice(f'{findings.label((name,))} has no effect: "{name}" must be written as nested objects')
+
+
+def _without_idle_offload(root: Root, findings: ConfigMessages) -> Root:
+    """Returns the configuration without ``offload_param`` below stage 3, where each rank has whole parameters."""
+    zero = root.zero_optimization
+    at: Path = ("zero_optimization", "offload_param")
+    if zero.stage == 3 or zero.offload_param is None or ("zero_optimization", "stage") in findings.failed:
+        return root
+    if zero.offload_param.device != "none":
+        findings.notice(
+            f"{findings.label(at)} has no effect: shards of parameters exist at stage 3 only, and "
+            f"zero_optimization.stage is {zero.stage}; the parameters stay on the device"
+        )
+        zero = zero.model_copy(update={"offload_param": None})
+    return root.model_copy(update={"zero_optimization": zero})
+
+
+def _set_misplaced_aside(data: dict[str, Any], findings: ConfigMessages) -> None:
+    """Removes arguments of the optimizer that are beside ``params`` and have the value that holds anyway.
+
+    The original package ignores what is there. Other values are left, and refused like unknown keys.
+    """
+    section = data.get("optimizer")
+    if not isinstance(section, dict) or not isinstance(section.get("type"), str):
+        return
+    by_lowered = {name.lower(): model for name, model in optimizers.OWN_OPTIMIZERS.items()}
+    model = by_lowered.get(section["type"].strip().lower())
+    params = section.get("params")
+    for name in set() if model is None else set(section) & set(model.model_fields):
+        assert model is not None
+        holds = params[name] if isinstance(params, dict) and name in params else default_of(model.model_fields[name])
+        if section[name] == holds:
+            del section[name]
+            findings.notice(
+                f"{findings.label(('optimizer', name))} has no effect beside optimizer.params, and is the value in use "
+                "anyway. Move it into optimizer.params, or leave it out"
+            )
 
 
 def _by_data_ranks(root: Root, ranks: int | None, findings: ConfigMessages) -> Root:
@@ -315,6 +355,8 @@ def read_optimizer(section: dict[str, Any], findings: ConfigMessages) -> None:
         return
     table = {each.lower(): each for each in (*optimizers.OWN_OPTIMIZERS, *optimizers.MISSING_OPTIMIZERS)}
     name = table.get(name.strip().lower(), name.strip())
+    if "." in name:  # a class of the program, which gives initialize an instance of it
+        return
     if name in optimizers.MISSING_OPTIMIZERS:
         findings.fail(at, f"{name} is not available: {optimizers.MISSING_OPTIMIZERS[name]}")
         return
@@ -331,6 +373,11 @@ def read_optimizer(section: dict[str, Any], findings: ConfigMessages) -> None:
     section["type"] = name
     model = optimizers.parameter_model(name, _flag(params, "torch_adam", False), _flag(params, "adam_w_mode", True))
     section["params"] = _read(model, params, ("optimizer", "params"), findings)
+    if is_auto(section["params"].get("lr")):
+        findings.warning(
+            f'{findings.label(("optimizer", "params", "lr"))}: "auto" is left in it. Give a number, unless initialize '
+            "gets an optimizer"
+        )
     if section["params"].get("amsgrad") and not issubclass(model, optimizers.TorchAdamParams):
         remedy = "; torch_adam: true chooses torch's class, which has it" if name.startswith("Adam") else ""
         findings.fail(("optimizer", "params", "amsgrad"), f"{name} has no AMSGrad variant{remedy}")

@@ -12,12 +12,13 @@ from deepspeed.config.describe import (
     NestedSection,
     default_of,
     expectation,
+    is_nullable,
     nested_fields,
     spellings,
 )
 from deepspeed.config.messages import ConfigMessages, Path, dotted, shown
-from deepspeed.config.section import Section, facts_of
-from deepspeed.config.suggest import suggestion
+from deepspeed.config.section import Section, facts_of, is_switched_off
+from deepspeed.config.suggest import is_foreign, suggestion
 
 AnySection = TypeVar("AnySection", bound=Section)
 UNKNOWN_KEYS_VARIABLE = "DEEPSPEED_UNKNOWN_CONFIG_KEYS"
@@ -43,6 +44,16 @@ def is_auto(value: Any) -> bool:
     return isinstance(value, str) and value.strip().lower() == "auto"
 
 
+def _report_foreign(names: list[str], findings: ConfigMessages) -> None:
+    """Warns in one line of keys that are like none of this package, so that no key can be meant."""
+    if names:
+        verb = "is" if len(names) == 1 else "are"
+        findings.warning(
+            f"{', '.join(findings.label((name,)) for name in names)} {verb} ignored: no key of this package has such a "
+            "name. Leave out what no other program reads, or begin its name with an underscore"
+        )
+
+
 def report_unknown(path: Path, valid: list[str], findings: ConfigMessages) -> None:
     """Refuses an unknown key, or warns of it where the environment variable requests that."""
     advice = suggestion(path, valid)
@@ -53,7 +64,9 @@ def report_unknown(path: Path, valid: list[str], findings: ConfigMessages) -> No
         findings.add(path, f"{findings.label(path)}: unknown key; {advice}")
 
 
-def clean(model: type[Section], data: dict[Any, Any], path: Path, findings: ConfigMessages) -> dict[str, Any]:
+def clean(
+    model: type[Section], data: dict[Any, Any], path: Path, findings: ConfigMessages, off: Path | None = None
+) -> dict[str, Any]:
     """Returns the declared keys of ``data`` under their proper names, ready for validation.
 
     Args:
@@ -61,11 +74,23 @@ def clean(model: type[Section], data: dict[Any, Any], path: Path, findings: Conf
         data: As written.
         path: Path of the section.
         findings: Receives unknown keys, doubled spellings, and what every ``"auto"`` became.
+        off: The switch that is false in a section around this one, if there is such a switch.
     """
+    if off is None and is_switched_off(model, data):
+        off = (*path, str(model.switch()))
     names, inner = spellings(model), nested_fields(model)
     cleaned: dict[str, Any] = {}
+    foreign: list[str] = []
     for written, value in data.items():
         name = names.get(written) if isinstance(written, str) else None
+        if name is None and model._is_shared and is_foreign(str(written), list(names)):
+            foreign.append(str(written))
+            continue
+        if name is None and off is not None:
+            findings.notice(
+                f"{findings.label((*path, str(written)))} is not a known key, and has no effect: {dotted(off)} is false"
+            )
+            continue
         if name is None:
             report_unknown((*path, str(written)), list(names), findings)
             continue
@@ -79,19 +104,22 @@ def clean(model: type[Section], data: dict[Any, Any], path: Path, findings: Conf
             findings.spelled[here] = (*findings.written(path), written)
         field = model.model_fields[name]
         if is_auto(value) and not facts_of(field).own_auto:
-            if field.is_required():
-                findings.fail(here, f'"auto" is left in it and it has no default; expected {expectation(field)}')
+            if field.is_required() or facts_of(field).must_fill:
+                findings.fail(here, f'"auto" is left in it, and nothing fills it in; expected {expectation(field)}')
                 continue
             if not (path == () and name in BATCH_KEYS):
-                findings.notice(f'{findings.label(here)}: "auto" became {_default_text(model, name)}')
+                findings.warning(f'{findings.label(here)}: "auto" became {_default_text(model, name)}')
             continue
+        if value is None and not is_nullable(field.annotation) and not (field.is_required() or default_of(field)):
+            continue  # null is as good as the default: false, 0, or empty
         nested = inner.get(name)
         if nested is None:
             cleaned[name] = value
         else:
-            found = _clean_nested(nested, value, here, findings)
+            found = _clean_nested(nested, value, here, findings, off)
             if found is not None:
                 cleaned[name] = found
+    _report_foreign(foreign, findings)
     return cleaned
 
 
@@ -108,7 +136,7 @@ def _default_text(model: type[Section], name: str) -> str:
     return shown(value)
 
 
-def _clean_nested(nested: NestedSection, value: Any, path: Path, findings: ConfigMessages) -> Any:
+def _clean_nested(nested: NestedSection, value: Any, path: Path, findings: ConfigMessages, off: Path | None) -> Any:
     """Returns a nested section's data, or None when it is absent or was refused."""
     if value is None:
         return None
@@ -116,24 +144,26 @@ def _clean_nested(nested: NestedSection, value: Any, path: Path, findings: Confi
         if not isinstance(value, (list, tuple)):
             findings.fail(path, f"expected a list of objects, found {shown(value)}")
             return None
-        items = [_clean_object(nested.model, item, (*path, i), findings) for i, item in enumerate(value)]
+        items = [_clean_object(nested.model, item, (*path, i), findings, off) for i, item in enumerate(value)]
         return [item for item in items if item is not None]
     if nested.kind == "map":
         if not isinstance(value, dict):
             findings.fail(path, f"expected an object of named objects, found {shown(value)}")
             return None
-        named = {str(k): _clean_object(nested.model, item, (*path, str(k)), findings) for k, item in value.items()}
+        named = {str(k): _clean_object(nested.model, item, (*path, str(k)), findings, off) for k, item in value.items()}
         return {name: item for name, item in named.items() if item is not None}
     if isinstance(value, bool) and path == ("datastates_ckpt",):
         return {} if value else None
-    return _clean_object(nested.model, value, path, findings)
+    return _clean_object(nested.model, value, path, findings, off)
 
 
-def _clean_object(model: type[Section], value: Any, path: Path, findings: ConfigMessages) -> dict[str, Any] | None:
+def _clean_object(
+    model: type[Section], value: Any, path: Path, findings: ConfigMessages, off: Path | None
+) -> dict[str, Any] | None:
     if isinstance(value, Section):
         value = value.model_dump(exclude_unset=True)
     if isinstance(value, dict):
-        return clean(model, value, path, findings)
+        return clean(model, value, path, findings, off)
     switch = model.switch()
     is_flag = switch is not None and isinstance(model.model_fields[switch].default, bool)
     example = f'{{"{switch}": true}}' if is_flag else "{...}"
@@ -181,13 +211,19 @@ def _existing(data: Any, location: tuple[int | str, ...]) -> Path:
 
 
 def _refuse(model: type[Section], cleaned: dict[str, Any], where: Path, path: Path, findings: ConfigMessages) -> None:
-    """Reports the value at ``where`` and takes the whole key out of the data."""
+    """Reports the value at ``where`` and takes the whole key out of the data.
+
+    In a section that is switched off, it gives only a line: whatever the value, it would change nothing.
+    """
     parent: Any = cleaned
     section: type[Section] | None = model
     key_at: Path = ()
+    off: Path | None = None
     field = None
     parts = list(where)
     while parts and section is not None:
+        if off is None and is_switched_off(section, parent):
+            off = (*path, *key_at, str(section.switch()))
         name = str(parts.pop(0))
         key_at = (*key_at, name)
         field = section.model_fields[name]
@@ -202,5 +238,9 @@ def _refuse(model: type[Section], cleaned: dict[str, Any], where: Path, path: Pa
     assert field is not None
     if key_at[-1] not in parent:
         return  # Another entry of the same list or object took it out already.
-    findings.fail((*path, *key_at), f"expected {expectation(field)}, found {shown(parent[key_at[-1]])}")
+    text = f"expected {expectation(field)}, found {shown(parent[key_at[-1]])}"
+    if off is None:
+        findings.fail((*path, *key_at), text)
+    else:
+        findings.notice(f"{findings.label((*path, *key_at))}: {text}; it has no effect, as {dotted(off)} is false")
     del parent[key_at[-1]]

@@ -35,14 +35,17 @@ Every key of a `ds_config`, generated from `deepspeed/config/sections` by `pytho
 - **Source**: a dict, the path of a file, or URL-safe base64 of JSON. A file is Hjson: JSON with comments (`#`, `//`,
   `/* */`), trailing commas, unquoted keys and texts. A key that occurs twice is refused.
 - **Unknown keys are refused**, at every level. One error lists all of them, with the line and the nearest known key.
-  With `DEEPSPEED_UNKNOWN_CONFIG_KEYS=warn` each is a warning instead. Keys that begin with `_` are comments. A key of
-  the top level that is a known path with dots (`"zero_optimization.stage"`) is accepted with one line and has no
-  effect.
-- **Values**: a whole number may be written `5e8`, a number as text (`"500"`), a switch as true/false, 1/0, yes/no,
-  on/off, t/f, y/n in any case. Dtypes: `fp32`, `fp16`, `bf16` and their longer forms.
-- **`"auto"`** means the default, and the log shows which value that is. In a batch key it is refused unless other keys
-  determine the value.
-- A section that is null counts as absent.
+  With `DEEPSPEED_UNKNOWN_CONFIG_KEYS=warn` each is a warning instead. Keys that begin with `_` are comments.
+- **Keys of other programs** at the top level, which resemble no key of this package (`"cuda_visible_devices"`,
+  `"num-layers"`), are accepted with one warning that lists them. A known path with dots (`"zero_optimization.stage"`)
+  is accepted with one line. None of them has an effect.
+- **Values**: a whole number may be written `5e8`, a number as text (`"500"`, `"5e8"`), a switch as true/false, 1/0,
+  yes/no, on/off, t/f, y/n in any case. Dtypes: `fp32`, `fp16`, `bf16` and their longer forms.
+- **`"auto"`** means the default, and a warning shows which value that is. In a batch key it is refused unless other
+  keys determine the value, and so is a learning rate.
+- null is as good as an absent section, and as a default that is false, 0 or empty.
+- In a section that is switched off by name (`"enabled": false`), unknown keys and impossible values give one line each:
+  they could not change anything.
 - *No effect* marks keys that are accepted because existing files have them, with the reason why they do nothing here. A
   value other than the default gives one line in the log.
 
@@ -192,7 +195,8 @@ def _lines() -> Iterable[str]:
     yield "## Common mistakes"
     yield ""
     yield from _two_columns(("Written", "Meant"), ((f"`{left}`", f"`{right}`") for left, right in CONFUSIONS.items()))
-    yield f"{', '.join(f'`{name}`' for name in WRAPPERS)} are wrappers; their contents belong at the top level."
+    wrappers = ", ".join(f"`{name}`" for name in WRAPPERS)
+    yield f"{wrappers} are ignored with a warning: their contents belong at the top level."
     yield ""
     yield "## Configuration of inference"
     yield ""

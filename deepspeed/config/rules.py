@@ -25,7 +25,6 @@ def check_rules(root: Root, findings: ConfigMessages) -> None:
     _reduction(root, findings)
     if root.optimizer is not None:
         _optimizer(root, root.optimizer, findings)
-    _activation_checkpointing(root, findings)
     _structure(root, findings)
     _tensor_parallel(root, findings)
     _neighbors(root.zero_optimization, findings)
@@ -162,7 +161,7 @@ def _precision(root: Root, findings: ConfigMessages) -> None:
         findings.problem(
             ("fp16", "min_loss_scale"),
             f"expected at most the scale at the start, 2 to the power of {half.initial_scale_power}, found "
-            f"{half.min_loss_scale}",
+            f"{half.min_loss_scale:g}",
             ("fp16", "initial_scale_power"),
         )
 
@@ -170,20 +169,12 @@ def _precision(root: Root, findings: ConfigMessages) -> None:
 def _offload(zero: ZeroOptimization, findings: ConfigMessages) -> None:
     param, optimizer = zero.offload_param, zero.offload_optimizer
     at: Path = (ZERO, "offload_param", "device")
-    if param is not None and param.device != "none":
-        if zero.stage < 3:
-            findings.problem(
-                at,
-                f'"{param.device}" needs zero_optimization.stage 3, found stage {zero.stage}; set the stage to 3 or '
-                'the device to "none"',
-                STAGE,
-            )
-        if param.device == "nvme" and param.nvme_path is None:
-            findings.problem(
-                at,
-                '"nvme" needs zero_optimization.offload_param.nvme_path, a folder; none is given',
-                (ZERO, "offload_param", "nvme_path"),
-            )
+    if zero.stage == 3 and param is not None and param.device == "nvme" and param.nvme_path is None:
+        findings.problem(
+            at,
+            '"nvme" needs zero_optimization.offload_param.nvme_path, a folder; none is given',
+            (ZERO, "offload_param", "nvme_path"),
+        )
     if optimizer is None or zero.stage == 0:
         return
     at = (ZERO, "offload_optimizer", "device")
@@ -234,17 +225,6 @@ def _optimizer(root: Root, optimizer: Optimizer, findings: ConfigMessages) -> No
         )
     if params.get("foreach") and params.get("fused"):
         findings.problem(("optimizer", "params", "fused"), "foreach and fused are both true; choose one")
-
-
-def _activation_checkpointing(root: Root, findings: ConfigMessages) -> None:
-    section = root.activation_checkpointing
-    if section.contiguous_memory_optimization and not (section.partition_activations and section.number_checkpoints):
-        findings.problem(
-            ("activation_checkpointing", "contiguous_memory_optimization"),
-            "needs partition_activations: true and number_checkpoints",
-            ("activation_checkpointing", "partition_activations"),
-            ("activation_checkpointing", "number_checkpoints"),
-        )
 
 
 def _tensor_parallel(root: Root, findings: ConfigMessages) -> None:

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from deepspeed.config.deprecated import old_names, with_present_names
 from deepspeed.config.messages import Path
+from deepspeed.config.types import to_bool
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class KeyInfo:
         min_stage: The ZeRO stage from which the key has an effect.
         own_auto: ``"auto"`` is a value of the key rather than a request for the default.
         null_means: What null stands for.
-    """
         must_fill: ``"auto"`` that nothing has filled in is refused: the default would be a guess.
         per_rank: Ranks may differ in it: it changes only what a rank writes, shows or measures, or where its files are.
+    """
 
     about: str
     unit: str | None = None
@@ -58,9 +59,9 @@ class KeyInfo:
     min_stage: int = 0
     own_auto: bool = False
     null_means: str | None = None
-
     must_fill: bool = False
     per_rank: bool = False
+
     def range_text(self) -> str:
         """Returns the allowed range of values in words, empty if any value is allowed."""
         lower = f">= {self.minimum:g}" if self.minimum is not None else ""
@@ -123,7 +124,9 @@ class Section(BaseModel):
 
     Class attributes:
         switch_name: Name of the key, where a section has one, that turns it on.
+        _other_switches: Keys with which the section has an effect although ``switch_name`` is false.
         place: The path of the section, for those that have old spellings.
+        _is_shared: Whether other programs keep keys of their own in the same object.
         _feature: Module of the feature that the engine needs for it (``deepspeed.engine.features``); None: none.
     """
 
@@ -131,7 +134,9 @@ class Section(BaseModel):
         extra="forbid", frozen=True, strict=True, defer_build=True, protected_namespaces=(), populate_by_name=False
     )
     switch_name: ClassVar[str] = "enabled"
+    _other_switches: ClassVar[tuple[str, ...]] = ()
     place: ClassVar[Path | None] = None
+    _is_shared: ClassVar[bool] = False
     _feature: ClassVar[str | None] = None
 
     @classmethod
@@ -179,6 +184,18 @@ class Section(BaseModel):
         is_off = self.switch() is not None and not getattr(self, self.switch_name)
         if self._feature is not None and not is_off:
             yield self._feature
+
+
+def is_switched_off(model: type[Section], data: dict[str, Any]) -> bool:
+    """Returns whether data of a section, as written, switches it off by name, so that no other key has an effect."""
+    name = model.switch()
+    if name is None or not isinstance(model.model_fields[name].default, bool):
+        return False
+    try:
+        is_on = to_bool(data.get(name, True))
+    except ValueError:
+        return False
+    return not is_on and not any(data.get(other) for other in model._other_switches)
 
 
 def features_of(section: Section) -> Iterator[str]:

@@ -7,9 +7,12 @@ from collections.abc import Iterable
 from functools import cache
 from os.path import commonprefix
 
+from deepspeed.config.deprecated import old_names
 from deepspeed.config.describe import KeyEntry, entries
 from deepspeed.config.messages import Path, dotted
+from deepspeed.config.sections.optimizer import OWN_OPTIMIZERS
 from deepspeed.config.sections.root import Root
+from deepspeed.config.sections.scheduler import OWN_SCHEDULERS
 
 # As found in public files and documents: full dotted name as written, and what to write instead.
 CONFUSIONS: dict[str, str] = {
@@ -33,6 +36,7 @@ CONFUSIONS: dict[str, str] = {
     "optimizer.params.adamw_mode": "optimizer.params.adam_w_mode",
 }
 WRAPPERS = ("monitor_config", "comms_config", "session_params")
+"""Objects of the top level around keys that belong there, as documents show them; they never had an effect."""
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
@@ -84,6 +88,11 @@ def _by_name() -> dict[str, tuple[KeyEntry, ...]]:
     for entry in entries(Root):
         name = str(entry.path[-1])
         table[name] = (*table.get(name, ()), entry)
+    for section, models in (("optimizer", OWN_OPTIMIZERS), ("scheduler", OWN_SCHEDULERS)):
+        for model in models.values():
+            for entry in entries(model, (section, "params")):
+                name = str(entry.path[-1])
+                table[name] = (*table.get(name, ()), entry)
     return table
 
 
@@ -94,25 +103,55 @@ def suggestion(path: Path, valid: Iterable[str]) -> str:
         path: The unknown key.
         valid: The keys of the section it stands in.
     """
-    name, full = str(path[-1]), dotted(path)
-    known = CONFUSIONS.get(full)
-    if known is not None:
-        return f'did you mean "{known}"?'
     valid = list(valid)
+    meant = _probably_meant(path, valid)
+    if meant is None and (elsewhere := [e for e in _by_name().get(str(path[-1]), ()) if e.path[:-1] != path[:-1]]):
+        meant = f'"{dotted(elsewhere[0].path)}"'
+    if meant is not None:
+        return f"did you mean {meant}?"
+    choice = nearest(str(path[-1]), valid)
+    return f'the closest valid key is "{dotted((*path[:-1], choice))}"' if choice else "no keys are known here"
+
+
+def _probably_meant(path: Path, valid: list[str]) -> str | None:
+    """Returns the key, in quotation marks, that an unknown one resembles or is known to stand for; None: there is none.
+
+    Args:
+        path: The unknown key.
+        valid: The keys of the section it stands in.
+    """
+    name, full = str(path[-1]), dotted(path)
+    if (known := CONFUSIONS.get(full)) is not None:
+        return f'"{known}"'
     if (meant_elsewhere := meant_by(name, path[:-1], set(valid))) is not None:
-        return f'did you mean "{meant_elsewhere[0]}"{meant_elsewhere[1]}?'
-    if len(path) == 1 and name in WRAPPERS:
-        return "write its contents at the top level"
+        return f'"{meant_elsewhere[0]}"{meant_elsewhere[1]}'
     choice = nearest(name, valid)
-    close = is_one_edit_away(name.lower(), choice.lower()) or _likeness(name, choice) >= 0.75
-    if not close:
-        elsewhere = [entry for entry in _by_name().get(name, ()) if entry.path[:-1] != path[:-1]]
-        if elsewhere:
-            return f'did you mean "{dotted(elsewhere[0].path)}"?'
-    meant = dotted((*path[:-1], choice)) if choice else ""
-    if not meant:
-        return "no keys are known here"
-    return f'did you mean "{meant}"?' if close else f'the closest valid key is "{meant}"'
+    if is_one_edit_away(name.lower(), choice.lower()) or _likeness(name, choice) >= 0.75:
+        return f'"{dotted((*path[:-1], choice))}"'
+    return None
+
+
+def is_foreign(name: str, valid: list[str]) -> bool:
+    """Returns whether a key of the top level belongs to another program: no key of this package can be meant by it.
+
+    Such programs keep settings of their own beside this package's, often with hyphens, as GPT-NeoX does. One word that
+    only sections like monitors have, such as ``seed``, is as good as unknown at the top level.
+
+    Args:
+        name: The unknown key.
+        valid: The keys of the top level.
+    """
+    valid = [*valid, *old_names(()), "allgather_size"]
+    if name in WRAPPERS:
+        return True
+    if "." in name:
+        return name.partition(".")[0] not in valid
+    if "-" in name:
+        plain = name.replace("-", "_")
+        return plain not in valid and not is_one_edit_away(plain, nearest(plain, valid))
+    sections = {entry.path[0] for entry in _by_name().get(name, ())}
+    is_known = bool(sections) if "_" in name else not sections.isdisjoint(_SECTIONS)
+    return not is_known and _probably_meant((name,), valid) is None
 
 
 @cache

@@ -1,8 +1,8 @@
 """The value types of configuration keys and the coercions that are the same in every section.
 
-A whole float is an integer (``5e8``), numeric text is a number (``"500"``), and a switch may be written true/false,
-1/0, yes/no, on/off, t/f or y/n in any case. A bool is never a number. Values of ``torch.dtype`` are taken by name, so
-that this package needs no torch.
+A whole float is an integer (``5e8``), numeric text is a number (``"500"``, ``"5e8"``), and a switch may be written
+true/false, 1/0, yes/no, on/off, t/f or y/n in any case. A bool is never a number. Values of ``torch.dtype`` are taken
+by name, so that this package needs no torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_int(value: Any) -> int:
-    """Returns an int, a whole float or integer text as int.
+    """Returns an int, a whole float, or the text of one of them as int.
 
     Raises:
         ValueError: Anything else, bools included.
@@ -51,6 +51,8 @@ def to_int(value: Any) -> int:
         return int(value)
     if isinstance(value, str) and _INTEGER_TEXT.fullmatch(value.strip()):
         return int(value)
+    if isinstance(value, str) and _NUMBER_TEXT.fullmatch(value.strip()):  # YAML reads 5e8 as text
+        return to_int(float(value))
     raise ValueError("not an integer")
 
 

@@ -31,10 +31,11 @@ class ProfiledStep:
         is_rank_0 = engine.global_rank == 0
         self.profiler = FlopsProfiler(engine.module, engine, settings.recompute_fwd_factor) if is_rank_0 else None
         self._is_done = not is_rank_0
+        self._step = settings.profile_step or 1
 
     def before_forward(self) -> None:
         """Starts the profiler if the step is the chosen one. Called before each forward."""
-        is_chosen = self._engine.global_steps + 1 == self._settings.profile_step
+        is_chosen = self._engine.global_steps + 1 == self._step
         if not self._is_done and is_chosen and self._engine.training:
             assert self.profiler is not None
             self.profiler.stop_profile()  # an exception may have left it running
@@ -48,7 +49,7 @@ class ProfiledStep:
 
     def after_update(self, step: int) -> None:
         """Prints the profile once update ``step`` is done."""
-        if self.profiler is None or step != self._settings.profile_step or not self._is_done:
+        if self.profiler is None or step != self._step or not self._is_done:
             return
         settings = self._settings
         shown = (step, settings.module_depth, settings.top_modules, settings.detailed)

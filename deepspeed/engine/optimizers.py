@@ -126,6 +126,11 @@ def choose_optimizer(
         )
     else:
         chosen = None
+    if optimizer is not None and root.optimizer is not None and root.optimizer.type is not None:
+        log_dist(
+            f"initialize(optimizer=...): {type(chosen).__name__} is used, and the section optimizer of the "
+            f"configuration ({root.optimizer.type}) has no effect"
+        )
     if chosen is not None:
         _check_groups(chosen, model)
     return chosen

@@ -117,7 +117,7 @@ def open_tiers(
 
 
 def _whole_chunks(numel: int) -> int:
-    return -(-numel // _CHUNK) * _CHUNK
+    return -(-max(numel, 1) // _CHUNK) * _CHUNK
 
 
 def _io_settings(root: Root) -> IoSettings:
@@ -148,7 +148,7 @@ def _param_files(
         return largest * itemsize
 
     settings = FileSettings(str(section.nvme_path), "parameters", rank, _io_settings(root), pin, cache=cache)
-    return FileMemory(device, settings, buffer_count=section.buffer_count, buffer_bytes=buffer_bytes, up=up)
+    return FileMemory(device, settings, buffer_count=max(section.buffer_count, 1), buffer_bytes=buffer_bytes, up=up)
 
 
 def _master_files(

@@ -111,6 +111,11 @@ def _choose(name: str, arguments: dict[str, Any], offload: bool) -> tuple[Callab
     found = getattr(torch.optim, spelt, None)
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
         return found, arguments
+    if "." in spelt:
+        raise DeepSpeedConfigError(
+            f"optimizer.type: expected a name of this package or of torch.optim, found {spelt!r}, a class of a "
+            "program. Build the optimizer there, and pass it as initialize(optimizer=...)"
+        )
     names = [*_OWN_NAMES, *_torch_names()]
     raise DeepSpeedConfigError(
         f"optimizer.type: {name!r} is unknown{did_you_mean(name, names)}; known are {', '.join(names)}"
@@ -163,7 +168,12 @@ def _problems(name: str, factory: Callable[..., Any], arguments: dict[str, Any])
     problems = []
     for key, value in arguments.items():
         where = f"optimizer.params.{key}"
-        if key == "max_grad_norm" and (value or key not in neutral):
+        if key == "lr" and value == "auto":
+            problems.append(
+                f'{where}: expected a number, found "auto", which nothing has filled in. Write the learning rate; '
+                "Accelerate fills it in for a DummyOptim, and the Trainer always"
+            )
+        elif key == "max_grad_norm" and (value or key not in neutral):
             problems.append(f"{where}: {name} does not clip gradients; set gradient_clipping at the top level instead")
         elif key in neutral:
             if key not in _MERELY_SPEED and value != neutral[key]:

@@ -35,7 +35,7 @@ PARAMETERS = {
 }
 SEPARATE = {**PARAMETERS, "inference": Inference}
 # The only numbers that may be -1.
-MINUS_ONE = {"mics_shard_size", "module_depth", "last_batch_iteration", "last_epoch", "dampening"}
+MINUS_ONE = {"mics_shard_size", "module_depth", "last_batch_iteration", "last_epoch", "dampening", "profile_step"}
 
 
 def misspellings(name: str) -> set[str]:

@@ -6,10 +6,13 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed.config.describe import default_of, spellings
 from deepspeed.config.sections import optimizer as optimizers
 from deepspeed.config.sections import scheduler as schedules
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.ops.build import build_optimizer
 from tests.config.support import only_problem, problems, read
 
 
@@ -131,12 +134,47 @@ def test_given_parameters_are_coerced_and_no_default_is_added() -> None:
 
 
 def test_auto_parameters_are_left_to_the_class_with_one_line_each() -> None:
-    parsed = read({"optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": "auto"}}})
+    parsed = read({"optimizer": {"type": "Adam", "params": {"eps": "auto", "betas": "auto"}}})
     assert parsed.root.optimizer is not None and parsed.root.optimizer.params == {}
-    assert parsed.notices == [
-        'optimizer.params.lr: "auto" became 0.001',
-        'optimizer.params.betas: "auto" became [0.9, 0.999]',
+    assert (
+        parsed.notices
+        == parsed.warnings
+        == [
+            'optimizer.params.eps: "auto" became 1e-08',
+            'optimizer.params.betas: "auto" became [0.9, 0.999]',
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", [*optimizers.OWN_OPTIMIZERS, *optimizers.TORCH_OPTIMIZERS])
+def test_a_learning_rate_that_nothing_has_filled_in_is_refused(name: str) -> None:
+    """Whoever passes an optimizer to initialize does not need it, so it is refused where the optimizer is built."""
+    parsed = read({"optimizer": {"type": name, "params": {"lr": "auto"}}})
+    assert parsed.warnings == [
+        'optimizer.params.lr: "auto" is left in it. Give a number, unless initialize gets an optimizer'
     ]
+    assert parsed.root.optimizer is not None
+    with pytest.raises(DeepSpeedConfigError, match='params.lr: expected a number, found "auto"'):
+        build_optimizer(name, parsed.root.optimizer.params, [torch.nn.Parameter(torch.zeros(2))])
+
+
+@pytest.mark.parametrize(("name", "key"), [("WarmupDecayLR", "warmup_max_lr"), ("LRRangeTest", "lr_range_test_min_lr")])
+def test_a_rate_of_a_schedule_that_nothing_has_filled_in_is_refused(name: str, key: str) -> None:
+    given = {key: "auto", **({"total_num_steps": 9} if name == "WarmupDecayLR" else {})}
+    text = only_problem({"scheduler": {"type": name, "params": given}})
+    assert text.startswith(f'scheduler.params.{key}: "auto" is left in it, and nothing fills it in')
+    assert read({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}).warnings == [
+        'scheduler.params.warmup_max_lr: "auto" became null (the optimizer\'s lr)'
+    ]
+
+
+def test_a_class_of_the_program_is_left_to_the_program() -> None:
+    """SwissArmyTransformer names an optimizer of its own in the file, and passes initialize an instance."""
+    params = {"lr": 1e-4, "decay": 0.9}
+    section = read({"optimizer": {"type": "sat.ops.FusedEmaAdam", "params": params}}).root.optimizer
+    assert section is not None and section.params == params
+    with pytest.raises(DeepSpeedConfigError, match="found 'sat.ops.FusedEmaAdam', a class of a program"):
+        build_optimizer(str(section.type), params, [torch.nn.Parameter(torch.zeros(2))])
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,6 @@ from tests.config.support import nest, only_problem, problems, read
         ({"fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 17}}, "fp16.min_loss_scale"),
         ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov"),
         ({"optimizer": {"type": "SGD", "params": {"foreach": 1, "fused": 1}}}, "optimizer.params.fused"),
-        (
-            {"activation_checkpointing": {"contiguous_memory_optimization": True}},
-            "activation_checkpointing.contiguous_memory_optimization",
-        ),
         ({"elasticity": {"version": 0.15}}, "elasticity.version"),
         ({"elasticity": {"min_gpus": 5, "max_gpus": 3}}, "elasticity.min_gpus"),
         ({"autotuning": {"results_dir": ""}}, "autotuning.results_dir"),
@@ -79,10 +75,11 @@ def test_a_period_of_0_needs_equal_bits(section: Any) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_parameter_offload_needs_stage_3(device: str, stage: int) -> None:
-    section = {"stage": stage, "offload_param": {"device": device, "nvme_path": "/disk"}}
-    found = problems({"zero_optimization": section})
-    assert any("needs zero_optimization.stage 3" in each and f"found stage {stage}" in each for each in found)
+def test_parameter_offload_has_no_effect_below_stage_3(device: str, stage: int) -> None:
+    parsed = read({"zero_optimization": {"stage": stage, "offload_param": {"device": device, "buffer_count": 7}}})
+    assert parsed.root.zero_optimization.offload_param is None
+    (line,) = parsed.notices
+    assert line.startswith("zero_optimization.offload_param has no effect: ") and f"is {stage};" in line
 
 
 @pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
@@ -172,7 +169,7 @@ def test_messages_of_other_libraries_lead_to_existing_keys() -> None:
             'did you mean "scheduler.params.warmup_num_steps"?',
         ),
         ({"zero_optimization": {"max_grad_norm": 1}}, 'did you mean "gradient_clipping"?'),
-        ({"Mixed-Precision": "bf16"}, 'did you mean "bf16", fp16 or torch_autocast?'),
+        ({"Mixed_Precision": "bf16"}, 'did you mean "bf16", fp16 or torch_autocast?'),
         ({"pp_size": 2}, 'did you mean "pipeline.stages"; the program gives it, as PipelineModule(num_stages=...)?'),
         # what the class in use does not have is not suggested
         ({"optimizer": {"type": "SGD", "params": {"lr": 1, "beta1": 1}}}, "the closest valid key"),
@@ -182,9 +179,25 @@ def test_names_of_other_libraries(config: dict[str, Any], words: str) -> None:
     assert words in only_problem(config)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrappers_belong_to_the_top_level(wrapper: str) -> None:
-    assert only_problem({wrapper: {}}) == f"{wrapper}: unknown key; write its contents at the top level"
+FOREIGN = {"log": {}, "cuda_visible_devices": 0, "seed": 1, "num-layers": 2, "train-iters": 9, "my_section": {"a": 1}}
+
+
+@pytest.mark.parametrize("name", [*WRAPPERS, *FOREIGN])
+def test_what_other_programs_keep_at_the_top_level_is_one_warning(name: str) -> None:
+    (line,) = read({name: FOREIGN.get(name, {})}).warnings
+    assert line.startswith(f"{name} is ignored: no key of this package has such a name.")
+
+
+def test_all_keys_of_other_programs_are_one_line() -> None:
+    (line,) = read(FOREIGN).warnings
+    assert line.startswith("log, cuda_visible_devices, seed, num-layers, train-iters, my_section are ignored: ")
+
+
+@pytest.mark.parametrize(
+    "name", ["lr", "betas", "warmup_max_lr", "stage", "train-batch-size", "autotp_size", "max_grad_norm", "schedule"]
+)
+def test_what_may_be_meant_for_this_package_is_refused_at_the_top_level(name: str) -> None:
+    assert only_problem({name: 1}).startswith(f"{name}: unknown key; ")
 
 
 def test_a_key_of_another_section_is_found_there() -> None:
@@ -206,7 +219,7 @@ def test_comments_at_every_level() -> None:
 
 def test_warnings_instead_of_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPSPEED_UNKNOWN_CONFIG_KEYS", "warn")
-    parsed = read({"foo": 1, "fp16": {"enabld": 1}, "optimizer": {"type": "Adam", "params": {"lrr": 1}}})
+    parsed = read({"stage": 1, "fp16": {"enabld": 1}, "optimizer": {"type": "Adam", "params": {"lrr": 1}}})
     assert len(parsed.notices) == 3
     assert all("is not a known key and is ignored" in line for line in parsed.notices)
     assert only_problem({"fp16": {"enabld": 1, "enabled": "abc"}}).startswith("fp16.enabled: ")
@@ -226,6 +239,7 @@ OLD_VALUES: dict[str, Any] = {
     "seq_parallel_comm_data_type": "bf16",
     "aio.thread_count": 4,
     "data_types.grad_accum_type": "bf16",
+    "gradient_accumulation_dtype": "bf16",
     "zero_optimization.allgather_size": 1000,
     "bf16.check_overflow": False,
     "elasticity.prefer_large_batch": False,
@@ -239,17 +253,29 @@ def test_old_names_are_translated_with_one_line(entry: Any) -> None:
     value = OLD_VALUES.get(name, True)
     config = nest(entry.old, value)
     if name.startswith("zero_optimization.") and isinstance(config["zero_optimization"], dict):
-        config["zero_optimization"]["stage"] = 0
+        config["zero_optimization"]["stage"] = 3 if "cpu_offload_param" in name else 0
     if name == "optimizer.params.max_grad_norm":
         config["optimizer"]["type"] = "Adam"
-    if name.endswith(("cpu_offload_param", "cpu_offload_params")):
-        assert problems(config)[0].startswith(name)  # The old name is the one that the messages use.
-        return
     parsed = read(config)
     renamed = [line for line in parsed.notices if line.startswith(f"{name} is an old name of ")]
     assert len(renamed) == 1
     for path in entry.new:
         assert value_at(parsed.root, path) != value_at(Root(), path)
+
+
+@pytest.mark.parametrize("value", [{"adam_w_mode": True}, {"torch_adam": False}, {"lr": 0.5}])
+def test_arguments_beside_params_with_the_value_in_use_are_one_line(value: dict[str, Any]) -> None:
+    """The original package ignores them there; BEiT's files have adam_w_mode."""
+    (name,) = value
+    (line,) = read({"optimizer": {"type": "adam", "params": {"lr": 0.5}, **value}}).notices
+    assert line.startswith(f"optimizer.{name} has no effect beside optimizer.params")
+
+
+@pytest.mark.parametrize("value", [{"adam_w_mode": False}, {"torch_adam": True}, {"lr": 0.1}, {"weight_decay": 0.1}])
+def test_arguments_beside_params_with_another_value_are_refused(value: dict[str, Any]) -> None:
+    (name,) = value
+    text = only_problem({"optimizer": {"type": "Adam", "params": {"lr": 0.5}, **value}})
+    assert text == f'optimizer.{name}: unknown key; did you mean "optimizer.params.{name}"?'
 
 
 @pytest.mark.parametrize("entry", OLD_KEYS, ids=lambda entry: dotted(entry.old))

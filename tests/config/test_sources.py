@@ -146,7 +146,7 @@ def test_duplicate_keys_at_any_depth_are_all_reported(tmp_path: Path) -> None:
       "fp16": {"enabled": true},
       "optimizer": {"type": "Adam", "params": {"lr": 1,
          "lr": 2}},
-      "fp16": {"enabled": false, "hysterisis": 3}
+      "fp16": {"loss_scale": 0, "hysterisis": 3}
     }"""
     found = problems(write(tmp_path, text), batch=False)
     assert sorted(found) == [

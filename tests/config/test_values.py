@@ -14,14 +14,17 @@ from tests.config.support import only_problem, read
 
 
 @pytest.mark.parametrize(
-    ("value", "number"), [(500_000_000, 500_000_000), (5e8, 500_000_000), ("500", 500), (" 7 ", 7), ("-3", -3)]
+    ("value", "number"),
+    [(500_000_000, 500_000_000), (5e8, 500_000_000), ("500", 500), (" 7 ", 7), ("-3", -3), ("5e8", 500_000_000)],
 )
 def test_integers(value: Any, number: int) -> None:
     result = to_int(value)
     assert result == number and type(result) is int
 
 
-@pytest.mark.parametrize("value", [0.5, "5e8", "1_000", "0.5", None, True, "", "abc", math.inf, math.nan, [], "1 2"])
+@pytest.mark.parametrize(
+    "value", [0.5, "5e-8", "1e400", "1_000", "0.5", None, True, "", "abc", math.inf, math.nan, [], "1 2"]
+)
 def test_what_is_no_integer(value: Any) -> None:
     with pytest.raises(ValueError):
         to_int(value)
@@ -148,7 +151,7 @@ def test_infinite_clipping_never_clips() -> None:
         ({"optimizer": "Adam"}, "optimizer: expected an object"),
         ({"optimizer": {"type": "Adam", "params": 3}}, "optimizer.params: expected an object"),
         ({"optimizer": {"type": 3}}, "optimizer.type: expected the name"),
-        ({"tensorboard": {"output_path": None}}, "tensorboard.output_path: expected text, found null"),
+        ({"wandb": {"project": None}}, "wandb.project: expected text, found null"),
         ({"amp": {"loss_scale": "abc"}}, 'amp.loss_scale: expected a number > 0 or "dynamic", or null, found "abc"'),
         (
             {"elasticity": {"micro_batch_sizes": [2, 0]}},

@@ -85,6 +85,8 @@ class DynamicBatching(Section):
 class DataSampling(Section):
     """The sampler of the data loader."""
 
+    _other_switches: ClassVar[tuple[str, ...]] = ("dynamic_batching",)
+
     enabled: Bool = key(False, "Use this sampler.")
     num_epochs: Int = key(1000, "Epochs after which the loader ends.", above=0)
     num_workers: Int = key(0, "Number of loader processes.", minimum=0, per_rank=True)

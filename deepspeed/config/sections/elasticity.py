@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -19,6 +19,7 @@ class Elasticity(Section):
     """Batch sizes that many numbers of ranks can share (removed upstream in 0.19.8), and runs whose ranks change."""
 
     place = ("elasticity",)
+    _other_switches: ClassVar[tuple[str, ...]] = (_CONTINUE,)
 
     enabled: Bool = key(
         False,

@@ -89,7 +89,9 @@ class FlopsProfilerSection(Section):
     """Counts operations, parameters and time of one step, module by module."""
 
     enabled: Bool = key(False, "Profile one step; turns wall_clock_breakdown on.")
-    profile_step: Int = key(1, "The profiled step, counted from 1.", unit="steps", above=0)
+    profile_step: Int = key(
+        1, "The profiled step, counted from 1; 0 is the first too, -1 profiles none.", unit="steps", minimum=-1
+    )
     module_depth: Int = key(-1, "Depth of modules in the table; -1: all levels.", minimum=-1)
     top_modules: Int = key(1, "Modules shown per depth.", above=0)
     detailed: Bool = key(True, "Print a line per module.")

@@ -11,20 +11,21 @@ Device = Annotated[Literal["none", "cpu", "nvme"], AnyCase]
 
 
 class OffloadParam(Section):
-    """Controls where the shards of the compute parameters are kept between uses (stage 3)."""
+    """Controls where the shards of the compute parameters are kept between uses (stage 3).
 
-    device: Device = key(
-        "none", "Where the parameter shards are kept. cpu and nvme need stage 3; nvme needs nvme_path.", min_stage=0
-    )
-    nvme_path: FilePath = key(None, "Folder for the files of device nvme.", null_means="none given")
-    buffer_count: Int = key(5, "Staging buffers (device nvme).", unit="buffers", above=0)
+    Below stage 3, where each rank has whole parameters, the section is accepted without effect.
+    """
+
+    device: Device = key("none", "Where the parameter shards are kept. nvme needs nvme_path.")
+    nvme_path: FilePath = key(None, "Folder for the files of device nvme.", null_means="none given", per_rank=True)
+    buffer_count: Int = key(5, "Staging buffers (device nvme).", unit="buffers", minimum=0)
     buffer_size: Int = key(
-        100_000_000, "Size of a staging buffer (device nvme); the largest shard must fit.", unit="elements", above=0
+        100_000_000, "Size of a staging buffer (device nvme); the largest shard must fit.", unit="elements", minimum=0
     )
     max_in_cpu: Int = key(
         1_000_000_000, "Elements that may stay in host memory (device nvme).", unit="elements", minimum=0
     )
-    pin_memory: Bool = key(True, "Page-locked host memory, for faster copies to the device.")
+    pin_memory: Bool = key(True, "Page-locked host memory, for faster copies to the device.", per_rank=True)
     page_cache: Bool | None = key(
         None,
         "true: files are read through the system's page cache, at the speed of memory if they fit into it. false: "
@@ -45,16 +46,16 @@ class OffloadOptimizer(Section):
         "0 it is accepted without effect, with one line in the log (programs build reference models from "
         "training configurations).",
     )
-    nvme_path: FilePath = key(None, "Folder for the files of device nvme.", null_means="none given")
+    nvme_path: FilePath = key(None, "Folder for the files of device nvme.", null_means="none given", per_rank=True)
     buffer_count: Int = key(
         4,
         "Staging buffers (device nvme). The update of one chunk needs a buffer for the master and one for each state "
         "(three buffers for Adam); pipeline_read and pipeline_write each need as many again. If the value is too "
         "small, it is raised.",
         unit="buffers",
-        above=0,
+        minimum=0,
     )
-    pin_memory: Bool = key(True, "Page-locked host memory, for faster copies to the device.")
+    pin_memory: Bool = key(True, "Page-locked host memory, for faster copies to the device.", per_rank=True)
     pipeline_read: Bool = key(False, "Read the next chunk while this one is updated (device nvme).")
     pipeline_write: Bool = key(False, "Write the last chunk while this one is updated (device nvme).")
     fast_init: Bool = key(

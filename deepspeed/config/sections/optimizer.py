@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from deepspeed.config.section import Section, key
-from deepspeed.config.types import AnyCase, Bool, Float, FloatList, Int
+from deepspeed.config.types import AnyCase, Bool, Float, FloatList, FloatOrAuto, Int
 
 
 class Optimizer(Section):
@@ -30,7 +30,12 @@ class Optimizer(Section):
 
 def lr(default: float) -> Any:
     """Declares the learning rate."""
-    return key(default, "Learning rate. A scheduler may change it.", minimum=0)
+    return key(
+        default,
+        'Learning rate. A scheduler may change it. "auto" must be filled in, as Accelerate and the Trainer do.',
+        minimum=0,
+        own_auto=True,
+    )
 
 
 def betas(default: tuple[float, float] = (0.9, 0.999)) -> Any:
@@ -74,7 +79,7 @@ class Capturable(TorchFlags):
 class AdamParams(OptimizerParams):
     """Adam and AdamW of this package. Adam decouples weight decay too unless adam_w_mode is false."""
 
-    lr: Float = lr(1e-3)
+    lr: FloatOrAuto = lr(1e-3)
     bias_correction: Bool = key(True, "Correct the averages for their start at zero.")
     betas: FloatList = betas()
     eps: Float = eps(1e-8)
@@ -89,7 +94,7 @@ class AdamParams(OptimizerParams):
 class TorchAdamParams(Capturable):
     """torch.optim.Adam: the type Adam with ``torch_adam: true`` and ``adam_w_mode: false``."""
 
-    lr: Float = lr(1e-3)
+    lr: FloatOrAuto = lr(1e-3)
     betas: FloatList = betas()
     eps: Float = eps(1e-8)
     weight_decay: Float = decay()
@@ -110,7 +115,7 @@ class TorchAdamWParams(TorchAdamParams):
 class AdagradParams(TorchFlags):
     """Adagrad."""
 
-    lr: Float = lr(1e-2)
+    lr: FloatOrAuto = lr(1e-2)
     lr_decay: Float = key(0.0, "Decay of the learning rate.", minimum=0)
     weight_decay: Float = decay()
     initial_accumulator_value: Float = key(0.0, "Start of the sum of squares.", minimum=0)
@@ -123,7 +128,7 @@ class AdagradParams(TorchFlags):
 class LionParams(OptimizerParams):
     """Lion."""
 
-    lr: Float = lr(1e-3)
+    lr: FloatOrAuto = lr(1e-3)
     betas: FloatList = betas()
     weight_decay: Float = decay()
     set_grad_none: Bool = key(True, "Free gradients rather than set them to zero.")
@@ -133,7 +138,7 @@ class LionParams(OptimizerParams):
 class LambParams(OptimizerParams):
     """LAMB. Under fp16 it needs the dynamic loss scale."""
 
-    lr: Float = lr(1e-3)
+    lr: FloatOrAuto = lr(1e-3)
     bias_correction: Bool = key(True, "Correct the averages for their start at zero.")
     betas: FloatList = betas()
     eps: Float = eps(1e-8)
@@ -149,7 +154,7 @@ class OneBitParams(OptimizerParams):
 
     _keeps_own_states: ClassVar[bool] = True
 
-    lr: Float = lr(1e-3)
+    lr: FloatOrAuto = lr(1e-3)
     betas: FloatList = betas()
     eps: Float = eps(1e-8)
     weight_decay: Float = decay()
@@ -228,7 +233,12 @@ class MuonParams(OptimizerParams):
 
     _keeps_own_states: ClassVar[bool] = True
 
-    lr: Float = key(0.02, "Learning rate. If given, it is used for both parts; otherwise Adam's is 3e-4.", minimum=0)
+    lr: FloatOrAuto = key(
+        0.02,
+        'Learning rate. If given, it is used for both parts; otherwise Adam\'s is 3e-4. "auto" must be filled in.',
+        minimum=0,
+        own_auto=True,
+    )
     momentum: Float = key(0.95, "Momentum of the matrix part.", minimum=0, below=1)
     weight_decay: Float = decay()
     ns_method: Annotated[Literal["gram", "standard"], AnyCase] = key(
@@ -250,7 +260,7 @@ class MuonParams(OptimizerParams):
 class SGDParams(TorchFlags):
     """torch.optim.SGD."""
 
-    lr: Float = lr(1e-3)
+    lr: FloatOrAuto = lr(1e-3)
     momentum: Float = key(0.0, "Momentum.", minimum=0)
     dampening: Float = key(0.0, "Dampening of the momentum.")
     weight_decay: Float = decay()
@@ -261,7 +271,7 @@ class SGDParams(TorchFlags):
 class AdadeltaParams(Capturable):
     """torch.optim.Adadelta."""
 
-    lr: Float = lr(1.0)
+    lr: FloatOrAuto = lr(1.0)
     rho: Float = key(0.9, "Decay of the squared averages.", minimum=0, maximum=1)
     eps: Float = eps(1e-6)
     weight_decay: Float = decay()
@@ -270,7 +280,7 @@ class AdadeltaParams(Capturable):
 class AdamaxParams(Capturable):
     """torch.optim.Adamax."""
 
-    lr: Float = lr(2e-3)
+    lr: FloatOrAuto = lr(2e-3)
     betas: FloatList = betas()
     eps: Float = eps(1e-8)
     weight_decay: Float = decay()
@@ -279,7 +289,7 @@ class AdamaxParams(Capturable):
 class ASGDParams(Capturable):
     """torch.optim.ASGD."""
 
-    lr: Float = lr(1e-2)
+    lr: FloatOrAuto = lr(1e-2)
     lambd: Float = key(1e-4, "Decay term.", minimum=0)
     alpha: Float = key(0.75, "Power of the learning rate's decay.", minimum=0)
     t0: Float = key(1e6, "Step at which averaging starts.", unit="steps", minimum=0)
@@ -289,7 +299,7 @@ class ASGDParams(Capturable):
 class NAdamParams(Capturable):
     """torch.optim.NAdam."""
 
-    lr: Float = lr(2e-3)
+    lr: FloatOrAuto = lr(2e-3)
     betas: FloatList = betas()
     eps: Float = eps(1e-8)
     weight_decay: Float = decay()
@@ -300,7 +310,7 @@ class NAdamParams(Capturable):
 class RAdamParams(Capturable):
     """torch.optim.RAdam."""
 
-    lr: Float = lr(1e-3)
+    lr: FloatOrAuto = lr(1e-3)
     betas: FloatList = betas()
     eps: Float = eps(1e-8)
     weight_decay: Float = decay()
@@ -310,7 +320,7 @@ class RAdamParams(Capturable):
 class RMSpropParams(Capturable):
     """torch.optim.RMSprop."""
 
-    lr: Float = lr(1e-2)
+    lr: FloatOrAuto = lr(1e-2)
     alpha: Float = key(0.99, "Decay of the squared averages.", minimum=0)
     eps: Float = eps(1e-8)
     weight_decay: Float = decay()
@@ -321,7 +331,7 @@ class RMSpropParams(Capturable):
 class RpropParams(Capturable):
     """torch.optim.Rprop."""
 
-    lr: Float = lr(1e-2)
+    lr: FloatOrAuto = lr(1e-2)
     etas: FloatList = key(None, "Factors of decrease and increase.", factory=lambda: [0.5, 1.2], above=0, length=2)
     step_sizes: FloatList = key(None, "Smallest and largest step.", factory=lambda: [1e-6, 50.0], above=0, length=2)
 

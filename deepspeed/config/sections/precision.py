@@ -7,6 +7,7 @@ from typing import Literal
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import Bool, DType, Float, Int, TextList, TextsOrAuto
 
+_APEX = "the scale follows the other keys of this section; Apex's own settings are in the section amp"
 _BF16_SCALING = "bf16 has the exponent range of fp32, so there is no loss scale"
 
 
@@ -44,7 +45,7 @@ class Fp16(Section):
         "Reset the count of hysteresis after every step without overflow, not only when the scale grows.",
         since="0.9.3",
     )
-    min_loss_scale: Int = key(
+    min_loss_scale: Float = key(
         1,
         "Smallest dynamic scale. An overflow at this scale raises when the overflows of hysteresis are used up.",
         above=0,
@@ -54,8 +55,9 @@ class Fp16(Section):
         "No fp32 master weights: the optimizer updates fp16 weights, rounded stochastically, and gradients are kept in "
         "fp16. Optimizer states stay fp32. With elementwise optimizers, at every stage, on the device or in host "
         "memory.",
-        min_stage=0,
     )
+    opt_level: str | None = key(None, "Left from Apex.", no_effect=_APEX)
+    fp16_scale_tolerance: Float | None = key(None, "Left from fairseq.", minimum=0, no_effect=_APEX)
 
 
 class Bf16(Section):
@@ -93,10 +95,11 @@ class Bf16(Section):
     loss_scale_window: Int = key(1000, "Left from fp16 sections.", no_effect=_BF16_SCALING, minimum=0)
     hysteresis: Int = key(2, "Left from fp16 sections.", no_effect=_BF16_SCALING, minimum=0)
     consecutive_hysteresis: Bool = key(False, "Left from fp16 sections.", no_effect=_BF16_SCALING)
-    min_loss_scale: Int = key(1, "Left from fp16 sections.", no_effect=_BF16_SCALING, minimum=0)
+    min_loss_scale: Float = key(1, "Left from fp16 sections.", no_effect=_BF16_SCALING, minimum=0)
     auto_cast: Bool = key(
         False, "Cast floating tensors among the inputs of forward to bf16 before the model sees them."
     )
+    opt_level: str | None = key(None, "Left from Apex.", no_effect=_BF16_SCALING)
 
 
 class TorchAutocast(Section):

@@ -131,6 +131,10 @@ class Compile(Section):
     disable: Bool = key(False, "From releases up to 0.14.3.", removed="0.14.4", no_effect=_CALL)
 
 
+def _false_as_null(value: Any) -> Any:
+    return None if value is False else value
+
+
 class ActivationCheckpointing(Section):
     """Settings of ``deepspeed.checkpointing``, which have an effect only where the program calls its functions.
 
@@ -148,14 +152,14 @@ class ActivationCheckpointing(Section):
     cpu_checkpointing: Bool = key(False, "Keep saved activations in host memory.")
     contiguous_memory_optimization: Bool = key(
         False,
-        "One buffer for saved activations; needs partition_activations and number_checkpoints.",
+        "One buffer for saved activations.",
         no_effect="saved activations are kept where they are instead of being copied into a buffer",
     )
-    number_checkpoints: Int | None = key(
+    number_checkpoints: Annotated[Int | None, BeforeValidator(_false_as_null)] = key(
         None,
-        "Number of checkpointed layers.",
+        "Number of checkpointed layers; false is null.",
         unit="layers",
-        above=0,
+        minimum=0,
         no_effect="only a buffer of saved activations would need it",
     )
     synchronize_checkpoint_boundary: Bool = key(False, "Synchronize the device at each checkpoint.", per_rank=True)
@@ -189,6 +193,8 @@ def _null_as_fp32(value: Any) -> Any:
 
 class Root(Section):
     """The whole configuration."""
+
+    _is_shared: ClassVar[bool] = True
 
     train_batch_size: Int | None = key(
         None,
@@ -302,6 +308,7 @@ class Root(Section):
         unit="steps",
         above=0,
         null_means="never, as does an infinite number",
+        per_rank=True,
     )
     wall_clock_breakdown: Bool = key(False, "Time forward, backward and step. Synchronizes the device.", per_rank=True)
     memory_breakdown: Bool = key(False, "Log memory in use at each phase.", per_rank=True)
@@ -311,7 +318,6 @@ class Root(Section):
         "Level of the package logger.",
         since="0.19.3",
         null_means="info, or DEEPSPEED_LOG_LEVEL",
-        per_rank=True,
         per_rank=True,
     )
     dataloader_drop_last: Bool = key(False, "Drop the last incomplete batch, in the engine's own data loader.")
@@ -357,8 +363,6 @@ class Root(Section):
     flops_profiler: FlopsProfilerSection = key(
         None, "Profile of one step.", factory=FlopsProfilerSection, per_rank=True
     )
-    comms_logger: CommsLogger = key(None, "Log of collectives.", factory=CommsLogger)
-    flops_profiler: FlopsProfilerSection = key(None, "Profile of one step.", factory=FlopsProfilerSection)
     autotuning: Autotuning | None = key(None, "Search for a fast configuration.")
     elasticity: Elasticity | None = key(None, "Elastic batch sizes.", removed="0.19.8")
     preemption: Preemption | None = key(None, "Save and exit when a scheduler sends a signal.")

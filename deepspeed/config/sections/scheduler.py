@@ -51,7 +51,7 @@ class WarmupDecayLRParams(OwnParameters):
 
     total_num_steps: Int = key(..., "Steps of the whole run.", unit="steps", minimum=0)
     warmup_min_lr: PerGroup = key(0.0, "Rate at the start and the end.", minimum=0)
-    warmup_max_lr: PerGroup = key(0.001, "Rate after the rise.", minimum=0)
+    warmup_max_lr: PerGroup = key(0.001, "Rate after the rise.", minimum=0, must_fill=True)
     warmup_num_steps: Int = warmup_steps()
     warmup_type: WarmupType = key("log", "Shape of the rise.")
 
@@ -96,7 +96,7 @@ class OneCycleParams(OwnParameters):
 class LRRangeTestParams(OwnParameters):
     """LRRangeTest: a growing learning rate, to find the range in which training works."""
 
-    lr_range_test_min_lr: PerGroup = key(1e-3, "Rate at the start.", minimum=0)
+    lr_range_test_min_lr: PerGroup = key(1e-3, "Rate at the start.", minimum=0, must_fill=True)
     lr_range_test_step_size: Int = key(2000, "Steps of one unit of growth.", unit="steps", above=0)
     lr_range_test_step_rate: Float = key(1.0, "Growth per unit, as a share of the rate at the start.", minimum=0)
     lr_range_test_staircase: Bool = key(False, "Grow in steps instead of continuously.")

@@ -99,10 +99,10 @@ class ZeroOptimization(Section):
     )
     allgather_bucket_size: Int = key(
         500_000_000,
-        "Parameters in one all-gather at most. No bucket is larger than this or than reduce_bucket_size, except "
-        "for a single larger parameter.",
+        "Parameters in one all-gather at most; 0: one parameter. No bucket is larger than this or than "
+        "reduce_bucket_size, except for a single larger parameter.",
         unit="elements",
-        above=0,
+        minimum=0,
     )
     allgather_partitions: Bool = key(
         True, "Gather by all-gather rather than broadcasts.", no_effect="parameters are always published by all-gather"
@@ -134,9 +134,9 @@ class ZeroOptimization(Section):
     )
     sub_group_size: Int = key(
         1_000_000_000,
-        "Elements that an offloaded optimizer updates at once.",
+        "Elements that an offloaded optimizer updates at once. 0: as few as possible.",
         unit="elements",
-        above=0,
+        minimum=0,
     )
     legacy_stage1: Bool = key(
         False, "The stage 1 of releases before 0.5.9.", no_effect="there is one stage 1", removed="0.5.9"
@@ -309,6 +309,9 @@ class ZeroOptimization(Section):
     zenflow: ZenFlow | None = key(None, "Importance-aware asynchronous updates.", since="0.17.5")
 
     cpu_offload_use_pin_memory: Bool | None = key(
-        None, "From early releases.", no_effect="use pin_memory of offload_optimizer and offload_param"
+        None,
+        "From early releases.",
+        aliases=("cpu_offload_pin_memory",),
+        no_effect="use pin_memory of offload_optimizer and offload_param",
     )
     grad_hooks: Bool | None = key(None, "From early releases.", no_effect="gradients are always taken by hooks")
