@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from deepspeed.at_exit import ExitAction
 from deepspeed.comm.base.counters import waiting
 from deepspeed.engine_feature import StepInfo, StepTracker
 from deepspeed.errors import DeepSpeedConfigError
@@ -100,6 +101,7 @@ class TraceRecorder(StepTracker):
             return
         self._end_range_of_step()
         profile, self._profile = self._profile, None
+        self._at_exit.cancel()
         waiting.stop(self)
         profile.__exit__(None, None, None)
         profile.export_chrome_trace(str(self._path))
@@ -107,6 +109,8 @@ class TraceRecorder(StepTracker):
 
     def _start(self) -> None:
         self._profile = self._profiler().__enter__()
+        # Torch's profiler crashes the process (SIGSEGV) if it still records when the interpreter has ended.
+        self._at_exit = ExitAction(self.close, on_signals=True)
         waiting.start(self)
 
     def _profiler(self) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -195,3 +198,39 @@ def test_a_trace_ends_after_all_sends_of_its_steps(tmp_path):
     assert run_ranks(_sends_in_flight, 2, str(tmp_path)) == [[0], [0]], "torch's profiler would write to freed memory"
     for file in tmp_path.glob("rank-*.trace.json"):
         assert "gloo:send" in {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
+
+
+_ENDS_EARLY = """
+import os, signal, sys
+import torch
+import deepspeed
+
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "trace": {"path": sys.argv[1], "first_step": 1, "steps": 9},
+}
+engine = deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config)[0]
+for _ in range(2):
+    engine.backward(engine(torch.randn(2, 8)).square().mean())
+    engine.step()
+engine(torch.randn(2, 8))
+if os.fork() == 0:  # as a data loader's worker, which ends by a signal too
+    os.kill(os.getpid(), signal.SIGTERM)
+os.wait()
+assert not os.listdir(sys.argv[1]), "a forked process has written the trace"
+if sys.argv[2] == "error":
+    raise ValueError("in the script")
+if sys.argv[2] == "signal":
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("return", 0), ("error", 1), ("signal", -signal.SIGTERM)])
+def test_a_program_that_ends_inside_the_traced_steps_leaves_what_was_recorded(tmp_path, end, code):
+    (tmp_path / "script.py").write_text(_ENDS_EARLY)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "trace"), end]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    events = json.loads((tmp_path / "trace" / "rank-00000.trace.json").read_text())["traceEvents"]
+    assert {"step 1", "step 2", "step 3"} <= {event.get("name") for event in events}

@@ -42,6 +42,7 @@ LAYERS = (
             "lazy",
             "import_paths",
             "ports",
+            "at_exit",
             "cluster",
             "release",
             "torch_private",

@@ -34,7 +34,6 @@ others depend on it may post the reason (:meth:`Watch.post_failure`), with which
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import json
@@ -44,9 +43,9 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
+from deepspeed.at_exit import ExitAction
 from deepspeed.comm.base.batched_store import (
     MOST_THAT_POLL,
     longest_pause,
@@ -165,16 +164,12 @@ class Watch:
         self._wake = threading.Event()
         self._processes: dict[int, str] = {}  # process names of other ranks, as they posted them
         self.store.set(self._key(f"process/{rank}"), this_process())
-        self._at_exit = functools.partial(_post_exit_notice, weakref.ref(self))
-        atexit.register(self._at_exit)
-        # A process that multiprocessing has forked ends without the functions of atexit (before Python 3.13).
-        self._at_exit_of_fork = Finalize(None, self._at_exit, exitpriority=0)
+        self._at_exit = ExitAction(functools.partial(_post_exit_notice, weakref.ref(self)))
 
     def stop(self) -> None:
         """Ends the watching thread; nothing is posted at the program's end, as the process groups are gone."""
         self._end_thread(timedelta(0))
-        atexit.unregister(self._at_exit)
-        self._at_exit_of_fork.cancel()
+        self._at_exit.cancel()
         for member in list(self.members):
             member.leave()
         self.aborts.clear()
