@@ -20,7 +20,8 @@ DLTS_HOSTFILE = "/job/hostfile"
 
 # Excludes options of ssh or pdsh ("-" first) and characters that are special in a shell or a list of hosts.
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][\w.:@-]*", re.ASCII)
-_HOST_LINE = re.compile(r"(?P<host>[^\s=]+)(\s+slots=(?P<slots>\d+))?")
+_HOST_LINE = re.compile(r"(?P<host>[^\s=]+)(\s+slots=(?P<slots>\d+)(\s+max[_-]slots=(?P<most>\d+))?)?")
+_MPICH_HOST = re.compile(r"(?P<host>[^\s=:]+):(?P<slots>\d+)")
 
 
 class LauncherError(DeepSpeedConfigError):
@@ -45,7 +46,7 @@ def check_host_name(host: str, source: str) -> None:
 
 
 def fetch_hostfile(hostfile_path: str | None, devices: Callable[[], int] = lambda: 1) -> OrderedDict[str, int] | None:
-    """Reads ``host slots=N`` lines, or a plain list of hosts such as ``$PBS_NODEFILE``.
+    """Reads ``host slots=N`` lines, with Open MPI's ``max_slots`` too, or a plain list of hosts (``$PBS_NODEFILE``).
 
     Args:
         hostfile_path: The file; blank lines and those that start with ``#`` are ignored.
@@ -70,6 +71,15 @@ def fetch_hostfile(hostfile_path: str | None, devices: Callable[[], int] = lambd
         if match is None:
             raise LauncherError(f"{hostfile_path}, line {number}: expected 'host slots=N' or 'host', found {line!r}")
         host, slots = match["host"], match["slots"]
+        if mpich := _MPICH_HOST.fullmatch(host):
+            raise LauncherError(
+                f"{hostfile_path}, line {number}: expected 'host slots=N' or 'host', found {line!r}; write "
+                f"'{mpich['host']} slots={mpich['slots']}'"
+            )
+        if match["most"] is not None and int(match["most"]) < int(slots):
+            raise LauncherError(
+                f"{hostfile_path}, line {number}: expected slots up to max_slots, found {line!r}; correct one of them"
+            )
         check_host_name(host, f"{hostfile_path}, line {number}")
         if host in hosts and (slots is not None or host not in named):
             raise LauncherError(f"{hostfile_path}, line {number}: host {host!r} comes a second time; keep one line")

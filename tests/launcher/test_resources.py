@@ -27,6 +27,8 @@ def test_hostfile(tmp_path):
         ("a\na\nb\nb\n", {"a": 2, "b": 2}),  # $PBS_NODEFILE: a line per slot
         ("a\na\nb\n", {"a": 2, "b": 1}),
         ("a slots=2\nb\n", {"a": 2, "b": 8}),
+        ("a slots=2 max_slots=2\nb slots=2 max-slots=4\n", {"a": 2, "b": 2}),  # Open MPI
+        ("fe80::1:2 slots=2\n", {"fe80::1:2": 2}),
     ],
 )
 def test_a_plain_list_of_hosts(tmp_path, text, slots):
@@ -59,6 +61,9 @@ def test_no_hostfile(missing):
         ("a\na slots=2\n", "line 2: host 'a' comes a second time"),
         ("worker-0 slots=1 slots=2\n", "line 1: expected"),
         ("a slots=1\nb slots=1\na slots=2\n", "line 3: host 'a' comes a second time"),
+        ("a slots=1\nworker-1:2\n", "line 2: .*found 'worker-1:2'; write 'worker-1 slots=2'"),  # MPICH
+        ("a slots=3 max_slots=2\n", "line 1: expected slots up to max_slots, found 'a slots=3 max_slots=2'"),
+        ("a max_slots=2\n", "line 1: expected"),
     ],
 )
 def test_bad_hostfiles_are_value_errors_with_the_line(tmp_path, text, message):
