@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -41,13 +41,15 @@ def best_batch(section: Elasticity) -> ElasticBatch:
     Of equally good ones it is the largest if the section has ``prefer_larger_batch``, otherwise the smallest.
 
     Raises:
-        DeepSpeedConfigError: No batch within the limit suits any allowed number of ranks.
+        DeepSpeedConfigError: No batch within the limit suits any allowed number of ranks, or there are too many.
     """
     limit = section.max_train_batch_size
+    signs = _signs(section, limit)
+    _check_work(section, signs)
     best = ElasticBatch(0, {})
     most = 0
     for start in range(1, limit + 1, _CHUNK):
-        counts = _count_ranks(start, min(start + _CHUNK, limit + 1), section)
+        counts = _count_ranks(start, min(start + _CHUNK, limit + 1), section, signs)
         highest = int(counts.max())
         if highest > most or (highest == most and most and section.prefer_larger_batch):
             most = highest
@@ -64,27 +66,64 @@ def best_batch(section: Elasticity) -> ElasticBatch:
 
 
 _CHUNK = 1 << 22  # batches counted at once
+_MOST_BATCHES = 10_000_000
+_MOST_ROUNDS = 500_000  # of the inner loop: a few seconds
 
 
-def _count_ranks(start: int, stop: int, section: Elasticity) -> NDArray[numpy.int32]:
+def _check_work(section: Elasticity, signs: Mapping[int, int]) -> None:
+    """Raises for a search that would take minutes or more.
+
+    Raises:
+        DeepSpeedConfigError: ``max_train_batch_size`` or ``max_gpus`` is too large.
+    """
+    limit = section.max_train_batch_size
+    if limit > _MOST_BATCHES:
+        raise DeepSpeedConfigError(
+            f"--search: expected elasticity.max_train_batch_size up to {_MOST_BATCHES:,}, found {limit:,}; lower it, "
+            "or leave --search out"
+        )
+    allowed = _MOST_ROUNDS // (len(range(0, limit, _CHUNK)) * max(len(signs), 1))
+    if _most_ranks(section, limit) - section.min_gpus > allowed:
+        raise DeepSpeedConfigError(
+            f"--search: expected at most {allowed:,} numbers of ranks for batches up to {limit:,} of these "
+            f"micro_batch_sizes, found elasticity.min_gpus {section.min_gpus:,} and max_gpus {section.max_gpus:,}; "
+            "lower max_gpus or max_train_batch_size, or leave --search out"
+        )
+
+
+def _most_ranks(section: Elasticity, limit: int) -> int:
+    """Returns the largest number of ranks that can share a batch of up to ``limit`` samples."""
+    return min(section.max_gpus, limit // min(section.micro_batch_sizes) * section.model_parallel_size)
+
+
+def _signs(section: Elasticity, limit: int) -> dict[int, int]:
+    """Returns the multiples of samples of each data rank to count, with how often: below 0 to subtract.
+
+    A batch suits n ranks if n times a micro-batch divides it. Inclusion and exclusion: multiples of two such products,
+    which are those of their least common multiple, count once. A micro-batch that another one divides adds none.
+    """
+    micros = sorted(set(section.micro_batch_sizes))
+    signs: Counter[int] = Counter()
+    for micro in micros:
+        if any(micro % other == 0 for other in micros if other < micro):
+            continue
+        for multiple, sign in [(1, -1), *signs.items()]:
+            if (common := math.lcm(multiple, micro)) <= limit:
+                signs[common] -= sign
+    return {multiple: sign for multiple, sign in signs.items() if sign}
+
+
+def _count_ranks(start: int, stop: int, section: Elasticity, signs: Mapping[int, int]) -> NDArray[numpy.int32]:
     """Returns for each batch of ``range(start, stop)`` how many numbers of ranks can share it, as a sieve does."""
     counts = numpy.zeros(stop - start, numpy.int32)
-    # A batch suits n ranks if n times a micro-batch divides it. Inclusion and exclusion: multiples of two such
-    # products, which are those of their least common multiple, count once.
-    signs: Counter[int] = Counter()
-    for micro in set(section.micro_batch_sizes):
-        for multiple, sign in [(1, -1), *signs.items()]:
-            if (common := math.lcm(multiple, micro)) < stop:
-                signs[common] -= sign
     model_parallel, step = section.model_parallel_size, _step(section)
-    most = min(section.max_gpus, stop // min(section.micro_batch_sizes) * model_parallel)
-    for ranks in range(section.min_gpus, most + 1):
+    for ranks in range(section.min_gpus, _most_ranks(section, stop) + 1):
         data, left = divmod(ranks, model_parallel)
         if left or not data or ranks % step:
             continue
         for multiple, sign in signs.items():
             each = data * multiple
-            if sign and each < stop:
+            if each < stop:
                 counts[-start % each :: each] += sign
     return counts
 

@@ -38,6 +38,7 @@ from deepspeed.plan.api import PlanOptions
 from deepspeed.plan.configs import read_config
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.degrees import DEGREES, at_degrees
+from deepspeed.plan.limits import check_count
 from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.machine import NETWORKS, read_machine_file, read_network
 from deepspeed.plan.picture import step_picture, sweep_svg
@@ -69,7 +70,7 @@ def main(args: Sequence[str] | None = None) -> int:
             return 0
         _check_targets(options)
         if options.measure is not None:
-            _refuse_below_one(options)
+            _check_counts(options)
             if options.config or options.model or options.layers or options.predict or options.search or options.sweep:
                 raise DeepSpeedConfigError(
                     "--measure times this machine and plans nothing; leave the model and the configuration out, and "
@@ -84,7 +85,7 @@ def main(args: Sequence[str] | None = None) -> int:
             return 0
         refuse_without_prediction(options)
         if options.predict or options.search is not None:
-            _refuse_below_one(options)
+            _check_counts(options)
             refuse_beside_prediction(options)
             config = read_config(options.config if options.config is not None else _default_config())
             output = PredictionOutput(_show, _width(120), functools.partial(_save, "picture", options.picture))
@@ -224,12 +225,14 @@ def _width(most: int) -> int:
     return min(shutil.get_terminal_size().columns, most) if sys.stdout.isatty() else most
 
 
-def _refuse_below_one(options: argparse.Namespace) -> None:
-    counts = ("nodes", "devices", "sequence_length", "micro_batch", "accumulation", "num_chunks", "context", *DEGREES)
+def _check_counts(options: argparse.Namespace) -> None:
+    counts = (
+        "nodes", "devices", "sequence_length", "micro_batch", "accumulation", "num_chunks", "context", "search",
+        "shard_ranks", *DEGREES,
+    )  # fmt: skip
     for name in counts:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise DeepSpeedConfigError(f"--{name.replace('_', '-')}: expected 1 or more, found {value}")
+        check_count(name, getattr(options, name), f"--{name.replace('_', '-')}")
+    check_count("lighter_ends", options.lighter_ends, "--lighter-ends", least=0)
 
 
 def _options(options: argparse.Namespace) -> PlanOptions:
@@ -243,7 +246,7 @@ def _options(options: argparse.Namespace) -> PlanOptions:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    _refuse_below_one(options)
+    _check_counts(options)
     config = options.config if options.config is not None else _default_config()
     request = _options(options).request(_model(options), config)
     return at_degrees(request, **{name: getattr(options, name) for name in DEGREES})

@@ -102,8 +102,6 @@ def refuse_beside_prediction(options: argparse.Namespace) -> None:
         raise DeepSpeedConfigError(f"{passed}: {kind} simulates no step and does not use it; leave one of them out")
     if options.search is None:
         return
-    if options.search < 1:
-        raise DeepSpeedConfigError(f"--search: expected 1 or more samples, found {options.search}")
     if passed := _passed(options, ("context", *_SEARCHED)):
         raise DeepSpeedConfigError(
             f"{passed}: --search tries all of them; leave it out, or give the whole layout and use --predict"

@@ -13,6 +13,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.advice import advise
 from deepspeed.plan.configs import read_config
 from deepspeed.plan.degrees import DEGREES, at_degrees
+from deepspeed.plan.limits import check_count
 from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.machine import Machine
 from deepspeed.plan.models import model_source
@@ -95,7 +96,7 @@ class PlanOptions:
             DeepSpeedConfigError: See :func:`plan`.
         """
         numbers = ("nodes", "devices_per_node", "sequence_length", "micro_batch", "accumulation")
-        _refuse_below_one(**{name: getattr(self, name) for name in numbers})
+        _check_counts(**{name: getattr(self, name) for name in numbers})
         machine = self.machine()
         if self.rank is not None and self.rank not in range(machine.ranks):
             raise DeepSpeedConfigError(
@@ -151,7 +152,7 @@ def plan(model: Any, config: Any, **options: Any) -> Plan:
             raise TypeError(f"plan({name}=...): expected one of {', '.join(known)}; rename the argument")
     degrees = {name: options.pop(name) for name in DEGREES if name in options}
     given = PlanOptions(**options)
-    _refuse_below_one(**degrees)
+    _check_counts(**degrees)
     request = at_degrees(given.request(model, config), **degrees)
     if given.longest:
         return longest_sequence(request)
@@ -223,9 +224,6 @@ def make_machine(
     )
 
 
-def _refuse_below_one(**numbers: int | None) -> None:
+def _check_counts(**numbers: int | None) -> None:
     for name, value in numbers.items():
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise DeepSpeedConfigError(f"plan({name}={value!r}): expected a whole number of 1 or more")
+        check_count("devices" if name == "devices_per_node" else name, value, f"plan({name}={value!r})")

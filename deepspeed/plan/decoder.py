@@ -20,6 +20,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.layer import MoE
 from deepspeed.parallel.pipe.spec import LayerSpec
 from deepspeed.parallel.sequence.attention import DistributedAttention
+from deepspeed.plan.limits import check_count
 
 TokenLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From logits ``[tokens, vocabulary]`` and labels ``[tokens]`` to losses ``[tokens]``."""
@@ -62,10 +63,10 @@ class DecoderShape:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab", "kv_heads", "intermediate", "head_size"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise DeepSpeedConfigError(f"--{name.replace('_', '-')}: expected a number above 0, found {value}")
+        sizes = ("layers", "hidden", "heads", "vocab", "kv_heads", "intermediate", "head_size", "experts_per_token")
+        for name in sizes:
+            check_count(name, getattr(self, name), f"--{name.replace('_', '-')}")
+        check_count("experts", self.experts, "--experts", least=0)
         if self.head_size is None and self.hidden % self.heads:
             raise DeepSpeedConfigError(
                 f"--heads: {self.heads} does not divide --hidden {self.hidden}; choose a divisor of it, or give "
@@ -75,8 +76,6 @@ class DecoderShape:
             raise DeepSpeedConfigError(
                 f"--kv-heads: {self.kv_heads} does not divide --heads {self.heads}; choose a divisor of it"
             )
-        if self.experts < 0:
-            raise DeepSpeedConfigError(f"--experts: expected 0 (none) or more, found {self.experts}")
         if not 0 <= self.dropout < 1:
             raise DeepSpeedConfigError(f"--dropout: expected a probability from 0 to below 1, found {self.dropout}")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:

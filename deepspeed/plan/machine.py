@@ -10,6 +10,7 @@ from typing import Any
 
 from deepspeed.accelerator.devices import Device, DeviceEfficiency, find_device, read_bytes
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.plan.limits import check_count
 
 _HOST_BANDWIDTH = 300e9  # bytes per second of a node's memory, for updates on the host: a guess
 _MAY_BE_ZERO = frozenset({"half_size", "contention", "launch", "start", "shared_link", "shared_start"})
@@ -57,6 +58,9 @@ class Machine:
     disk: float = 5e9
     headroom: float = 0.05
     multiplies_in_fp8: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("ranks", self.ranks, f"{self.nodes:,} nodes of {self.devices_per_node:,} devices")
 
     @property
     def ranks(self) -> int:

@@ -15,6 +15,7 @@ from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.plan.configs import changed, number_in, stage_of
 from deepspeed.plan.degrees import DEGREES, at_degrees
+from deepspeed.plan.limits import check_count
 from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.machine import Machine
 from deepspeed.plan.planner import make_plan
@@ -76,6 +77,7 @@ def _value(name: str, text: str) -> Any:
     if number < (0 if name == "stage" else 1) or (name == "stage" and number > 3):
         limits = "0, 1, 2 or 3" if name == "stage" else "a whole number above 0"
         raise DeepSpeedConfigError(f"--sweep {name}={text}: expected {limits}")
+    check_count(name, number, f"--sweep {name}={text}")
     return number
 
 

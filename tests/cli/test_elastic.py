@@ -41,6 +41,20 @@ def test_a_large_batch_is_found_quickly():
     assert best.micro_batch_size == brute_force(best.train_batch_size, section) and len(best.micro_batch_size) > 80
 
 
+def test_micro_batches_that_others_divide_change_nothing():
+    plain = Elasticity(max_train_batch_size=500, micro_batch_sizes=[2, 3], max_gpus=50)
+    more = Elasticity(max_train_batch_size=500, micro_batch_sizes=[2, 3, 4, 6, 9], max_gpus=50)
+    assert best_batch(plain).train_batch_size == best_batch(more).train_batch_size
+    assert list(best_batch(plain).micro_batch_size) == list(best_batch(more).micro_batch_size)
+
+
+@pytest.mark.parametrize("values", [{"max_train_batch_size": 10**8}, {"max_gpus": 10**20}])
+def test_a_search_that_would_take_hours_ends_in_a_sentence(values):
+    section = Elasticity(**{"max_train_batch_size": 10**7, "micro_batch_sizes": [1], **values})
+    with pytest.raises(DeepSpeedConfigError, match="--search: expected .* up to .*, found .*; lower .* or leave"):
+        best_batch(section)
+
+
 def test_the_command(tmp_path, capsys):
     path = tmp_path / "ds.json"
     section = {"enabled": True, "version": 0.1, "max_train_batch_size": 64, "micro_batch_sizes": [1, 2, 4]}

@@ -10,7 +10,7 @@ import pytest
 
 import deepspeed
 from deepspeed.accelerator.devices import DEVICES, in_words, read_bytes
-from deepspeed.cli.plan import main
+from deepspeed.cli.plan import _parser, main
 from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan import DecoderShape
@@ -266,7 +266,29 @@ def test_a_pipeline_that_waits_is_advised_to_accumulate(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "in 1 combination(s) the stages wait" in shown
     assert main([*sizes, "--accumulation", "0"]) == 2
-    assert "--accumulation: expected 1 or more, found 0" in capsys.readouterr().err
+    assert "--accumulation: expected a whole number of 1 or more, found 0" in capsys.readouterr().err
+
+
+_INTEGERS = [action.option_strings[0] for action in _parser()._actions if action.type is int]
+
+
+@pytest.mark.parametrize("option", _INTEGERS)
+def test_absurd_counts_end_in_a_sentence(option, capsys):
+    sizes = {"--layers": "2", "--hidden": "64", "--heads": "4", "--vocab": "256"}
+    predicted = ("--context", "--shard-ranks", "--lighter-ends", "--gradient-bytes")
+    further = ["--predict"] if option in predicted else []
+    arguments = [text for pair in {**sizes, option: str(10**20)}.items() for text in pair]
+    assert main([*arguments, *further]) == 2
+    assert re.fullmatch(r"ds_plan: .*expected .*[,(;].*\n", capsys.readouterr().err)
+
+
+def test_ranks_are_counted_over_all_nodes(capsys):
+    sizes = ["--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "256"]
+    for further in ([], ["--predict"], ["--search", "64"]):
+        assert main([*sizes, "--nodes", "200000", "--devices", "8", *further]) == 2
+        assert "200,000 nodes of 8 devices: expected at most 262,144, found 1,600,000" in capsys.readouterr().err
+    assert main([*sizes, "--sweep", f"micro_batch={10**20}"]) == 2
+    assert "expected at most 1,048,576" in capsys.readouterr().err
 
 
 def test_codecs_are_shown_on_request(capsys):
@@ -288,7 +310,7 @@ def test_an_accumulation_replaces_the_global_batch():
     [
         (["--headroom", "2"], "headroom: expected a share"),
         (["--network", "nan"], "network: expected bytes per second above 0"),
-        (["--kv-heads", "0"], "--kv-heads: expected a number above 0"),
+        (["--kv-heads", "0"], "--kv-heads: expected a whole number of 1 or more, found 0"),
         (["--intermediate", "-4"], "--intermediate: expected"),
         (["--sweep", "stage=1", "stage=2"], "given twice"),
         (["--write", "."], "found a folder"),
