@@ -1,4 +1,6 @@
-"""Exchanges by files, between ranks and launcher, how ranks ended, who continues without them, and missing reports.
+"""Exchanges by files what ranks and launcher must know of each other outside of the rendezvous.
+
+That is how ranks ended, who continues without them, missing reports, and at which port rank 0 serves the rendezvous.
 
 Without a launcher of this package there is no folder, and nothing is written.
 """
@@ -24,6 +26,7 @@ LOST_PEER = re.compile(
 _CONTINUES = "continues"
 _EXIT, _RECOVERED = "exit-", "recovered-"
 _REPORT = "run-report"
+_WHOLE, _RENDEZVOUS = "whole-run", "rendezvous-"
 _WAIT_SECONDS, _PAUSE = 0.3, 0.02
 
 
@@ -77,7 +80,33 @@ class ExitNotes:
         if self._folder is not None:
             (self._folder / _REPORT).unlink(missing_ok=True)
 
+    @property
+    def has_whole_run(self) -> bool:
+        """Whether all ranks of the run read the files of this launcher."""
+        return self._folder is not None and (self._folder / _WHOLE).exists()
+
+    def serves(self, wanted: int, port: int) -> None:
+        """Writes that rank 0 serves at ``port`` the rendezvous that was to be at port ``wanted``."""
+        for each in (port, wanted):  # ``port`` first, so that the files lead from any port to one that is served
+            self._write(f"{_RENDEZVOUS}{each}", str(port).encode())
+
+    def port_of(self, wanted: int) -> int | None:
+        """Returns the port at which rank 0 serves the rendezvous of port ``wanted``; None: it does not yet.
+
+        Without a launcher that has started the whole run it is ``wanted`` itself.
+        """
+        if self._folder is None or not self.has_whole_run:
+            return wanted
+        port, further = None, wanted
+        while further != port and (path := self._folder / f"{_RENDEZVOUS}{further}").exists():
+            port, further = further, int(path.read_text())
+        return port
+
     # -- the launcher --------------------------------------------------------------------------------------------------
+
+    def starts_whole_run(self) -> None:
+        """Writes that all ranks of the run read these files."""
+        self._write(_WHOLE)
 
     def note_exit(self, pid: int, cause: str) -> None:
         """Writes how a process has ended.

@@ -29,21 +29,39 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def is_free(port: int) -> bool:
-    """Returns whether this process could listen at ``port`` on every address of the machine."""
+def hold(port: int) -> list[socket.socket] | None:
+    """Returns sockets that keep ``port``, at every address of the machine, from programs that look for a free one.
+
+    They do not listen, so a program that chooses this port and sets ``SO_REUSEADDR``, as torch's store does, can still
+    listen at it.
+
+    Returns:
+        The sockets, which hold the port until they are closed; None: this process could not listen at the port.
+    """
+    held: list[socket.socket] = []
     for family, any_address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # Without this, a port in TIME_WAIT would count as used.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind((any_address, port))
+            held.append(socket.socket(family, socket.SOCK_STREAM))
+            # Without this, a port in TIME_WAIT would count as used.
+            held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                held[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            held[-1].bind((any_address, port))
         except OSError as error:
             if family == socket.AF_INET or error.errno == errno.EADDRINUSE:
-                return False
+                for each in held:
+                    each.close()
+                return None
             # Any other error of IPv6 means that this machine does not have it.
-    return True
+    return held
+
+
+def is_free(port: int) -> bool:
+    """Returns whether this process could listen at ``port`` on every address of the machine."""
+    held = hold(port)
+    for each in held or ():
+        each.close()
+    return held is not None
 
 
 def is_here(address: str) -> bool:

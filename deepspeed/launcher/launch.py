@@ -194,7 +194,11 @@ def _run(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | st
         from deepspeed.config.sections.checkpoint import SIGNAL_VARIABLE
 
         os.environ[SIGNAL_VARIABLE] = args.signal
-    workers = _elastic_workers(args, world, hosts) if args.enable_elastic_training else _workers(args, world, hosts)
+    if args.enable_elastic_training:
+        nodes = elastic_nodes(args.min_elastic_nodes, args.max_elastic_nodes, world.num_nodes)
+        workers, is_whole_run = _elastic_workers(args, world, hosts, nodes), nodes[1] == 1
+    else:
+        workers, is_whole_run = _workers(args, world, hosts), len(world.sizes) == 1
     link = None
     if len(world.sizes) > 1 and not args.enable_elastic_training:  # torch's agents have connections of their own
         me = LauncherInfo(world.launcher, host, world.sizes, world.master_port, VERSION, world.run_id, secret)
@@ -204,6 +208,7 @@ def _run(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | st
         host,
         _log_files(args.enable_each_rank_log, [worker.rank for worker in workers]),
         link=link,
+        is_whole_run=is_whole_run,
         labeled=world.world_size > 1 and not args.enable_elastic_training,
         shares_screen=args.shares_screen,
         failure_file=find_failure_file(os.environ),
@@ -241,7 +246,9 @@ def _workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int 
     ]
 
 
-def _elastic_workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | str]]) -> list[Worker]:
+def _elastic_workers(
+    args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | str]], nodes: tuple[int, int]
+) -> list[Worker]:
     """Runs torch's elastic agent instead of the ranks, which it starts itself."""
     from deepspeed.launcher.supervisor import Worker
 
@@ -251,7 +258,6 @@ def _elastic_workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[l
             f"--elastic_training and {option} exclude each other: torch's agent starts the ranks of a machine itself; "
             "leave one of them out"
         )
-    nodes = elastic_nodes(args.min_elastic_nodes, args.max_elastic_nodes, world.num_nodes)
     devices = find_devices(os.environ)
     common = _common_environment(world, devices.is_cpu, None)
     common.update(_visible(devices, hosts[world.node_rank]))
@@ -263,10 +269,13 @@ def _elastic_workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[l
     flags = [f"--{name}" for name in ("module", "no_python") if getattr(args, name)]
     script = (args.training_script, *args.training_script_args)
     run_id = world.run_id or f"deepspeed-{world.master_port}"
-    command = agent_command(nodes, world.local_size, world.master_addr, world.master_port, run_id, script, flags)
+    # The only agent of a run can take any port, so that no other program takes it first.
+    address, port = ("127.0.0.1", 0) if nodes[1] == 1 else (world.master_addr, world.master_port)
+    command = agent_command(nodes, world.local_size, address, port, run_id, script, flags)
+    where = f", rendezvous at {address}:{port}" if port else ""
     logger.info(
         f"elastic run on {nodes[0]} to {nodes[1]} machine(s): torch's elastic agent starts "
-        f"{world.local_size} rank(s) here, rendezvous at {world.master_addr}:{world.master_port}"
+        f"{world.local_size} rank(s) here{where}"
     )
     return [Worker(0, 0, command, common, name="torch's elastic agent")]
 

@@ -65,6 +65,7 @@ class LocalRun:
         host: The name of this machine in messages.
         logs: A file per rank for a copy of its output; None: none.
         link: Connection to the launchers of other machines; None if there are none.
+        is_whole_run: Whether ``workers`` are all ranks of the run, or the agent that starts all of them.
         labeled: Whether each line of a rank's output names the rank.
         shares_screen: Whether the launchers of the other machines write to the same screen, so that one report is
             enough; also ends the run when that screen goes away.
@@ -79,6 +80,7 @@ class LocalRun:
         host: str,
         logs: Sequence[Path] | None = None,
         link: LauncherLink | None = None,
+        is_whole_run: bool = False,
         labeled: bool | None = None,
         shares_screen: bool = False,
         failure_file: Path | None = None,
@@ -95,6 +97,7 @@ class LocalRun:
         self._output = Output()
         self._screen = Screen(self._output)
         self._link = link
+        self._is_whole_run = is_whole_run
         self._shares_screen = shares_screen
         # The output of a single rank is shown unchanged, without a label.
         labeled = len(workers) > 1 if labeled is None else labeled
@@ -166,6 +169,8 @@ class LocalRun:
         for worker in self._workers:
             worker.environment[NOTES] = str(folder)
         self._notes = ExitNotes(folder)
+        if self._is_whole_run:
+            self._notes.starts_whole_run()
         return folder
 
     def _start_supervisor(self) -> int:

@@ -5,35 +5,37 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deepspeed.launcher.resources import LauncherError
 from deepspeed.logging import logger
-from deepspeed.ports import DEFAULT_PORT, describe_listener, free_port, is_free, is_here
+from deepspeed.ports import DEFAULT_PORT, describe_listener, free_port, hold, is_free, is_here
 
 
 @dataclass
 class PortClaim:
-    """A port that other launchers on this machine do not choose while this object is open.
+    """A port that other programs on this machine do not take while this object is open, as far as it can prevent it.
 
     Rank 0 opens the port seconds after the launcher has chosen it, and two runs started together would both find it
-    free. Meanwhile a name in Linux's abstract socket namespace marks it: the name needs no file, and disappears with
-    the last process that has it open.
+    free. Until the run ends, a name in Linux's abstract socket namespace marks it for other launchers: the name needs
+    no file, and disappears with the last process that has it open. Bound sockets keep it from programs that get any
+    free port. A program that wants this very port may still take it: rank 0 then moves to another one
+    (:mod:`deepspeed.comm.start.rendezvous`).
 
     Attributes:
         port: The port.
     """
 
     port: int
-    _mark: socket.socket | None = field(default=None, repr=False)
+    _sockets: Sequence[socket.socket] = field(default=(), repr=False)
 
     def __enter__(self) -> PortClaim:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._mark is not None:
-            self._mark.close()
+        for each in self._sockets:
+            each.close()
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def claim_port(address: str, requested: RequestedPort | None, *, is_shared: bool
     port = DEFAULT_PORT if requested is None else requested.port
     if not is_here(address):
         return PortClaim(port)
-    claim = _mark(port) if is_free(port) else None
+    claim = _claim(port)
     if claim is not None:
         return claim
     if requested is not None and port != DEFAULT_PORT:
@@ -108,8 +110,8 @@ def agreed_port(requested: RequestedPort | None, *, holds_rank_0: bool, is_claim
     port = DEFAULT_PORT if requested is None else requested.port
     if not holds_rank_0:
         return PortClaim(port)
-    claim = PortClaim(port) if is_claimed else _mark(port)
-    if claim is None or not is_free(port):
+    claim = _claim(port, is_marked=is_claimed)
+    if claim is None:
         raise _port_in_use(requested.source if requested is not None else f"the default port {port}", port)
     return claim
 
@@ -125,21 +127,30 @@ def _occupant(port: int) -> str:
     return "a run that is about to start" if is_free(port) else describe_listener(port)
 
 
-def _mark(port: int) -> PortClaim | None:
-    """Marks the port as claimed; returns None if another process has claimed it. Only Linux has abstract sockets."""
-    if not sys.platform.startswith("linux"):
-        return PortClaim(port)
-    mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        mark.bind(f"\0deepspeed-launcher-port-{port}")
-    except OSError:
-        mark.close()
+def _claim(port: int, *, is_marked: bool = False) -> PortClaim | None:
+    """Marks and holds a port; returns None if another process has it, or has marked it.
+
+    Args:
+        port: The port.
+        is_marked: Whether another process has marked it for this one.
+    """
+    mark: list[socket.socket] = []
+    if sys.platform.startswith("linux") and not is_marked:  # only Linux has abstract sockets
+        mark.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        try:
+            mark[0].bind(f"\0deepspeed-launcher-port-{port}")
+        except OSError:
+            mark[0].close()
+            return None
+    held = hold(port)
+    if held is None:
+        PortClaim(port, mark).__exit__()
         return None
-    return PortClaim(port, mark)
+    return PortClaim(port, [*mark, *held])
 
 
 def _claim_any() -> PortClaim:
     while True:
-        claim = _mark(free_port())
+        claim = _claim(free_port())
         if claim is not None:
             return claim

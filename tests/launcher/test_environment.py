@@ -5,6 +5,7 @@ import socket
 import sys
 
 import pytest
+import torch.distributed as torch_dist
 
 from deepspeed.launcher import devices, launch, ports
 from deepspeed.launcher.devices import find_devices, visible_ids
@@ -77,6 +78,19 @@ def test_two_launchers_do_not_choose_the_same_free_port(monkeypatch, is_default)
         assert agreed_port(RequestedPort.of(free), holds_rank_0=True, is_claimed=True).port == free
     with claim_port("127.0.0.1", requested) as third:
         assert third.port == free
+
+
+def test_a_claimed_port_is_held_until_the_end_and_open_to_rank_0():
+    free = free_port()
+    with claim_port("127.0.0.1", RequestedPort.of(free)), socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("", free))
+        store = torch_dist.TCPStore("127.0.0.1", free, is_master=True, wait_for_workers=False)
+        assert store.port == free
+        del store
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("", free))
 
 
 def test_a_taken_port_of_the_users_choice_is_replaced_with_a_word(monkeypatch, port_in_use):

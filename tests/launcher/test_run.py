@@ -13,6 +13,7 @@ import pytest
 
 from deepspeed.launcher.devices import usable_cores
 from deepspeed.launcher.resources import encode_world_info
+from deepspeed.ports import free_port
 from tests.launcher.processes import Launcher
 
 DUMP = "open(f'rank{rank}.json', 'w').write(__import__('json').dumps({'argv': sys.argv[1:], 'env': dict(os.environ)}))"
@@ -114,6 +115,46 @@ def test_a_busy_port_is_avoided_and_a_free_one_kept(tmp_path):
     assert (seen["MASTER_ADDR"], seen["MASTER_PORT"]) == ("localhost", str(port))
     assert run(tmp_path, DUMP, environment={"MASTER_PORT": str(port)})[0] == 0
     assert dumped(tmp_path, 0)["env"]["MASTER_PORT"] == str(port)
+
+
+_TAKES_THE_PORT = """
+    import socket
+    if rank == 0:
+        thief = socket.socket()
+        if sys.argv[1] == "this port":
+            thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            thief.bind(("", int(os.environ["MASTER_PORT"])))
+            thief.listen()
+        except OSError:
+            print("not taken", flush=True)
+    import deepspeed, torch
+    deepspeed.init_distributed()
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    print(f"sum {total.item():g} at {os.environ['MASTER_PORT']}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("thief", "options"),
+    [
+        ("this port", ("--num_gpus=2",)),
+        ("any port", ("--num_gpus=2",)),
+        ("this port", ("--num_gpus=2", "--elastic_training")),  # the agent chooses the port of the ranks
+    ],
+)
+def test_a_port_that_is_taken_after_the_launcher_looked(tmp_path, thief, options):
+    port = free_port()
+    command = (*options, f"--master_port={port}", "--no_local_rank")
+    code, out, err = run(tmp_path, _TAKES_THE_PORT, *command, arguments=(thief,))
+    assert code == 0, err
+    (found,) = {int(number) for number in re.findall(r"sum 2 at (\d+)", out)}
+    if thief == "any port":
+        assert "not taken" in out and found == port
+    else:
+        assert re.search(r"port \d+ was free when the launcher chose it, and is now held by process \d+", err)
+        assert f"meet at port {found} instead" in err
 
 
 def test_the_environment_file_fills_what_is_not_set(tmp_path):

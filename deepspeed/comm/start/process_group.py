@@ -18,6 +18,7 @@ import socket
 import time
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -187,6 +188,9 @@ def _start(
             store, prefix = None, "default_pg"
             while store is None:
                 store = open_store(url, place, timeout)
+                if url is None:  # rank 0 may have found the port taken
+                    place = replace(place, port=int(os.environ["MASTER_PORT"]))
+                    where = f"{place.address}:{place.port}"
                 try:
                     if place.world_size > 1:
                         # The address that was reached: the name may resolve to several, and was perhaps unknown before.

@@ -13,6 +13,8 @@ from deepspeed import ports
 from deepspeed.comm.base.environment import Place
 from deepspeed.comm.start import rendezvous
 from deepspeed.comm.start.rendezvous import open_store
+from deepspeed.errors import CommunicationError
+from deepspeed.exit_notes import NOTES, ExitNotes
 from deepspeed.ports import find_listener
 
 NOBODY = "255.255.255.255"  # TCP refuses it at once
@@ -53,6 +55,11 @@ def warnings(monkeypatch):
     return texts
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "0")  # what open_store sets ends with the test
+
+
 def place(rank, name, port):
     return Place(rank, 2, 0, name, port, "test")
 
@@ -80,7 +87,7 @@ def test_a_name_that_resolves_later_is_waited_for(names, warnings, monkeypatch):
     resolver = names(unknown_for=7, late_name=["127.0.0.1"])
     with closing(listen("127.0.0.1")) as listener:
         port = listener.getsockname()[1]
-        assert rendezvous._wait_for_listener(3, "late-name", port, LONG) == "127.0.0.1"
+        assert rendezvous._wait_for_listener(3, "late-name", port, LONG) == ("127.0.0.1", port)
     assert resolver.requested == 8
     (text,) = warnings  # once, however long it takes
     assert (
@@ -139,3 +146,36 @@ def test_the_route_to_a_name_is_found_in_both_families(names):
     assert ports.address_towards("no-such-host.invalid") is None
     if has_ipv6():
         assert ports.address_towards("new") == "::1"
+
+
+@pytest.mark.parametrize(
+    ("source", "has_launcher", "words"),
+    [
+        (
+            "test",
+            True,
+            "It was free when `deepspeed` looked. Start the same command again; .* the same on all machines",
+        ),
+        ("test", False, r"Set MASTER_PORT to a free port, such as \d+, on all ranks"),
+        ("torchrun variables", False, "Start it again: torchrun then chooses another port"),
+    ],
+)
+def test_a_taken_port_that_rank_0_cannot_replace_is_named(tmp_path, monkeypatch, source, has_launcher, words):
+    monkeypatch.setattr(rendezvous, "_RELEASE_SECONDS", 0.0)
+    if has_launcher:  # of one machine among several
+        monkeypatch.setenv(NOTES, str(tmp_path))
+    with closing(listen("0.0.0.0")) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(CommunicationError, match=f"127.0.0.1:{port}, .* the port is held by process .*{words}"):
+            open_store(None, Place(0, 2, 0, "127.0.0.1", port, source), LONG)
+
+
+def test_files_lead_from_any_port_to_the_one_that_is_served(tmp_path):
+    notes = ExitNotes(tmp_path)
+    assert notes.port_of(1) == 1, "no rank can read where rank 0 is"
+    notes.starts_whole_run()
+    assert notes.port_of(1) is None
+    notes.serves(1, 2)
+    assert (notes.port_of(1), notes.port_of(2)) == (2, 2)
+    notes.serves(2, 1)  # a second group of the same processes
+    assert (notes.port_of(1), notes.port_of(2)) == (1, 1)
