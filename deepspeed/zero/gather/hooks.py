@@ -300,8 +300,7 @@ class ForwardHooks:
         for bucket, is_settled in list(self._recomputed.items()):
             if is_settled and bucket not in except_for and bucket.users == 0:
                 del self._recomputed[bucket]
-                if bucket.state is State.FULL and bucket.live_handles == 0:
-                    bucket.reshard()
+                self._free_if_done(bucket)
 
     def abandon(self) -> None:
         """Closes every scope and frees every bucket after an exception or at the end of a backward."""

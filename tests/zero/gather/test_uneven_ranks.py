@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from deepspeed.comm.host.gloo import GlooTransport
 from tests.engine.support import WIDTH, engine_of, inputs, rank
@@ -84,6 +85,48 @@ def test_inner_choices_differ_between_ranks(stage):
 
 def test_with_default_limits():
     run_ranks(_train, 2, 3, {})
+
+
+class RecomputedTower(ChooserTower):
+    """The tower with every layer under a checkpoint of the given kind; None: without."""
+
+    def __init__(self, reentrant) -> None:
+        super().__init__(4)
+        self.reentrant = reentrant
+
+    def forward(self, x, choices):
+        x = x.requires_grad_()  # otherwise whether the first layer's weights are needed depends on the choice
+        for layer, choice in zip(self.layers, choices, strict=False):
+            if self.reentrant is not None:
+                x = checkpoint(layer, x, choice, use_reentrant=self.reentrant)
+            else:
+                x = layer(x, choice)
+        return x.square().mean()
+
+
+def _several_forwards(reentrant, zero):
+    """All forwards of an update before its backwards, last first, as the schedules of pipelines run them."""
+    torch.manual_seed(3)
+    engine = engine_of(RecomputedTower(reentrant), 3, zero=zero, accumulation=2)
+    for step in range(5):
+        losses = [_loss(engine, 2 * step + micro, rank()) for micro in range(2)]
+        for loss in reversed(losses):
+            engine.backward(loss)
+            engine.step()
+    expected = weights_of_torch(
+        lambda: RecomputedTower(reentrant),
+        lambda model, step, of: sum(_loss(model, 2 * step + micro, of) for micro in range(2)) / 2,
+        steps=5,
+        ranks=dist.get_world_size(),
+    )
+    assert_states_equal(full_masters(engine), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True, None])
+def test_recomputed_forwards_that_wait_for_their_backwards_together(reentrant):
+    """A rank with every gradient of a bucket may not free what another rank, which lacks one, keeps gathered."""
+    for ranks, zero in ((2, {"stage3_param_persistence_threshold": 0}), (3, NOTHING_AHEAD)):
+        run_ranks(_several_forwards, ranks, reentrant, zero)
 
 
 class LeavingOut(Tower):
