@@ -60,11 +60,13 @@ class LossCounter:
 
         Raises:
             CallOrderError: Another loss of the update is a mean.
+            DeepSpeedConfigError: The count of some rank is negative or not finite; the same on every rank.
         """
         self._note_kind(is_counted=True)
         if not self._scale:
             assert self._updater is not None
-            counts = self._updater.gather_over_job(_number_of(count), _FIRST_COUNT)
+            counts = self._updater.gather_over_job(float(count), _FIRST_COUNT)
+            refuse_bad_counts(counts[:, None])
             self._scale = _near(float(counts.mean()) * micro_batches)
         return self._scale
 
@@ -97,17 +99,14 @@ class LossCounter:
         """Adds the tokens of a loss whose backward returned. A backward that raised leaves no gradient."""
         self._mine.append(count)
 
-    def _own_count(self) -> float:
-        """Returns this rank's tokens since the last update.
-
-        Raises:
-            DeepSpeedConfigError: A count is negative or not finite.
-        """
-        return sum(map(_number_of, read_counts(self._mine)), start=0.0)
-
     def numbers(self) -> list[float]:
-        """Returns the numbers that the ranks of the job exchange in the update; equally many on every rank."""
-        return [self._own_count() if self._is_counted else _NO_COUNT]
+        """Returns the numbers that the ranks of the job exchange in the update; equally many on every rank.
+
+        A count that is none is sent as it is, so that every rank raises for it.
+        """
+        kind = _UNKNOWN if self._is_counted is None else _COUNTED if self._is_counted else _MEAN
+        counts = read_counts(self._mine)
+        return [kind, next((count for count in counts if not is_count(count)), sum(counts, start=0.0))]
 
     def divisor_of(self, rows: torch.Tensor) -> float:
         """Returns the divisor of the gradients.
@@ -116,24 +115,34 @@ class LossCounter:
             rows: One row for every rank of the job: 2-D, fp64, :meth:`numbers` in the last columns.
 
         Raises:
+            DeepSpeedConfigError: The count of some rank is negative or not finite; the same on every rank.
             DivergenceError: Losses of some ranks are sums with a count, of others means; the same on every rank.
         """
         counts = self._counts_of(rows)
         return 1.0 if counts is None else self._divisor(counts)
 
     def _counts_of(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Returns the count of each rank that has one, 1-D; None where losses are means."""
-        counts = rows[:, -1]
-        is_mean = counts == _NO_COUNT
-        if bool(is_mean.all()):
+        """Returns the counts of the ranks whose losses are sums, 1-D; None where losses are means.
+
+        Args:
+            rows: One row for every rank of the job: 2-D, fp64, :meth:`numbers` in the last two columns.
+        """
+        kinds = rows[:, -2]
+        is_counted = kinds == _COUNTED
+        if not bool(is_counted.any()):
             return None
-        if bool(is_mean.any()):
-            raise DivergenceError(
-                f"engine.backward(loss, count=...): expected a count on all ranks or on none, found that rank "
-                f"{int((~is_mean).nonzero()[0])} gave one since the last update and rank {int(is_mean.nonzero()[0])} "
-                "did not. Pass count on every rank, 0 where a rank has no tokens"
-            )
-        return counts
+        refuse_bad_counts(rows[:, -1:])
+        if bool((kinds == _MEAN).any()):
+            raise self._mixed_kinds(int(is_counted.nonzero()[0]), int((kinds == _MEAN).nonzero()[0]))
+        return rows[is_counted, -1]
+
+    def _mixed_kinds(self, counted: int, mean: int) -> Exception:
+        """Returns the error for a loss with a count on rank ``counted`` and one without on rank ``mean``."""
+        return DivergenceError(
+            f"engine.backward(loss, count=...): expected a count on all ranks or on none, found that rank {counted} "
+            f"gave one since the last update and rank {mean} did not. Pass count on every rank, 0 where a rank has no "
+            "tokens"
+        )
 
     def _divisor(self, counts: torch.Tensor) -> float:
         """Returns what the mean gradient is still divided by, after the division of losses by :meth:`begin_sum`.
@@ -172,10 +181,6 @@ class LossCounter:
         self._mine, self._is_counted = [], None
 
 
-_NO_COUNT = -1.0
-"""Sent instead of a count by a rank whose losses are means."""
-
-
 class PipelineLossCounter(LossCounter):
     """Counts the tokens of one update of a pipeline, which only its last stages see.
 
@@ -201,30 +206,11 @@ class PipelineLossCounter(LossCounter):
         """Does nothing: only the last stage has losses, and it records itself whether they have counts."""
 
     @override
-    def numbers(self) -> list[float]:
-        kind = _UNKNOWN if self._is_counted is None else _COUNTED if self._is_counted else _MEAN
-        return [kind, self._own_count()]
-
-    @override
-    def _counts_of(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Returns the counts of the ranks whose losses are sums, 1-D; None where losses are means.
-
-        Args:
-            rows: One row for every rank of the job: 2-D, fp64, :meth:`numbers` in the last two columns.
-
-        Raises:
-            CallOrderError: Losses of some copies of the model are sums, of others means; the same on every rank.
-        """
-        kinds = rows[:, -2]
-        is_counted = kinds == _COUNTED
-        if not bool(is_counted.any()):
-            return None
-        if bool((kinds == _MEAN).any()):
-            raise CallOrderError(
-                f"train_batch: the loss_fn of rank {int(is_counted.nonzero()[0])} returns (sum, count), that of rank "
-                f"{int((kinds == _MEAN).nonzero()[0])} a mean; let it return the same on every copy of the model"
-            )
-        return rows[is_counted, -1]
+    def _mixed_kinds(self, counted: int, mean: int) -> Exception:
+        return CallOrderError(
+            f"train_batch: the loss_fn of rank {counted} returns (sum, count), that of rank {mean} a mean; let it "
+            "return the same on every copy of the model"
+        )
 
     @override
     def _copies(self) -> int:
@@ -232,7 +218,7 @@ class PipelineLossCounter(LossCounter):
 
 
 _UNKNOWN, _MEAN, _COUNTED = 0.0, 1.0, 2.0
-"""Kinds of losses that a pipeline rank reports with an update; not known on a stage without the loss."""
+"""Kinds of losses that a rank reports with an update; not known on a rank without a loss, as the first stages."""
 
 
 def _near(value: float) -> float:
@@ -243,18 +229,20 @@ def _near(value: float) -> float:
 def checked_count(count: Any, where: str = "engine.backward(loss, count=...)") -> Any:
     """Returns ``count`` as a float, or as a detached 0-dim tensor whose value is not read yet.
 
+    Its value is checked where the ranks exchange it (:func:`refuse_bad_counts`), so that all of them raise.
+
     Args:
         count: What the program gave.
         where: The call that got it, for messages.
 
     Raises:
-        DeepSpeedConfigError: It is no number and no tensor of one element, or negative or not finite.
+        DeepSpeedConfigError: It is no number and no tensor of one element.
     """
     if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_complex():
         number = count.detach().reshape(())
         return number.long() if number.dtype == torch.bool else number
     if isinstance(count, Real):  # numpy's numbers too
-        return _number_of(count)
+        return float(count)
     found = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, torch.Tensor) else repr(count)[:80]
     raise DeepSpeedConfigError(
         f"{where}: expected the number of tokens in this rank's loss, as a number or a tensor of one element, "
@@ -306,15 +294,25 @@ def read_counts(counts: Sequence[Any]) -> list[float]:
     return [next(read) if isinstance(count, torch.Tensor) else float(count) for count in counts]
 
 
-def _number_of(count: Any) -> float:
-    """Returns a count as a number. Waits for the device if it is a tensor there.
+def is_count(number: float) -> bool:
+    """Returns whether ``number`` may be a number of tokens."""
+    return number >= 0 and math.isfinite(number)
+
+
+def refuse_bad_counts(counts: torch.Tensor) -> None:
+    """Checks the counts of all ranks of the job.
+
+    Args:
+        counts: One row for every rank: 2-D, fp64.
 
     Raises:
-        DeepSpeedConfigError: It is negative or not finite.
+        DeepSpeedConfigError: One of them is negative or not finite.
     """
-    number = float(count)
-    if not (number >= 0 and math.isfinite(number)):
-        raise DeepSpeedConfigError(
-            f"engine.backward(loss, count={number:g}): expected the number of tokens in this rank's loss, 0 or more"
-        )
-    return number
+    for rank, row in enumerate(counts.tolist()):
+        for number in row:
+            if not is_count(number):
+                raise DeepSpeedConfigError(
+                    f"engine.backward(loss, count={number:g}) on rank {rank}: expected the number of tokens in the loss "
+                    "of that rank, finite and 0 or more (in a pipeline, the count that loss_fn returns). Pass for "
+                    "example (labels != -100).sum()"
+                )

@@ -16,7 +16,7 @@ from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.objects import gather_json
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.engine.batches import Batches
-from deepspeed.engine.loss_counter import checked_count, checked_metric, mean_of_sum, read_counts
+from deepspeed.engine.loss_counter import checked_count, checked_metric, mean_of_sum, read_counts, refuse_bad_counts
 from deepspeed.engine.mean_outputs import mean_outputs
 from deepspeed.engine.progress import ProgressLog
 from deepspeed.engine.reminders import paired_roots
@@ -513,10 +513,15 @@ def read_rows(
     Returns:
         The losses of this rank's copy of the model by micro-batch, the mean over micro-batches and copies (over the
         tokens where losses are sums), and of each metric the mean over the copies that gave it.
+
+    Raises:
+        DeepSpeedConfigError: A count is negative or not finite; the same on every rank.
     """
     senders = [other for other, row in enumerate(rows.tolist()) if row[0]]
     if not senders:  # the planner simulates one rank, which may not have the last chunk
         return [0.0] * ((rows.shape[1] - 2) // 2), 0.0, {}
+    losses, weights = rows[:, 2:].chunk(2, dim=1)
+    refuse_bad_counts(weights)
     metrics: dict[str, float] = {}
     if bool(rows[:, 1].any()):
         mine_given = list(found.metrics.items()) if found is not None else []
@@ -525,7 +530,6 @@ def read_rows(
             values = [each[name] for each in given if name in each]
             metrics[name] = sum(values) / len(values)
     pipeline = mesh.group(rank, PIPE)
-    losses, weights = rows[:, 2:].chunk(2, dim=1)
     mine = next(losses[other].tolist() for other in senders if other in pipeline)
     losses, weights = losses[senders], weights[senders]
     if bool((weights == 1).all()):

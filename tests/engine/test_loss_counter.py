@@ -151,6 +151,32 @@ def test_ranks_that_disagree_on_a_count_are_named():
     run_ranks(_only_rank_0_counts, 2)
 
 
+def _bad_count():
+    """A count that is none on rank 1 alone; each time, the first loss and a later one."""
+    x, labels = _batch(0)
+    for bad in (math.nan, torch.tensor(math.nan), torch.tensor(math.inf), -3, torch.tensor(-1.0)):
+        engine = engine_of(_model(), 2, accumulation=2)
+        count = bad if dist.get_rank() else 5
+        words = rf"count={float(bad):g}\) on rank 1: expected the number of tokens"
+        with pytest.raises(DeepSpeedConfigError, match=words):
+            engine.backward(_sum(engine, x, labels)[0], count=count)
+        for first in (5, 5, count):
+            engine.backward(_sum(engine, x, labels)[0], count=first)
+            engine.step()
+        engine.backward(_sum(engine, x, labels)[0], count=5)
+        with pytest.raises(DeepSpeedConfigError, match=words):
+            engine.step()
+        engine.zero_grad()
+        for _ in range(2):
+            engine.backward(_sum(engine, x, labels)[0], count=5)
+            engine.step()
+        assert all(value.isfinite().all() for value in full_masters(engine).values())
+
+
+def test_a_bad_count_of_one_rank_is_an_error_on_every_rank():
+    run_ranks(_bad_count, 2)
+
+
 def _only_rank_0_counts_first():
     x, labels = _batch(0)
     engine = engine_of(_model(), 1)
