@@ -275,7 +275,8 @@ _CONVERSIONS = frozenset({"to", "cpu", "cuda", "xpu", "float", "double", "half",
 _LIKE = frozenset({"empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"})
 
 NOT_IN_A_GRAPH = (
-    "ZeRO stage 3 gathers parameters here, which is no part of a compiled graph; compile without fullgraph=True"
+    "ZeRO stage 3 gathers parameters here, which is no part of a compiled graph; compile without fullgraph=True, and "
+    "export a plain copy of the model that has loaded the weights of engine.export_weights()"
 )
 
 

@@ -193,3 +193,36 @@ def _transforms_at_every_stage():
 
 def test_function_transforms_through_the_engine():
     run_ranks(_transforms_at_every_stage, 2)
+
+
+def _recorded():
+    """Modules as graphs: as before below stage 3; there a sentence, and a plain copy with the exported weights."""
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    x = torch.randn(2, 4)
+    ways = {
+        "export": lambda module: torch.export.export(module, (x,)).module(),
+        "strict export": lambda module: torch.export.export(module, (x,), strict=True).module(),
+        "trace": lambda module: torch.jit.trace(module, (x,)),
+        "script": torch.jit.script,
+    }
+    for stage in (2, 3):
+        engine = engine_of(copy.deepcopy(plain), stage, optimizer=_sgd)
+        for name, record in ways.items():
+            if stage < 3:
+                torch.testing.assert_close(record(engine.module)(x), engine(x), msg=name)
+                continue
+            with pytest.raises(Exception, match=r"plain copy of the model that has loaded .* engine.export_weights"):
+                record(engine.module)
+            engine.backward(engine(x).sum())  # nothing is left of the attempt
+            engine.step()
+        weights = dict(engine.export_weights())
+        if dist.get_rank() == 0:
+            plain.load_state_dict(weights)
+        with torch.no_grad():
+            expected = engine(x)
+            if dist.get_rank() == 0:
+                torch.testing.assert_close(ways["export"](plain)(x), expected)
+
+
+def test_modules_are_recorded_as_graphs_or_refused_in_a_sentence():
+    run_ranks(_recorded, 2)

@@ -70,6 +70,14 @@ class _ScopeHook:
     def __call__(self, *args: Any) -> None:
         self._run(args[-1])
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "__name__":  # what torch.jit.script compiles hooks under
+            raise AttributeError(
+                "torch.jit.script cannot compile the hooks that gather sharded parameters at ZeRO stage 3. Compile a "
+                "plain copy of the model that has loaded the weights of engine.export_weights()"
+            )
+        raise AttributeError(name)
+
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return _idle_hook
 
@@ -161,14 +169,17 @@ class ForwardHooks:
 
         Raises:
             NotYetSupportedError: One of the two: wrappers hide the storage of what is saved, and a gather is no
-                operation of a graph.
+                operation of a graph. ``torch.compile`` and ``torch.export`` in strict mode do not come here: see
+                ``NOT_IN_A_GRAPH``.
         """
         if not self._buckets:
             return
         if _records_a_graph():
             raise NotYetSupportedError(
-                "torch.func.linearize and make_fx record operations, and cannot run the modules of a model at ZeRO "
-                "stage 3, whose parameters are gathered in between; use stage 0, 1 or 2, or torch.autograd.forward_ad"
+                "torch.export, torch.jit.trace, torch.func.linearize and make_fx record operations, and cannot run the "
+                "modules of a model at ZeRO stage 3, whose parameters are gathered in between. Record a plain copy of "
+                "the model that has loaded the weights of engine.export_weights(), or use stage 0, 1 or 2; instead of "
+                "linearize, torch.autograd.forward_ad works too"
             )
         if differentiates_a_function():
             raise NotYetSupportedError(
@@ -407,7 +418,12 @@ class ForwardHooks:
 
 
 def _records_a_graph() -> bool:
-    """Returns whether operations are being recorded as a graph (``make_fx``, which ``torch.func.linearize`` uses)."""
+    """Returns whether operations are being recorded as a graph.
+
+    That is by ``torch.jit.trace`` or by ``make_fx``, which ``torch.export`` and ``torch.func.linearize`` use.
+    """
+    if torch.jit.is_tracing():
+        return True
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")  # not imported here, since that takes long
     return tracing is not None and tracing.get_proxy_mode() is not None
 
