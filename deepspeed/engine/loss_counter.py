@@ -312,7 +312,7 @@ def refuse_bad_counts(counts: torch.Tensor) -> None:
         for number in row:
             if not is_count(number):
                 raise DeepSpeedConfigError(
-                    f"engine.backward(loss, count={number:g}) on rank {rank}: expected the number of tokens in the loss "
-                    "of that rank, finite and 0 or more (in a pipeline, the count that loss_fn returns). Pass for "
+                    f"engine.backward(loss, count={number:g}) on rank {rank}: expected the number of tokens in the "
+                    "loss of that rank, finite and 0 or more (in a pipeline, the count that loss_fn returns). Pass for "
                     "example (labels != -100).sum()"
                 )

@@ -180,7 +180,7 @@ def runtime_options(
             max_live=zero.stage3_max_live_parameters if "stage3_max_live_parameters" in zero.model_fields_set else None,
             max_reuse_distance=zero.stage3_max_reuse_distance,
         ),
-        serves_branches=zero.agreement == "serve",
+        agreement=zero.agreement,
         reduction=None if optimizer is None else _reduction(root, placement, precision),
         granularity=max(zero.stage3_prefetch_bucket_size, zero.stage3_module_granularity_threshold),
         compute_dtype=precision.dtype_for,

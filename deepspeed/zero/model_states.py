@@ -128,7 +128,7 @@ class RuntimeOptions:
         param_memories: Where compute shards are kept, for every tier in use.
         master_memories: Where masters and optimizer states are kept, for every tier in use.
         destination: Makes what brings the reduced gradients of one bucket to their tier.
-        serves_branches: Whether ranks may gather different parameters (``zero_optimization.agreement``).
+        agreement: What happens if ranks gather different parameters (``zero_optimization.agreement``).
         state_itemsizes: For every per-element optimizer state, as far as it is known beforehand, its bytes per fp32
             element.
         leaves: The modules that are gathered as one unit; None: those that are marked already.
@@ -145,7 +145,7 @@ class RuntimeOptions:
     param_memories: Mapping[Tier, Memory]
     master_memories: Mapping[Tier, Memory]
     destination: Callable[[Tier, MemoryTracker], GradientDestination]
-    serves_branches: bool = False
+    agreement: str = "adapt"
     state_itemsizes: tuple[int, ...] = ()
     leaves: LeafModule | None = None
 

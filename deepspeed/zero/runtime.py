@@ -474,7 +474,10 @@ def build_runtime(
     agreement = Agreement(
         groups.gathering,
         lambda index: f"the parameters {states.buckets[index].label}",
-        serves=options.serves_branches,
+        name=type(model).__name__,
+        serves=options.agreement == "serve",
+        adapts=options.agreement == "adapt",
+        on_adapted=lambda: None if reducer is None else reducer.note_uneven(),
     )
     leaves = states.buckets_of_leaves()
     schedule = GatherSchedule(sharded, agreement, options.gathers, leaves.values(), states.layout.units)
@@ -490,7 +493,7 @@ def build_runtime(
     reducer = None
     if options.reduction is not None:
         reducer = _make_reducer(model, options.reduction, states, groups, schedule, hooks, backward_tracker)
-        if options.serves_branches:
+        if agreement.serves:
             reducer.note_uneven()
     runtime = ZeroRuntime(
         model,

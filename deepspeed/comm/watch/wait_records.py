@@ -9,9 +9,11 @@ from typing import Any
 
 _ADVICE = " | "  # in a label: the text after it names what to change if ranks wait for each other
 _ALIKE = (
-    "Every rank must use the same modules and make the same calls. Make the branch depend on data that is equal on all "
-    "ranks, or mark the module that holds both branches with deepspeed.utils.set_z3_leaf_modules, so that it is "
-    "gathered whole"
+    "Every rank must use the same modules and make the same calls. If ranks use different modules of a model at ZeRO "
+    'stage 3, set zero_optimization.agreement to "serve", mark the module that holds both branches with '
+    "deepspeed.utils.set_z3_leaf_modules so that it is gathered whole, or make the branch depend on data that is equal "
+    "on all ranks. If they run unequal numbers of forwards (generation to unequal lengths), pass synced_gpus=True to "
+    "generate(), or let every rank run as many as the longest one"
 )
 _MOST_LISTED = 8  # ranks that a warning names
 

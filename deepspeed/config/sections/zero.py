@@ -207,10 +207,12 @@ class ZeroOptimization(Section):
         aliases=("max_reuse_distance",),
         min_stage=3,
     )
-    agreement: Literal["error", "serve"] = key(
-        "error",
+    agreement: Literal["adapt", "error", "serve"] = key(
+        "adapt",
         "What happens when ranks use different modules. error: an error on every rank. serve: all ranks gather "
-        "what any of them needs; each forward and each backward costs two more exchanges.",
+        "what any of them needs; each forward and each backward costs two more exchanges. adapt: as error without "
+        "exchanges, until ranks differ while the order of gathers is not known yet, as in the first step; from then on "
+        "as serve.",
         min_stage=3,
     )
     stage3_gather_16bit_weights_on_model_save: Bool = key(

@@ -1,26 +1,48 @@
 """Checks that all ranks gather in the same order, so that they raise instead of hanging or mixing up data.
 
-While an order is recorded, every gather is preceded by a tiny exchange of (pass, position, wish); different wishes
-raise the same ``DivergenceError`` on all ranks before any data moves. A rank that follows an agreed order exchanges
-nothing. A rank about to leave the order enters the exchange; if all ranks do so with the same wish, recording starts
-again. If only some do, the ranks wait for each other, which ``comm.watch.watchdog`` detects.
+While an order is recorded, every gather is preceded by a tiny exchange of (pass, position, wish). A rank that follows
+an agreed order exchanges nothing. A rank about to leave the order enters the exchange; if all ranks do so with the same
+wish, recording starts again. If only some do, the ranks wait for each other, which ``comm.watch.watchdog`` detects.
 
-Where different wishes are *served*, there are two more exchanges per pass: at its start the ranks compare their
-records of it, and at its end they exchange requests until there are none. Each exchange contains the requests of all
-ranks, and all take part in the gathers.
+Different wishes raise the same ``DivergenceError`` on all ranks before any data moves, or are *served*: all ranks take
+part in the gathers of all wishes. An agreement that *adapts* serves from the first exchange on in which wishes differ.
+
+Where different wishes are served, there are two more exchanges per pass: at its start the ranks compare their records
+of it, and at its end they exchange requests until there are none. Each exchange contains the requests of all ranks, and
+all take part in the gathers. A rank that runs more evaluations than the others is helped: where another one starts a
+training pass, that rank first takes part in the evaluation.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 import torch
 
 from deepspeed.comm.transports.transport import Transport
+from deepspeed.comm.watch.wait_records import with_advice
 from deepspeed.errors import DivergenceError
+from deepspeed.logging import log_dist
 
 END_OF_PASS = -1
+EVALUATION = "evaluation"
+
+_SAME_NUMBER = (
+    'zero_optimization.agreement "serve" lets ranks use different modules, but every rank must run the same number of '
+    "forwards and backwards, in the same order. Only evaluations may be more on one rank than on another, if the next "
+    "call of the others is a forward of the same engine. Where ranks generate to unequal lengths, pass "
+    "synced_gpus=True to generate(), or let every rank run as many forwards as the longest one"
+)
+
+
+class PassMode(Enum):
+    """What a rank does after all have compared their records of a pass."""
+
+    FOLLOW = "follow"
+    RECORD = "record"
+    HELP = "help"
 
 
 class Agreement:
@@ -29,16 +51,31 @@ class Agreement:
     Args:
         transport: The transport of the group that gathers.
         describe: Describes a bucket, given its index, for messages.
+        name: Name of the model, for messages.
         serves: Different wishes are no error (``zero_optimization.agreement``); see :meth:`collect`.
+        adapts: ``serves`` is set when wishes differ.
+        on_adapted: Called when it has been set so, on all ranks alike.
 
     Attributes:
         serves: See the argument.
     """
 
-    def __init__(self, transport: Transport, describe: Callable[[int], str], *, serves: bool = False) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        describe: Callable[[int], str],
+        *,
+        name: str = "the model",
+        serves: bool = False,
+        adapts: bool = False,
+        on_adapted: Callable[[], None] | None = None,
+    ) -> None:
         self._transport = transport
         self._describe = describe
+        self._name = name
         self.serves = serves
+        self._adapts = adapts
+        self._on_adapted = on_adapted
         self._pass = 0
         self._kind = "none"
         self._digest = 0
@@ -57,70 +94,80 @@ class Agreement:
         """Adds what the pass issued to the digest."""
         self._digest = zlib.crc32(f"{self._kind}:{list(issued)}".encode(), self._digest)
 
-    def exchange(self, position: int, request: int) -> None:
-        """Compares the wishes of all ranks. All call it, while an order is recorded or when they leave one.
+    def end_help(self, issued: Sequence[int]) -> None:
+        """Ends the evaluation of other ranks before the open pass, which begins again as the next one."""
+        kind, self._kind = self._kind, EVALUATION
+        self.end_pass(issued)
+        self.begin_pass(kind)
 
-        Args:
-            position: Gathers issued in this pass so far.
-            request: Index of the wanted bucket, or ``END_OF_PASS``.
-
-        Raises:
-            DivergenceError: The ranks want different things; raised on every rank.
-        """
-        if self._transport.size == 1:
-            return
-        mine = torch.tensor([self._pass, position, request], dtype=torch.int64)
-        gathered = self._transport.gather_small(mine, channel="order", label=self._words(request))
-        if not torch.equal(gathered, mine.expand_as(gathered)):
-            rows = gathered.tolist()
-            wishes = "; ".join(f"rank {rank}: {self._words(row[2])}" for rank, row in enumerate(rows))
-            raise DivergenceError(
-                f"ranks took different branches in the {self._kind} (pass {self._pass}, position {position}): "
-                f"{wishes}. Under ZeRO stage 3 every rank must use the same modules in the same order. Make the branch "
-                "depend on data that is equal on all ranks, mark the module that holds both branches with "
-                "deepspeed.utils.set_z3_leaf_modules so that it is gathered whole, or set zero_optimization.agreement "
-                'to "serve"'
-            )
-
-    def is_alike(self, knowledge: int) -> bool:
-        """Returns whether all ranks begin the open pass with equal records. All of them call it, once.
+    def compare(self, knowledge: int) -> PassMode:
+        """Compares the records of all ranks at the start of the open pass. All of them call it.
 
         Args:
             knowledge: Checksum of this rank's records (below 2**32).
 
+        Returns:
+            Whether this rank follows its record, records the pass, or takes part in an evaluation of other ranks first
+            and then calls it again.
+
         Raises:
             DivergenceError: The ranks are in different passes; raised on every rank.
         """
-        rows = self._gather([self._pass, zlib.crc32(self._kind.encode()), knowledge], f"the {self._kind}")
-        if any(row[:2] != rows[0][:2] for row in rows):
+        kind, evaluation = zlib.crc32(self._kind.encode()), zlib.crc32(EVALUATION.encode())
+        start = f"the start of the {self._kind} of {self._name} (engine {self._transport.owner})"
+        rows = self._gather([self._pass, kind, knowledge], with_advice(start, _SAME_NUMBER))
+        kinds = {row[1] for row in rows}
+        if any(row[0] != self._pass for row in rows) or (len(kinds) > 1 and evaluation not in kinds):
             raise DivergenceError(
-                f"ranks ran different passes: this one is in a {self._kind} (pass {self._pass}), the "
-                f'passes of all ranks are {[row[0] for row in rows]}. zero_optimization.agreement "serve" '
-                "lets ranks use different modules, but every rank must run the same number of forwards and "
-                "backwards, in the same order"
+                f"ranks ran different passes of {self._name}: this one is in a {self._kind} (pass {self._pass}), the "
+                f"passes of all ranks are {[row[0] for row in rows]}. {_SAME_NUMBER}"
             )
-        return all(row == rows[0] for row in rows)
+        if len(kinds) > 1 and kind != evaluation:
+            return PassMode.HELP
+        return PassMode.FOLLOW if all(row == rows[0] for row in rows) else PassMode.RECORD
 
-    def collect(self, position: int, request: int) -> list[int]:
+    def collect(self, position: int, request: int, *, in_pass: bool = True) -> list[int]:
         """Returns the buckets that the ranks want now, each once, in order; empty when all ranks have reached the end.
 
-        All ranks call it until it returns none: also ranks that have reached the end, since they take part in the
-        gathers.
+        All ranks call it while an order is recorded or when they leave one. Where wishes are served they call it until
+        it returns none, also ranks that have reached the end, since they take part in the gathers.
 
         Args:
             position: Gathers issued in this pass so far.
             request: Index of the wanted bucket, or ``END_OF_PASS``.
+            in_pass: Whether a pass is open; outside, different wishes are never served.
 
         Raises:
-            DivergenceError: The ranks have issued different gathers; raised on every rank.
+            DivergenceError: The ranks want different things, which are not served, or have issued different gathers;
+                raised on every rank.
         """
-        rows = self._gather([self._pass, position, request], self._words(request))
-        if any(row[:2] != rows[0][:2] for row in rows):
+        words = self._words(request)
+        rows = self._gather([self._pass, position, request], with_advice(words, _SAME_NUMBER) if self.serves else words)
+        is_aligned = all(row[:2] == rows[0][:2] for row in rows)
+        if self.serves and not is_aligned:
             raise DivergenceError(
                 f"ranks have issued different gathers in the {self._kind}: pass and number by rank are "
-                f"{[row[:2] for row in rows]}. Every rank must run the same number of forwards and backwards"
+                f"{[row[:2] for row in rows]}. {_SAME_NUMBER}"
             )
-        return sorted({request for _, _, request in rows} - {END_OF_PASS})
+        if not self.serves and any(row != rows[0] for row in rows):
+            wishes = "; ".join(f"rank {rank}: {self._words(row[2])}" for rank, row in enumerate(rows))
+            differ = f"in the {self._kind} (pass {self._pass}, position {position}): {wishes}"
+            if not (self._adapts and is_aligned and in_pass):
+                raise DivergenceError(
+                    f"ranks took different branches {differ}. Under ZeRO stage 3 every rank must use the same modules "
+                    'in the same order. Set zero_optimization.agreement to "serve", mark the module that holds both '
+                    "branches with deepspeed.utils.set_z3_leaf_modules so that it is gathered whole, or make the "
+                    "branch depend on data that is equal on all ranks"
+                )
+            self.serves = True
+            log_dist(
+                f"ranks use different modules {differ}. From now on all ranks gather what any of them needs, which "
+                'costs two more exchanges in each forward and backward. zero_optimization.agreement "serve" does so '
+                'from the start, and "error" makes it an error'
+            )
+            if self._on_adapted is not None:
+                self._on_adapted()
+        return sorted({row[2] for row in rows} - {END_OF_PASS})
 
     def _gather(self, row: list[int], label: str) -> list[list[int]]:
         if self._transport.size == 1:

@@ -289,7 +289,8 @@ class ForwardHooks:
     def _after_use(self, bucket: Bucket) -> None:
         if bucket.is_kept:
             return
-        if torch.is_grad_enabled() and self._schedule.stays_after_forward(bucket):
+        # Also what ran under no_grad: ranks that skipped it keep it, and ranks must keep the same.
+        if self._schedule.kind == "forward" and self._schedule.stays_after_forward(bucket):
             bucket.is_kept = True
         else:
             bucket.reshard()

@@ -6,7 +6,7 @@ first time a pass starts in a given situation it is *recorded*: before each gath
 they want, and at the end that they stopped at the same place. From then on every rank *follows* the recorded order
 without an exchange. A rank that skips part of the order still takes part in the skipped gathers, because the others
 rely on its slices; a rank that wants something that the rest of the order does not hold *leaves* it, which all ranks
-must do alike (see ``comm.watch.agreement``).
+must do alike (see ``zero.gather.agreement``).
 
 A pass may announce, on all ranks alike, buckets that it will not use (layers that are dropped at random): they are not
 gathered, and what is learned from such passes is put together (:class:`LearnedOrder`).
@@ -16,7 +16,8 @@ recorded, each exchange is followed by the gathers of all that the ranks want; t
 back at the end of the pass. A rank that leaves a followed order first takes part in the rest of it, so the others
 find everything that they wait for; it is served when they have come to the end of the pass too. Such gathers are
 not learned: what one rank needs once is not gathered by all for ever. Ranks that begin a pass with other knowledge
-(they enter by another module, or have kept other buckets) record it, and forget that.
+(they enter by another module, or have kept other buckets) record it, and forget that. A rank that begins a training
+pass while another one evaluates once more takes part in that evaluation first.
 
 In a backward the first use of any part of a leaf module gathers the whole of it, as its forward did: which part that is
 may differ between ranks.
@@ -34,7 +35,7 @@ from dataclasses import dataclass
 from deepspeed.logging import warn_once
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.bucket import Bucket, State
-from deepspeed.zero.gather.agreement import END_OF_PASS, Agreement
+from deepspeed.zero.gather.agreement import END_OF_PASS, EVALUATION, Agreement, PassMode
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class GatherSchedule:
         self._demanded_leaves.clear()
         # While everything is kept gathered, a pass gathers nothing, so ranks may differ (a rank that generates may
         # stop earlier than others).
-        self._is_alone = kind == "evaluation" and all(bucket.pins for bucket in self._buckets.values())
+        self._is_alone = kind == EVALUATION and all(bucket.pins for bucket in self._buckets.values())
         if not self._is_alone:
             self._agreement.begin_pass(kind)
         self._show_shapes(True)
@@ -229,7 +230,7 @@ class GatherSchedule:
     @property
     def _left_out(self) -> frozenset[int]:
         """Buckets that the open pass skips; none in an evaluation."""
-        return frozenset() if self.kind == "evaluation" else self._skipped
+        return frozenset() if self.kind == EVALUATION else self._skipped
 
     def end(self) -> None:
         """Closes the pass: takes part in skipped gathers, and agrees on the order if it was recorded."""
@@ -245,9 +246,7 @@ class GatherSchedule:
         self._decide_recording()
         if self._order is not None:
             self._issue_rest()
-        elif not self._agreement.serves:
-            self._agreement.exchange(len(self._issued), END_OF_PASS)
-        while self._agreement.serves and self._serve(END_OF_PASS):
+        while (self._order is None or self._agreement.serves) and self._serve(END_OF_PASS):
             continue
         if self._is_learned:
             learned = self._orders.setdefault(self._situation, LearnedOrder())
@@ -319,7 +318,7 @@ class GatherSchedule:
 
     def _issue_up_to(self, bucket: Bucket) -> None:
         if self._situation is None:
-            self._agreement.exchange(0, bucket.index)
+            self._agreement.collect(0, bucket.index, in_pass=False)
             bucket.start_gather()
             return
         self._decide_recording()
@@ -338,11 +337,7 @@ class GatherSchedule:
                 for index in self._order[position : found + 1]:
                     self._issue(self._buckets[index])
                 return
-        if self._agreement.serves:
-            self._serve(bucket.index)
-            return
-        self._agreement.exchange(position, bucket.index)
-        self._issue(bucket)
+        self._serve(bucket.index)
 
     def _decide_recording(self) -> None:
         """Decides, before the first gather or the end of a pass, whether it is recorded."""
@@ -354,8 +349,21 @@ class GatherSchedule:
         if self._agreement.serves:
             kind, entry, full = self._situation
             known = (kind, entry, sorted(full), sorted(self._left_out), self._order)
-            if not self._agreement.is_alike(zlib.crc32(repr(known).encode())):
+            knowledge = zlib.crc32(repr(known).encode())
+            while (found := self._agreement.compare(knowledge)) is PassMode.HELP:
+                self._help()
+            if found is PassMode.RECORD:
                 self._order, self._is_learned = None, False
+
+    def _help(self) -> None:
+        """Takes part in an evaluation of ranks that run more of them, before the open pass gathers anything."""
+        while self._serve(END_OF_PASS):
+            continue
+        self._agreement.end_help(self._issued)
+        self._issued = []
+        for bucket in self._buckets.values():
+            if bucket.state is State.GATHERING:
+                bucket.abandon_gather()
 
     def _issue_rest(self) -> None:
         """Issues the rest of the order; a rank that has left the order keeps no more of it than fits."""

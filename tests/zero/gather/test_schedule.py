@@ -34,16 +34,23 @@ class Gathering:
         leaves: Sequence[Sequence[int]] = (),
         units: Sequence[Sequence[int]] = (),
         serves: bool = False,
+        adapts: bool = False,
     ) -> None:
         self.transport = transport
         self.buckets = [
             bucket_of(transport, [nn.Parameter(torch.full((NUMEL,), float(number)))], index=number)
             for number in range(count)
         ]
-        self.agreement = Agreement(transport, lambda index: f"bucket {index}", serves=serves)
+        self.adapted = 0
+        self.agreement = Agreement(
+            transport, lambda index: f"bucket {index}", serves=serves, adapts=adapts, on_adapted=self._note_adapted
+        )
         self.schedule = GatherSchedule(
             self.buckets, self.agreement, limits, [[self.buckets[n] for n in leaf] for leaf in leaves], units
         )
+
+    def _note_adapted(self) -> None:
+        self.adapted += 1
 
     def run(self, *numbers: int, kind: str = "forward", entry: int = 0) -> list[str]:
         """A pass that uses these buckets; how the others were when each was used: S, G or F."""
@@ -236,6 +243,62 @@ def test_passes_that_differ_are_an_error_on_every_rank() -> None:
         ranks = Gathering(transport, serves=True)
         with pytest.raises(DivergenceError, match="ranks ran different passes"):
             ranks.run(0, kind="backward" if transport.rank else "forward")
+
+    run_threads(body, 2)
+
+
+def test_more_evaluations_on_one_rank_are_served() -> None:
+    """The others help before their next pass, whatever it is; records and later passes stay as they were."""
+
+    def body(transport: LoopbackTransport) -> int:
+        ranks = Gathering(transport, AHEAD, serves=True)
+        for step in range(4):
+            for _ in range(1 + (2 * transport.rank + step) % 4):
+                ranks.run(0, 1, 2, kind="evaluation")
+            ranks.run(0, 1, 3)
+            if step == 2 and transport.rank == 1:
+                ranks.run(3, kind="evaluation")  # between a forward and its backward
+            ranks.run(3, 1, kind="backward")
+        before = ranks.calls("gather_small")
+        assert ranks.run(0, 1, 3)[0][1] == "G"  # known, as without those evaluations
+        assert ranks.calls("gather_small") == before + 2
+        ranks.free()
+        assert ranks.states == "SSSS"
+        return ranks.agreement.digest
+
+    for size in (2, 3):
+        assert len(set(run_threads(body, size))) == 1
+
+
+# -- agreement: adapt ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limits", [AT_ONCE, AHEAD, TIGHT], ids=["at once", "ahead", "tight"])
+def test_ranks_that_differ_while_recording_are_served_from_then_on(limits: GatherLimits) -> None:
+    def body(transport: LoopbackTransport) -> int:
+        ranks = Gathering(transport, limits, adapts=True)
+        ranks.run(0, 1)
+        ranks.run(0, 1)
+        assert not ranks.agreement.serves and ranks.calls("gather_small") == 3
+        ranks.run(*((1, 3, 0) if transport.rank == 0 else (1, 0)), kind="backward")
+        assert ranks.agreement.serves and ranks.adapted == 1
+        ranks.run(*((0, 2, 1) if transport.rank else (0, 1)))
+        ranks.run(*((2, 0) if transport.rank else (3, 1)), kind="backward")
+        ranks.free()
+        assert ranks.adapted == 1
+        return ranks.agreement.digest
+
+    assert len(set(run_threads(body, 2))) == 1
+
+
+def test_what_a_rank_needed_while_the_order_was_recorded_costs_no_gather_by_request() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        ranks = Gathering(transport, AHEAD, adapts=True)
+        mine = (0, 1, 2) if transport.rank == 0 else (0, 2)
+        ranks.run(*mine)
+        before = ranks.calls("gather_small")
+        ranks.run(*mine)
+        assert ranks.calls("gather_small") == before + 2, "the start and the end"
 
     run_threads(body, 2)
 
