@@ -294,14 +294,46 @@ class PipelineModule(StageLayers):
 
     def _place(self, schedule: str, num_chunks: int | None) -> None:
         self._stage_of = self._stages_of_chunks(schedule, num_chunks)
-        method = self._partition_method
-        if is_plan(method) and self._num_layers >= len(self._stage_of):
-            method = self._planned(schedule, num_chunks)
-        self.parts = chunk_bounds(method, self._numels(), self._names, len(self._stage_of))
         self.chunks = [chunk for chunk, stage in enumerate(self._stage_of) if stage == self.stage_id]
-        self._local_start, self._local_stop = self.parts[self.chunks[0]], self.parts[self.chunks[0] + 1]
+        self._placing = (schedule, num_chunks)
+        self._partition_layers(method=self._partition_method)
+        first = self.chunks[0]
+        if (self._local_start, self._local_stop) != tuple(self._checked_parts()[first : first + 2]):
+            raise DeepSpeedConfigError(
+                f"{type(self).__name__}._partition_layers: expected self._set_bounds to get the layers of this stage, "
+                f"{self.parts[first]} up to {self.parts[first + 1]} by self.parts {self.parts}, found "
+                f"{self._local_start} up to {self._local_stop}; pass it the bounds in self.parts"
+            )
         self._build()
         log_dist(self._table())
+
+    def _partition_layers(self, method: Method = "parameters") -> None:
+        """Sets ``parts``, and the bounds of this stage. A class that cuts the layers itself overrides it.
+
+        An override sets ``self.parts``, one bound more than there are stages and equal on all ranks, and calls
+        ``self._set_bounds(start, stop)``.
+
+        Args:
+            method: The constructor's ``partition_method``, which means what the override reads from it.
+        """
+        if is_plan(method) and self._num_layers >= len(self._stage_of):
+            method = self._planned(*self._placing)
+        self.parts = chunk_bounds(method, self._numels(), self._names, len(self._stage_of))
+        self._set_bounds(self.parts[self.chunks[0]], self.parts[self.chunks[0] + 1])
+
+    def _set_bounds(self, start: int, stop: int) -> None:
+        """Sets the first layer of this stage, and the first behind it."""
+        self._local_start, self._local_stop = start, stop
+
+    def _checked_parts(self) -> list[int]:
+        """Returns the bounds; raises DeepSpeedConfigError if an override of ``_partition_layers`` set none that fit."""
+        parts = getattr(self, "parts", None)
+        if parts is None:
+            raise DeepSpeedConfigError(
+                f"{type(self).__name__}._partition_layers: expected it to set self.parts, found none; set the bounds "
+                "of all stages there, as in [0, 3, 8] for two stages of 3 and 5 layers"
+            )
+        return chunk_bounds(list(parts), [], self._names, len(self._stage_of))
 
     def _numels(self) -> list[int]:
         method = self._partition_method

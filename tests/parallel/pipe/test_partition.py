@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.pipe.cut import best_cut
 from deepspeed.parallel.pipe.partition import chunk_bounds, costs_by_size, counted_costs
@@ -191,3 +192,57 @@ def test_the_repeated_blocks_are_the_first_of_the_longest_runs(norms, blocks):
     row = [LayerSpec(nn.Embedding, 3, 2), *(LayerSpec(nn.Linear, 2, 2) for _ in range(2)), LayerSpec(nn.Tanh)]
     row += [LayerSpec(nn.LayerNorm, 2) for _ in range(norms)]
     assert PipelineModule.run_of_blocks(SimpleNamespace(_names=[class_name(entry) for entry in row])) == blocks
+
+
+class CutByProgram(PipelineModule):
+    """Cuts its layers itself, with a method that only it knows."""
+
+    bounds = [0, 3, 4]
+
+    def _partition_layers(self, method="uniform"):
+        assert method == "manual"
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self.parts = list(self.bounds)
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+
+class WithoutParts(CutByProgram):
+    def _partition_layers(self, method="uniform"):
+        self._set_bounds(0, 1)
+
+
+class OtherBounds(CutByProgram):
+    def _partition_layers(self, method="uniform"):
+        self.parts = [0, 3, 4]
+        self._set_bounds(start=0, stop=1)
+
+
+class TooManyParts(CutByProgram):
+    bounds = [0, 1, 3, 4]
+
+
+def _cut_by_a_program():
+    def module(kind):
+        layers = [nn.Linear(4, 4) for _ in range(4)]
+        return kind(layers, num_stages=2, partition_method="manual", loss_fn=nn.MSELoss())
+
+    pipeline = module(CutByProgram)
+    assert [index for index in range(4) if pipeline.stage_owner(index) == pipeline.stage_id] == (
+        [0, 1, 2] if pipeline.stage_id == 0 else [3]
+    )
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = deepspeed.initialize(model=pipeline, config=config)[0]
+    engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))]))
+    assert sum(value.numel() for value in pipeline.parameters()) == (60 if pipeline.stage_id == 0 else 20)
+    with pytest.raises(DeepSpeedConfigError, match="expected it to set self.parts, found none"):
+        module(WithoutParts)
+    with pytest.raises(DeepSpeedConfigError, match="expected self._set_bounds to get the layers of this stage"):
+        module(OtherBounds)
+    with pytest.raises(DeepSpeedConfigError, match=r"\[0, 1, 3, 4\]"):
+        module(TooManyParts)
+    with pytest.raises(DeepSpeedConfigError, match="partition_method='manual'"):
+        module(PipelineModule)
+
+
+def test_a_class_that_cuts_its_layers_itself():
+    run_ranks(_cut_by_a_program, 2)
