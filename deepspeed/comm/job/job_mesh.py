@@ -23,6 +23,7 @@ from deepspeed.axes import (
     SAME_PART,
     SAMPLES,
     SEQUENCE,
+    TENSOR,
 )
 from deepspeed.comm.job import groups
 from deepspeed.comm.job.job import rank_in, size_of
@@ -151,6 +152,8 @@ class JobMesh:
         if self._mpu is not None:
             groups.set_mpu(self._mpu)
         if self._of_mpu is not None:
+            if mesh.size(TENSOR) > 1 and root.tensor_parallel.autotp_size > 1:
+                groups.set_mesh(mesh, self._timeout)  # layers that are cut here need groups along axes
             return replace(self._of_mpu, mesh=mesh)
         if mesh.size(DATA) == mesh.world_size:
             return coordinates(None)

@@ -127,3 +127,43 @@ def _awkward():
 
 def test_tied_and_frozen_weights_accumulation_and_a_parallel_loss():
     run_ranks(_awkward, 2)
+
+
+class GroupsOfAProgram:
+    """The groups that a program made before: pairs of ranks share layers."""
+
+    def __init__(self):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        tensor = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
+        data = [dist.new_group(list(range(place, size, 2))) for place in (0, 1)]
+        self._group = {"tensor": tensor[rank // 2], "data": data[rank % 2]}
+        self._place = {"tensor": rank % 2, "data": rank // 2}
+        self._size = {"tensor": 2, "data": size // 2}
+        self.get_model_parallel_group = self.get_tensor_model_parallel_group = lambda: self._group["tensor"]
+        self.get_model_parallel_rank = self.get_tensor_model_parallel_rank = lambda: self._place["tensor"]
+        self.get_model_parallel_world_size = lambda: self._size["tensor"]
+        self.get_data_parallel_group = lambda: self._group["data"]
+        self.get_data_parallel_rank = lambda: self._place["data"]
+        self.get_data_parallel_world_size = lambda: self._size["data"]
+
+
+def _losses_with_groups_of_a_program(stage: int, own_groups: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = llama()
+    unit = GroupsOfAProgram() if own_groups else None
+    engine = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config(2, stage), mpu=unit)[
+        0
+    ]
+    losses = []
+    for step in range(3):
+        loss = loss_of(engine, step, engine.get_data_parallel_rank())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("size", "stage"), [(2, 1), (4, 3)])
+def test_layers_cut_over_groups_of_a_program(size, stage):
+    expected = run_ranks(_losses_with_groups_of_a_program, size, stage, False)
+    assert run_ranks(_losses_with_groups_of_a_program, size, stage, True) == expected
