@@ -16,7 +16,7 @@ from deepspeed.config.sections.zero import LeafModule
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 
-LEAF_FLAG = "_ds_z3_leaf"
+LEAF_FLAG = "_z3_leaf"  # tests of Accelerate read it
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:

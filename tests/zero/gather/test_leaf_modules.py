@@ -188,3 +188,9 @@ def check_uneven_leaves(limits: str, tied: bool, recomputed: bool) -> None:
 )
 def test_ranks_choose_different_parts_of_a_leaf_of_several_buckets(limits: str, tied: bool, recomputed: bool) -> None:
     run_ranks(check_uneven_leaves, 2, limits, tied, recomputed)
+
+
+def test_mark_that_programs_read():
+    model = nn.Sequential(nn.Bilinear(2, 2, 2), nn.Linear(2, 2))
+    set_z3_leaf_modules(model, [nn.Bilinear])
+    assert model[0]._z3_leaf and not hasattr(model[1], "_z3_leaf")
