@@ -12,8 +12,11 @@ default_pg_timeout: timedelta  # see __getattr__
 ROUTE_TRAIN = "train"
 ROUTE_EVAL = "eval"
 ROUTE_PREDICT = "predict"
+# Variables that the launcher sets for each process: the number of its machine, and how many machines there are.
+CROSS_RANK = "CROSS_RANK"
+CROSS_SIZE = "CROSS_SIZE"
 
-__all__ = ["TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"]
+__all__ = ["CROSS_RANK", "CROSS_SIZE", "TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from packaging.version import Version
 
 from deepspeed import git_branch, git_hash, version
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.all_ops import COMPATIBLE
 
 
@@ -14,6 +17,7 @@ def _major_minor(text: str | None) -> str:
     return ".".join(text.split("+")[0].split(".")[:2]) if text else "0.0"
 
 
+accelerator_name: str  # see __getattr__
 compatible_ops = installed_ops = COMPATIBLE  # nothing needs to be installed
 torch_info = {
     "version": _major_minor(torch.__version__),
@@ -42,4 +46,13 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
     )
 
 
-__all__ = ["compatible_ops", "git_branch", "git_hash", "installed_ops", "torch_info", "version"]
+__all__ = ["accelerator_name", "compatible_ops", "git_branch", "git_hash", "installed_ops", "torch_info", "version"]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> str:
+        """Selects the accelerator at the first access of its name, not at the import of this module."""
+        if name == "accelerator_name":
+            return get_accelerator().device_name()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -40,6 +40,36 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.accelerator.selection": "get_accelerator is_current_accelerator_supported set_accelerator",
     },
     "compile": {},
+    "checkpoint.reshape_3d_utils": {},
+    "checkpoint.reshape_meg_2d": {},
+    "checkpoint.reshape_utils": {},
+    "checkpoint.zero_checkpoint": {},
+    "compile.passes": {},
+    "compile.passes.sp_compile": {},
+    "inference.v2.inference_utils": {},
+    "inference.v2.ragged": {},
+    "module_inject.auto_tp": {},
+    "module_inject.replace_module": {},
+    "module_inject.replace_policy": {},
+    "module_inject.tp_shard": {},
+    "ops.transformer.inference": {},
+    "ops.transformer.inference.config": {},
+    "ops.transformer.inference.diffusers_attention": {},
+    "ops.transformer.inference.diffusers_transformer_block": {},
+    "runtime.comm": {},
+    "runtime.comm.coalesced_collectives": {},
+    "runtime.pipe.p2p": {},
+    "runtime.sparse_tensor": {},
+    "runtime.state_dict_factory": {},
+    "runtime.swap_tensor": {},
+    "runtime.swap_tensor.partitioned_optimizer_swapper": {},
+    "runtime.swap_tensor.partitioned_param_swapper": {},
+    "runtime.swap_tensor.pipelined_optimizer_swapper": {},
+    "runtime.weight_quantizer": {},
+    "utils.bwc": {},
+    "checkpoint.universal_checkpoint": {"deepspeed.checkpoint.upstream.files": "SubparamShape"},
+    "comm.torch": {"deepspeed.comm.torch_backend": "TorchBackend"},
+    "ops.aio": {"deepspeed.ops.op_builder": "AsyncIOBuilder GDSBuilder"},
     "compression.compress": {
         "deepspeed.compression.cleaning": "redundancy_clean",
         "deepspeed.compression.installing": "init_compression student_initialization",
@@ -88,6 +118,7 @@ PATHS: dict[str, dict[str, str]] = {
             "LinearAllreduceWithReplicatedInput=WholeInputRowLinear LinearLayer=ColumnLinear "
             "SubParamLinearAllreduce=PackedRowLinear SubParamLinearLayer=PackedColumnLinear"
         ),
+        "deepspeed.parallel.tensor.gathering": "GatherReplacedLayerParams",
         "deepspeed.parallel.tensor.request": "set_autotp_mode",
         "deepspeed.parallel.tensor.vocabulary": (
             "HiddenParallelEmbedding=WidthEmbedding VocabParallelEmbedding=VocabularyEmbedding"
@@ -148,7 +179,11 @@ PATHS: dict[str, dict[str, str]] = {
     "runtime.config": {
         "deepspeed.config": "DeepSpeedConfig load_ds_config",
         "deepspeed.errors": "DeepSpeedConfigError",
-        "deepspeed.ops.build": "DEEPSPEED_OPTIMIZERS",
+        "deepspeed.ops.build": (
+            "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER ADAM_W_MODE DEEPSPEED_OPTIMIZERS LAMB_OPTIMIZER "
+            "LION_OPTIMIZER MUADAMW_OPTIMIZER MUADAM_OPTIMIZER MUON_OPTIMIZER MUSGD_OPTIMIZER ONEBIT_ADAM_OPTIMIZER "
+            "ONEBIT_LAMB_OPTIMIZER TORCH_ADAM_PARAM ZERO_ONE_ADAM_OPTIMIZER"
+        ),
     },
     "runtime.config_utils": {"deepspeed.config.enums": "DeepSpeedConfigModel get_scalar_param"},
     "runtime.constants": {"deepspeed.constants": "ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN"},
@@ -181,6 +216,7 @@ PATHS: dict[str, dict[str, str]] = {
     "runtime.eigenvalue": {"deepspeed.compression.eigenvalue": "Eigenvalue"},
     "runtime.engine": {
         "deepspeed.engine": "DeepSpeedEngine",
+        "deepspeed.engine.engine": "MEMORY_OPT_ALLREDUCE_SIZE autocast_if_enabled",
         "deepspeed.engine.parts": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
     },
     "runtime.fp16": {},
@@ -251,7 +287,9 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "runtime.utils": {
         "deepspeed.data": "move_to_device set_random_seed",
+        "deepspeed.git_version_info": "required_torch_version",
         "deepspeed.parallel.partition": "partition_balanced partition_uniform prefix_sum_inc",
+        "deepspeed.parallel.partitioned_tensor": "PartitionedTensor all_gather_dp_groups is_model_parallel_parameter",
         "deepspeed.precision.clipping": "clip_grad_norm_ get_global_norm",
         "deepspeed.profiling.timer": "see_memory_usage",
     },
@@ -331,19 +369,28 @@ PATHS: dict[str, dict[str, str]] = {
         ),
     },
     "utils.init_on_device": {"deepspeed.precision.on_device": "OnDevice"},
-    "utils.logging": {"deepspeed.logging": "log_dist log_dist_once logger set_log_level_from_string"},
+    "utils.logging": {
+        "deepspeed.logging": "log_dist log_dist_once logger print_dist set_log_level_from_string should_log_le",
+    },
     "utils.numa": {},
     "utils.nvtx": {"deepspeed.profiling.ranges": "instrument_w_nvtx"},
     "utils.tensor_fragment": {
         "deepspeed.checkpoint.upstream.files": "fragment_address=FragmentAddress",
         "deepspeed.zero.access.states": _SAFE_ACCESS,
     },
-    "utils.timer": {"deepspeed.profiling.timer": "NoopTimer SynchronizedWallClockTimer ThroughputTimer"},
+    "utils.timer": {
+        "deepspeed.profiling.timer": (
+            "BACKWARD_GLOBAL_TIMER BACKWARD_INNER_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER BACKWARD_MICRO_TIMER "
+            "BACKWARD_REDUCE_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER "
+            "NoopTimer STEP_GLOBAL_TIMER STEP_MICRO_TIMER SynchronizedWallClockTimer ThroughputTimer"
+        ),
+    },
     "utils.torch": {"deepspeed.git_version_info": "required_torch_version"},
     "utils.z3_leaf_module": {
         "deepspeed.zero.gather.leaf_modules": _LEAF_MODULES,
     },
     "utils.zero_to_fp32": {
+        "deepspeed.checkpoint.upstream.files": "parse_optim_states",
         "deepspeed.checkpoint.consolidate": (
             "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
             "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main to_torch_tensor"

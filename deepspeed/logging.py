@@ -97,6 +97,22 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
         logger.log(level, message if log_ranks == [0] else f"[rank {rank}] {message}")
 
 
+def print_dist(message: str, ranks: Iterable[int] | None = None) -> None:
+    """Writes ``message`` to standard output on the given ranks, without time and level; None: on all."""
+    if ranks is None or -1 in (chosen := list(ranks)) or _rank() in chosen:
+        sys.stdout.write(f"{message}\n")
+        sys.stdout.flush()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Returns whether the logger's level is at most a named one.
+
+    Raises:
+        ValueError: There is no level of that name.
+    """
+    return logger.getEffectiveLevel() <= _level_of(max_log_level_str)
+
+
 def log_dist_once(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
     """Logs ``message`` on the given ranks, once per process; see :func:`log_dist`."""
     if message not in _seen:
@@ -117,10 +133,14 @@ def set_log_level_from_string(text: str, custom_logger: logging.Logger | None = 
     Raises:
         ValueError: ``text`` is another one.
     """
+    (custom_logger or logger).setLevel(_level_of(text))
+
+
+def _level_of(text: str) -> int:
     level = _LEVELS.get(text.lower())
     if level is None:
         raise ValueError(f"log level {text!r} is unknown; choose one of {', '.join(_LEVELS)}")
-    (custom_logger or logger).setLevel(level)
+    return level
 
 
 @contextmanager

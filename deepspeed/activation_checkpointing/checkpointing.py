@@ -234,7 +234,8 @@ def _may_pin(tensor: torch.Tensor, target: torch.device) -> bool:
     return tensor.device.type == "cuda" and target.type == "cpu"
 
 
-MODEL_PARALLEL_STATE = "model-parallel-rng"
+# Programs with model parallelism of their own import these names with an underscore.
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 _MODEL_PARALLEL_OFFSET = 2718  # as in Megatron-LM, so that a given seed gives the same masks
 
 
@@ -276,7 +277,7 @@ class CudaRNGStatesTracker:
         device.set_rng_state(before)
 
     @contextmanager
-    def fork(self, name: str = MODEL_PARALLEL_STATE) -> Iterator[None]:
+    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
         """Draws random numbers from the state ``name`` inside the context; the default state does not advance.
 
         Raises:
@@ -297,12 +298,17 @@ class CudaRNGStatesTracker:
             device.set_rng_state(before)
 
 
-_tracker = CudaRNGStatesTracker()
+_CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()
+
+
+def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
+    """Restores the generator's state, 1-D bytes, of a device; -1: of the current one."""
+    get_accelerator().set_rng_state(new_state, None if device == -1 else device)
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     """Returns the tracker of this process."""
-    return _tracker
+    return _CUDA_RNG_STATE_TRACKER
 
 
 def _model_parallel_rank() -> int:
@@ -318,15 +324,16 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     Args:
         seed: The same on all ranks of a model-parallel group; data-parallel ranks may differ.
     """
-    _tracker.reset()
+    _CUDA_RNG_STATE_TRACKER.reset()
     get_accelerator().manual_seed(seed)
-    _tracker.add(MODEL_PARALLEL_STATE, seed + _MODEL_PARALLEL_OFFSET + _model_parallel_rank())
+    own_seed = seed + _MODEL_PARALLEL_OFFSET + _model_parallel_rank()
+    _CUDA_RNG_STATE_TRACKER.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, own_seed)
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     """Seeds the model-parallel state again and leaves the default state as it is."""
     device = get_accelerator()
-    with _tracker.fork():
+    with _CUDA_RNG_STATE_TRACKER.fork():
         device.manual_seed(seed + _MODEL_PARALLEL_OFFSET + _model_parallel_rank())
 
 

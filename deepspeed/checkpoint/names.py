@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
+from deepspeed.checkpoint.constants import MODEL_FILE_PREFIX, MODEL_FILE_SUFFIX, OPTIM_FILE_SUFFIX, ZERO_FILE_PREFIX
 from deepspeed.checkpoint.format import BUFFERS, PRIVATE
 
 _SAFE = re.compile(r"[A-Za-z0-9_.\-]{1,80}")
@@ -82,6 +84,22 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; pass the folder of one tag and the stage that saved it")
     return str(path)
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """Returns the path of upstream's model-states file of a model-parallel rank, below stage 3."""
+    return os.path.join(base_folder, f"{MODEL_FILE_PREFIX}{mp_rank_str}{MODEL_FILE_SUFFIX}")
+
+
+def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
+    """Returns the path of upstream's optimizer-states file of a rank."""
+    name = f"{ZERO_FILE_PREFIX}{dp_rank}_{MODEL_FILE_PREFIX}{mp_rank:02d}{OPTIM_FILE_SUFFIX}"
+    return os.path.join(base_folder, name)
+
+
+def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
+    """Returns the path of upstream's file of a pipeline's layer; ``layer_id`` is as in ``"layer_03"``."""
+    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}{MODEL_FILE_SUFFIX}")
 
 
 def _natural(text: str) -> list[int | str]:

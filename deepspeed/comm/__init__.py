@@ -78,8 +78,10 @@ from deepspeed.comm.summary import (
     log_summary,
     reset_log,
 )
+from deepspeed.comm.torch_backend import TorchBackend
 
 __all__ = [
+    "TorchBackend",
     "CCL_BACKEND",
     "GLOO_BACKEND",
     "HCCL_BACKEND",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 from typing_extensions import Self
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.checkpointing import EngineCheckpoints
@@ -74,6 +75,9 @@ def forwarded_attribute(collaborator: str, name: str, meaning: str) -> Any:
         setattr(getattr(self, collaborator), name, value)
 
     return property(read, write, doc=meaning)
+
+
+MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 
 
 class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttributes, nn.Module):
@@ -272,7 +276,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         if self._runtime.reducer is not None:
             self._runtime.reducer.zero_grad()
 
-    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+    def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
         """Reduces gradients that no boundary has reduced yet. Every rank must call it."""
         self._runtime.leave_backward("engine.allreduce_gradients")
         if self._runtime.reducer is not None:
@@ -494,3 +498,8 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
         """
         if self._train_step.update(lr_kwargs) is not None:
             self._end_step()
+
+
+def autocast_if_enabled(engine: DeepSpeedEngine) -> AbstractContextManager[Any]:
+    """Returns the context of ``torch_autocast`` for computations outside of the engine's forward, or an empty one."""
+    return engine._precision.forward_context(get_accelerator())

@@ -23,7 +23,7 @@ from deepspeed.engine.flops import FlopsCounter
 from deepspeed.engine_feature import SCHEDULE, StepInfo, StepTracker
 from deepspeed.logging import log_dist, log_dist_once
 from deepspeed.monitor.monitor import Event, MonitorMaster
-from deepspeed.profiling.timer import NoopTimer, SynchronizedWallClockTimer
+from deepspeed.profiling.timer import EngineTimers, NoopTimer
 
 PHASES = ("forward", "backward", "step")
 
@@ -61,8 +61,8 @@ class ProgressLog:
         self._needs_loss = is_rank_0 and (monitor.writes or self._every > 0 or tracks_loss)
         self.uses_events = monitor.writes or any(tracker.uses_events for tracker in trackers)
         self.is_silent = not trackers and not (is_rank_0 and (monitor.writes or self._every or self._breakdown))
-        self._watches = SynchronizedWallClockTimer()
-        self.timers: SynchronizedWallClockTimer | NoopTimer = self._watches if self._breakdown else NoopTimer()
+        self._watches = EngineTimers()
+        self.timers: EngineTimers | NoopTimer = self._watches if self._breakdown else NoopTimer()
         self._stop_clock: Callable[[], Any] | None = None
         if self._breakdown:
             waiting.start()

@@ -12,9 +12,10 @@ from deepspeed.config.reader import build, clean, structural_copy
 from deepspeed.config.section import facts_of
 from deepspeed.config.sections.inference import Inference as DeepSpeedInferenceConfig
 from deepspeed.config.sections.inference import InferenceTp as DeepSpeedTPConfig
+from deepspeed.config.sections.zero import ZeroOptimization as DeepSpeedZeroConfig
 from deepspeed.config.source import read_source
 
-__all__ = ["DeepSpeedInferenceConfig", "DeepSpeedTPConfig", "InferenceSettings", "read_settings"]
+__all__ = ["DeepSpeedInferenceConfig", "DeepSpeedTPConfig", "DeepSpeedZeroConfig", "InferenceSettings", "read_settings"]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.bfloat16}
 

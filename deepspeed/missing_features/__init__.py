@@ -11,7 +11,6 @@ raises :class:`~deepspeed.errors.NotYetSupportedError`; ``isinstance`` against i
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Callable
 from typing import Any
 
 from deepspeed.errors import NotYetSupportedError
@@ -46,14 +45,22 @@ class _MissingClass(ABCMeta):
         return f"<{cls.__module__}.{cls.__name__}: not supported yet>"
 
 
-def _missing_function(module: str, name: str, sentence: str) -> Callable[..., Any]:
-    def function(*_args: Any, **_extra: Any) -> Any:
-        raise NotYetSupportedError(sentence)
+class _MissingFunction:
+    """The placeholder of a function or a module: calls and attribute access raise an error."""
 
-    function.__name__ = function.__qualname__ = name
-    function.__module__ = module
-    function.__doc__ = sentence
-    return function
+    def __init__(self, module: str, name: str, sentence: str) -> None:
+        self.__module__, self.__name__, self.__qualname__, self.__doc__ = module, name, name, sentence
+
+    def __call__(self, *_args: Any, **_extra: Any) -> Any:
+        raise NotYetSupportedError(self.__doc__)
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        raise _MissingAttributeError(self.__doc__)
+
+    def __repr__(self) -> str:
+        return f"<{self.__module__}.{self.__name__}: not supported yet>"
 
 
 def is_missing(full_name: str) -> bool:
@@ -79,5 +86,5 @@ def unavailable(full_name: str) -> Any:
             namespace = {"__module__": module, "__doc__": sentence}
             _placeholders[full_name] = _MissingClass(name, (), namespace)
         else:
-            _placeholders[full_name] = _missing_function(module, name, sentence)
+            _placeholders[full_name] = _MissingFunction(module, name, sentence)
     return _placeholders[full_name]

@@ -91,8 +91,78 @@ FEATURES: tuple[Feature, ...] = (
         "fused layers in the place of a model's own",
         "deepspeed.init_inference keeps the model's own modules, whose attention torch fuses.",
         {
-            "deepspeed.module_inject": "replace_transformer_layer HFBertLayerPolicy",
+            "deepspeed.module_inject": (
+                "replace_transformer_layer HFBertLayerPolicy HFGPT2LayerPolicy HFGPTJLayerPolicy HFGPTNEOLayerPolicy "
+                "HFOPTLayerPolicy BLOOMLayerPolicy GPTNEOXLayerPolicy MegatronLayerPolicy UNetPolicy VAEPolicy "
+                "generic_policies revert_transformer_layer"
+            ),
+            "deepspeed.module_inject.replace_module": "replace_transformer_layer revert_transformer_layer",
+            "deepspeed.module_inject.replace_policy": "HFBertLayerPolicy replace_policies",
             "deepspeed.model_implementations": "DeepSpeedTransformerInference",
+            "deepspeed.ops.transformer.inference": "DeepSpeedTransformerInference DeepSpeedInferenceConfig",
+            "deepspeed.ops.transformer.inference.config": "DeepSpeedInferenceConfig",
+            "deepspeed.ops.transformer.inference.diffusers_attention": "DeepSpeedDiffusersAttention",
+            "deepspeed.ops.transformer.inference.diffusers_transformer_block": "DeepSpeedDiffusersTransformerBlock",
+        },
+    ),
+    Feature(
+        "the parts of upstream's own cut of a model over tensor-parallel ranks",
+        "Use tensor_parallel.autotp_size, deepspeed.tp_model_init or deepspeed.init_inference, which cut models by "
+        "rules of their own.",
+        {
+            "deepspeed.module_inject": "ReplaceWithTensorSlicing",
+            "deepspeed.module_inject.auto_tp": "AutoTP Loading ReplaceWithTensorSlicing",
+            "deepspeed.module_inject.tp_shard": (
+                "get_num_attention_heads get_num_kv_heads get_shard_size get_shard_size_list set_n_embd "
+                "set_num_attention_heads set_num_kv_heads set_tp_grain_size"
+            ),
+            "deepspeed.module_inject.layers": "LmHeadLinearAllreduce TensorParallel_Layer",
+        },
+    ),
+    Feature(
+        "the parts of upstream's own checkpoint files",
+        "Use engine.load_checkpoint, which loads upstream's folders at any number of ranks, and "
+        "deepspeed.utils.zero_to_fp32.",
+        {
+            "deepspeed.checkpoint": (
+                "ZeROCheckpoint enable_universal_checkpoint get_model_3d_descriptor merge_state model_3d_desc "
+                "reshape_meg_2d_parallel"
+            ),
+            "deepspeed.checkpoint.reshape_3d_utils": "get_model_3d_descriptor model_3d_desc",
+            "deepspeed.checkpoint.reshape_meg_2d": "meg_2d_parallel_map reshape_meg_2d_parallel",
+            "deepspeed.checkpoint.reshape_utils": "get_files get_files_with_prefix merge_state partition_data",
+            "deepspeed.checkpoint.universal_checkpoint": (
+                "enable_universal_checkpoint load_hp_checkpoint_state load_hp_checkpoint_state_from_checkpoint_dir"
+            ),
+            "deepspeed.checkpoint.zero_checkpoint": "ZeROCheckpoint",
+            "deepspeed.runtime.state_dict_factory": "MegatronSDLoader SDLoaderBase SDLoaderFactory",
+            "deepspeed.runtime.weight_quantizer": "WeightQuantization",
+            "deepspeed.utils.zero_to_fp32": "parse_model_states zero_model_state",
+        },
+    ),
+    Feature(
+        "the inside of upstream's engine",
+        "Use the engine's methods: engine.was_step_applied(), engine.get_global_grad_norm(), engine.no_sync(); "
+        "offload_* and sparse_gradients in the configuration.",
+        {
+            "deepspeed.runtime.comm.coalesced_collectives": (
+                "all_to_all_loco_quant_reduce all_to_all_quant_reduce reduce_scatter_coalesced"
+            ),
+            "deepspeed.runtime.engine": "EngineTimers SparseTensor",
+            "deepspeed.runtime.pipe.p2p": "can_send_recv init_process_groups recv recv_obj send send_obj wait",
+            "deepspeed.runtime.sparse_tensor": "SparseTensor",
+            "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper": "PartitionedOptimizerSwapper",
+            "deepspeed.runtime.swap_tensor.partitioned_param_swapper": "AsyncPartitionedParameterSwapper",
+            "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper": "PipelinedOptimizerSwapper",
+            "deepspeed.runtime.utils": (
+                "CheckOverflow DummyOptim get_grad_norm get_weight_norm has_inf_or_nan "
+                "mask_nan_or_inf_with_val_inplace memory_status"
+            ),
+            "deepspeed.utils.bwc": (
+                "bwc_pipeline_parallel_group bwc_pipeline_parallel_world_size bwc_tensor_model_parallel_group "
+                "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size"
+            ),
+            "deepspeed.utils.tensor_fragment": "get_full_hp_grads get_full_hp_param tensor_fragment",
         },
     ),
     Feature(
@@ -152,6 +222,11 @@ FEATURES: tuple[Feature, ...] = (
         "generates without them.",
         {
             "deepspeed.inference": "InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine",
+            "deepspeed.inference.v2.inference_utils": "ActivationType DtypeEnum NormTypeEnum ceil_div elem_size",
+            "deepspeed.inference.v2.ragged": (
+                "AllocationMode DSSequenceDescriptor DSStateManager DSStateManagerConfig KVCacheConfig MemoryConfig "
+                "RaggedBatchWrapper"
+            ),
             "deepspeed.inference.v2": "InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine",
             "deepspeed.inference.v2.config_v2": "RaggedInferenceEngineConfig",
             "deepspeed.inference.v2.engine_factory": "build_hf_engine",
@@ -184,7 +259,13 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "AutoSP",
         "Use sequence_parallel_size, which divides the sequences of models of Transformers without a compiler.",
-        keys=(Key("compile.passes", lambda value: "autosp" in (value or ()), 'leave "autosp" out'),),
+        {"deepspeed.compile.passes.sp_compile": "prepare_autosp_inputs"},
+        (Key("compile.passes", lambda value: "autosp" in (value or ()), 'leave "autosp" out'),),
     ),
-    Feature("DeepCompile", "Use engine.compile(), which needs none of it.", keys=(switch("compile.deepcompile"),)),
+    Feature(
+        "DeepCompile",
+        "Use engine.compile(), which needs none of it.",
+        {"deepspeed.compile.passes": "offload_adam_states prefetch selective_gather zero3_compile"},
+        (switch("compile.deepcompile"),),
+    ),
 )

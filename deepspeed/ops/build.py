@@ -17,6 +17,11 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 _OWN_NAMES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "SGD", "ZeroOneAdam")
 DEEPSPEED_OPTIMIZERS = [name.lower() for name in _OWN_NAMES]
 """Names of this package's optimizers in lower case."""
+ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adagrad", "adam", "adamw", "lamb"
+LION_OPTIMIZER, MUON_OPTIMIZER, ONEBIT_ADAM_OPTIMIZER = "lion", "muon", "onebitadam"
+ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER = "onebitlamb", "zerooneadam"
+TORCH_ADAM_PARAM, ADAM_W_MODE = "torch_adam", "adam_w_mode"  # keys of optimizer.params
+MUADAM_OPTIMIZER, MUADAMW_OPTIMIZER, MUSGD_OPTIMIZER = "muadam", "muadamw", "musgd"
 
 #: Known names without an implementation, and what to use instead.
 _MISSING = {

@@ -9,7 +9,22 @@ from typing import Any
 import psutil
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import NotYetSupportedError
 from deepspeed.logging import log_dist
+
+# Upstream's names of an engine's timers. Here one timer measures each phase (see NAMES_OF_PHASES).
+FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
+BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
+BACKWARD_INNER_MICRO_TIMER, BACKWARD_INNER_GLOBAL_TIMER = "bwd_inner_microstep", "bwd_inner"
+BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce_microstep", "bwd_allreduce"
+STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
+NAMES_OF_PHASES = {
+    FORWARD_MICRO_TIMER: "forward",
+    FORWARD_GLOBAL_TIMER: "forward",
+    BACKWARD_MICRO_TIMER: "backward",
+    BACKWARD_GLOBAL_TIMER: "backward",
+    STEP_MICRO_TIMER: "step",
+}
 
 
 def _now(synchronize: bool = True) -> float:
@@ -159,6 +174,23 @@ class SynchronizedWallClockTimer:
             for name in means:
                 self.timers[name].reset()
         return means
+
+
+class EngineTimers(SynchronizedWallClockTimer):
+    """The timers of an engine's phases, also under upstream's names."""
+
+    def __call__(self, name: str) -> Stopwatch:
+        """Returns the timer of that name.
+
+        Raises:
+            NotYetSupportedError: It is upstream's name of a part of the backward, which no timer measures.
+        """
+        if name.startswith(("bwd_inner", "bwd_allreduce")):
+            raise NotYetSupportedError(
+                f"engine.timers({name!r}): the parts of a backward have no timers of their own; use "
+                "engine.timers('backward'), or record a trace (ds_trace)"
+            )
+        return super().__call__(NAMES_OF_PHASES.get(name, name))
 
 
 class NoopTimer:

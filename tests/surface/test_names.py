@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -83,6 +84,29 @@ deepspeed.zero:Init,GatheredParameters,register_external_parameter
 PAIRS = [
     (line.split(":")[0], name) for line in IMPORTED.split() for name in line.split(":")[1].split(",")
 ]  # fmt: skip
+
+
+def _names_of_programs() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for line in Path(__file__).with_name("names_of_programs.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith(" "):
+            found[module] += line.split()  # noqa: F821  # a module's names go on
+        elif not line.startswith("#"):
+            module, _, names = line.partition(":")
+            found[module] = names.split()
+    return found
+
+
+def test_names_that_public_programs_import():
+    lacking = []
+    for module, names in _names_of_programs().items():
+        for name in names or [""]:
+            statement = f"from {module} import {name}" if name else f"import {module}"
+            try:
+                exec(statement, {})
+            except ImportError as error:
+                lacking.append(f"{statement}: {error}")
+    assert not lacking, "\n".join(lacking)
 
 
 @pytest.mark.parametrize(("module", "name"), PAIRS)

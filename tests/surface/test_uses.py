@@ -44,18 +44,18 @@ def test_version_of_torch():
 def test_operators_that_a_program_may_count_on():
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import compatible_ops, installed_ops
-    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+    from deepspeed.ops.op_builder import CPUAdamBuilder, GDSBuilder
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     assert deepspeed.ops.__compatible_ops__[CPUAdamBuilder.NAME] and installed_ops.get("fused_adam")
-    assert not compatible_ops["async_io"] and not AsyncIOBuilder().is_compatible()
+    assert compatible_ops["async_io"] and not compatible_ops["gds"] and not GDSBuilder().is_compatible()
     for name, builder in ALL_OPS.items():
         assert name == builder.NAME and builder.is_compatible() == deepspeed.ops.__compatible_ops__[name]
     assert CPUAdamBuilder().load().DeepSpeedCPUAdam([nn.Parameter(torch.ones(1))])
     assert isinstance(get_accelerator().create_op_builder("CPUAdamBuilder"), CPUAdamBuilder)
     assert get_accelerator().get_op_builder("NoSuchBuilder") is None
     with pytest.raises(NotYetSupportedError, match="nothing is compiled here.*nvme"):
-        AsyncIOBuilder().load()
+        GDSBuilder().load()
 
 
 def test_operations_are_logged_one_by_one():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 
 import torch
 
+from deepspeed.checkpoint import constants
 from deepspeed.checkpoint.bounded_pickle import check_file
+from deepspeed.checkpoint.names import get_model_state_file
 from deepspeed.checkpoint.restricted import allow_list, reason
 from deepspeed.errors import CheckpointError
 
@@ -50,7 +53,19 @@ class FragmentAddress(UnpickledObject):
 
 
 class SubparamShape(UnpickledObject):
-    """Stands for the class of the universal layout."""
+    """Describes fused parameters, as programs state them in their universal information.
+
+    Attributes:
+        patterns: Regular expressions of their names.
+        shape: Their shape; a dimension that consists of several parts is a tuple of the sizes of these.
+        partition_dim: The dimension that is cut.
+    """
+
+    def __init__(self, patterns: list[str], shape: tuple[Any, ...], partition_dim: int) -> None:
+        self.patterns, self.shape, self.partition_dim = patterns, shape, partition_dim
+
+
+SubparamShape.__module__ = "deepspeed.checkpoint.universal_checkpoint"  # so that files name it as upstream's do
 
 
 _STAND_INS: list[tuple[Any, str]] = [
@@ -250,3 +265,37 @@ def _by_rank(folder: Path, files: dict[int, Path], what: str) -> tuple[Path, ...
         ranks = ", ".join(map(str, named[:_NAMED]))
         raise CheckpointError(f"{folder}: the {what} files of rank(s) {ranks}{more} are missing; copy them too")
     return tuple(files[rank] for rank in sorted(files))
+
+
+def parse_optim_states(files: Sequence[str], ds_checkpoint_dir: str) -> tuple[int, int, list[Any]]:
+    """Returns the ZeRO stage, the data-parallel ranks and the fp32 values of a tag folder.
+
+    Args:
+        files: Result of ``get_optim_files``.
+        ds_checkpoint_dir: The tag folder.
+
+    Returns:
+        The values by rank, as in upstream's files: at stages 1 and 2 a flat tensor per param group, at stage 3 one of
+        all groups. Empty for a checkpoint of this package, which has none in these files;
+        ``get_fp32_state_dict_from_zero_checkpoint`` reads both.
+
+    Raises:
+        CheckpointError: A file has no ZeRO stage.
+    """
+    states = [load(Path(file), trust=False).get(constants.OPTIMIZER_STATE_DICT, {}) for file in files]
+    if not states or any(constants.ZERO_STAGE not in state for state in states):
+        raise CheckpointError(
+            f"{ds_checkpoint_dir}: expected optimizer-states files of a ZeRO checkpoint, found {len(files)} without a "
+            "stage; pass get_optim_files() of the folder of one tag"
+        )
+    found = states[0][constants.ZERO_STAGE]
+    stage = int(found.values[0] if isinstance(found, ZeroStage) else found)
+    if constants.PARTITION_COUNT not in states[0]:  # of this package
+        ranks = load(Path(get_model_state_file(ds_checkpoint_dir, stage)), trust=False)["dp_world_size"]
+        return stage, int(ranks), []
+    count = states[0][constants.PARTITION_COUNT]
+    if stage >= 3:
+        flat: list[Any] = [torch.cat(list(state[constants.FP32_FLAT_GROUPS])) for state in states]
+    else:
+        flat = [state[constants.SINGLE_PARTITION_OF_FP32_GROUPS] for state in states]
+    return stage, max(count) if isinstance(count, list) else int(count), flat

@@ -11,6 +11,8 @@ import importlib
 from types import ModuleType
 from typing import ClassVar
 
+import torch
+
 from deepspeed.errors import NotYetSupportedError
 
 
@@ -37,6 +39,11 @@ class OpBuilder:
     def absolute_name(self) -> str:
         """Returns the name of the module that :meth:`load` returns; empty if there is none."""
         return self.MODULE
+
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Returns whether torch is built for ROCm."""
+        return torch.version.hip is not None
 
     def load(self, verbose: bool = True) -> ModuleType:
         """Returns the module that implements the operator.
@@ -93,7 +100,7 @@ BUILDERS = {
 }
 """The base of each builder, the name of its operator, and what the operator is."""
 #: Operators that a module implements.
-_MODULES = {
+_MODULES = {  # "" where it would inherit one
     "cpu_adam": "deepspeed.ops.adam",
     "cpu_adagrad": "deepspeed.ops.adagrad",
     "cpu_lion": "deepspeed.ops.lion",
@@ -101,11 +108,13 @@ _MODULES = {
     "fused_lamb": "deepspeed.ops.lamb",
     "fused_lion": "deepspeed.ops.lion",
     "sparse_attn": "deepspeed.ops.sparse_attention",
+    "async_io": "deepspeed.offload.async_io",
+    "gds": "",
     "utils": "deepspeed.ops.flattening",
 }
 #: What to use instead of the others; builders without an entry inherit it.
 _INSTEAD = {
-    "async_io": "offload to NVMe needs none: set offload_optimizer.device to nvme",
+    "gds": "AsyncIOBuilder reads into host memory, and offload_optimizer.device: nvme needs neither",
     "utils": "torch._utils flattens tensors",
     "transformer": "use the model's own layers, with torch.compile",
     "transformer_inference": "use deepspeed.init_inference, or a server such as vLLM",
