@@ -174,16 +174,16 @@ def test_universal_information_as_megatron_states_it(tmp_path):
 
 
 def test_random_states_under_the_names_of_programs():
-    from deepspeed.runtime.activation_checkpointing import checkpointing as c
+    from deepspeed.runtime.activation_checkpointing import checkpointing as random
 
-    assert c.get_cuda_rng_tracker() is c._CUDA_RNG_STATE_TRACKER
-    c.model_parallel_cuda_manual_seed(5)
-    assert list(c._CUDA_RNG_STATE_TRACKER.get_states()) == [c._MODEL_PARALLEL_RNG_TRACKER_NAME]
+    assert random.get_cuda_rng_tracker() is random._CUDA_RNG_STATE_TRACKER
+    random.model_parallel_cuda_manual_seed(5)
+    assert list(random._CUDA_RNG_STATE_TRACKER.get_states()) == [random._MODEL_PARALLEL_RNG_TRACKER_NAME]
     state = torch.get_rng_state()
     drawn = torch.rand(3)
-    c._set_cuda_rng_state(state)
+    random._set_cuda_rng_state(state)
     assert torch.equal(torch.rand(3), drawn)
-    c._CUDA_RNG_STATE_TRACKER.reset()
+    random._CUDA_RNG_STATE_TRACKER.reset()
 
 
 def test_lines_on_standard_output(capsys, monkeypatch):
@@ -264,7 +264,7 @@ def test_placeholders_of_modules():
     from deepspeed.compile.passes import zero3_compile
 
     with pytest.raises(NotYetSupportedError, match=r"compile.passes.zero3_compile: DeepCompile is not supported yet"):
-        zero3_compile.add_z3_gather_release()
+        getattr(zero3_compile, "add_z3_gather_release")()  # noqa: B009
     with pytest.raises(NotYetSupportedError, match="DeepCompile"):
         zero3_compile()
     assert not hasattr(zero3_compile, "anything") and zero3_compile.__name__ == "zero3_compile"
