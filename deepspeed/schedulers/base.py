@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+from deepspeed.logging import log_dist
+
+_MOST_NAMED = 5
+"""Param groups that a message names."""
 
 
 class LrSchedule:
@@ -70,6 +76,51 @@ class LrSchedule:
             for group in self.optimizer.param_groups:
                 group["initial_lr"] = float(group["lr"])
         return [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
+
+    def _rates(
+        self, names: tuple[str, str], low: float | Sequence[float], high: float | Sequence[float]
+    ) -> tuple[list[float], list[float]]:
+        """Returns the least and the greatest rate of each param group.
+
+        If the groups have different rates, one number as ``high`` is the greatest rate of those that have the
+        optimizer's default rate. The others rise to their own, and begin at the same share of it. The original package
+        gives all groups the same rate.
+
+        Args:
+            names: The names of the two settings, for messages.
+            low: Least rate; one number or one per group.
+            high: Greatest rate; one number or one per group.
+        """
+        lows, highs = self._per_group(names[0], low), self._per_group(names[1], high)
+        if isinstance(high, list | tuple):
+            return lows, highs
+        own = self._own_rates()
+        for index, rate in own.items():
+            highs[index] = rate
+            if high and not isinstance(low, list | tuple):
+                lows[index] *= rate / float(high)  # type: ignore[arg-type]
+        if own:
+            self._warn_of_own_rates(
+                own, f"rise to them; {names[1]} {high:g} holds for the others. Give {names[1]} as a list to set each"
+            )
+        return lows, highs
+
+    def _own_rates(self) -> dict[int, float]:
+        """Returns, by index, the rates of param groups that are not the optimizer's; empty if all rates are equal."""
+        rates = self._initial_lrs()
+        default = self.optimizer.defaults.get("lr")
+        if len(set(rates)) == 1:
+            return {}
+        return {index: rate for index, rate in enumerate(rates) if default is None or rate != float(default)}
+
+    def _warn_of_own_rates(self, own: dict[int, float], outcome: str) -> None:
+        named = [f"{index} (lr {rate:g})" for index, rate in own.items()]
+        more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+        log_dist(
+            f"{type(self).__name__}: param groups {', '.join(named[:_MOST_NAMED])}{more} have learning rates of their "
+            f"own, and {outcome}",
+            level=logging.WARNING,
+        )
 
     def _per_group(self, name: str, value: float | Sequence[float]) -> list[float]:
         """Returns ``value`` once per param group.

@@ -24,7 +24,8 @@ class OneCycle(LrSchedule):
     Args:
         optimizer: A torch optimizer, or anything whose ``optimizer`` attribute is one.
         cycle_min_lr: Rate at the ends of the cycle; one number or one per group.
-        cycle_max_lr: Rate in the middle.
+        cycle_max_lr: Rate in the middle. One number leaves groups their own rates, where these differ from the
+            optimizer's.
         decay_lr_rate: Decay of the rate after the cycle.
         cycle_first_step_size: Steps up, positive.
         cycle_second_step_size: Steps down; None: as many.
@@ -80,8 +81,7 @@ class OneCycle(LrSchedule):
         self.decay_step_size = decay_step_size
         self.decay_lr_rate = decay_lr_rate
         self.decay_mom_rate = decay_mom_rate
-        self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
-        self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
+        self.min_lrs, self.max_lrs = self._rates(("cycle_min_lr", "cycle_max_lr"), cycle_min_lr, cycle_max_lr)
         self.min_moms = self._per_group("cycle_min_mom", cycle_min_mom)
         self.max_moms = self._per_group("cycle_max_mom", cycle_max_mom)
         self.cycle_momentum = cycle_momentum and self._has_betas()

@@ -41,6 +41,10 @@ class LRRangeTest(LrSchedule):
         if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
             raise ValueError(f"LRRangeTest: lr_range_test_step_size must be a positive integer, but is {size!r}")
         self.min_lr = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
+        if not isinstance(lr_range_test_min_lr, list | tuple) and (own := self._own_rates()):
+            self._warn_of_own_rates(
+                own, "lose them: all groups are tested at one rate. Give lr_range_test_min_lr as a list to set each"
+            )
         self.step_size = size
         self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase

@@ -62,7 +62,8 @@ class WarmupLR(_RisingSchedule):
     Args:
         optimizer: A torch optimizer, or anything whose ``optimizer`` attribute is one.
         warmup_min_lr: Rate at the start; one number or one per group.
-        warmup_max_lr: Rate after the rise; None is each group's own.
+        warmup_max_lr: Rate after the rise; None is each group's own. One number leaves groups their own rates, where
+            these differ from the optimizer's.
         warmup_num_steps: Steps of the rise, positive; at least 2 are made.
         warmup_type: ``log`` or ``linear``; anything else is ``log`` with a warning.
         last_batch_iteration: Step to resume from; -1 is the start.
@@ -82,9 +83,8 @@ class WarmupLR(_RisingSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
-        initial = self._initial_lrs()
-        self.min_lrs = self._per_group("warmup_min_lr", warmup_min_lr)
-        self.max_lrs = initial if warmup_max_lr is None else self._per_group("warmup_max_lr", warmup_max_lr)
+        highest = self._initial_lrs() if warmup_max_lr is None else warmup_max_lr
+        self.min_lrs, self.max_lrs = self._rates(("warmup_min_lr", "warmup_max_lr"), warmup_min_lr, highest)
         if last_batch_iteration == -1:
             self._write(self.min_lrs)
 

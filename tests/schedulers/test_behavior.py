@@ -120,6 +120,77 @@ def test_lists_per_group(make, rates):
     assert [group["lr"] for group in target.param_groups] == rates
 
 
+PEAKS = {
+    "WarmupLR": lambda o: WarmupLR(o, 0.1, 0.4, 4),
+    "WarmupDecayLR": lambda o: WarmupDecayLR(o, 40, 0.1, 0.4, 4),
+    "OneCycle": lambda o: OneCycle(o, 0.1, 0.4, cycle_first_step_size=4),
+}
+
+
+def with_default(default, *lrs):
+    """An optimizer with this rate, and groups; a rate of None is the optimizer's."""
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in lrs]
+    return torch.optim.AdamW(
+        [group if lr is None else {**group, "lr": lr} for group, lr in zip(groups, lrs, strict=True)], default
+    )
+
+
+def rates(schedule, target, steps=9):
+    found = [[group["lr"] for group in target.param_groups]]
+    for _ in range(steps):
+        schedule.step()
+        found.append([group["lr"] for group in target.param_groups])
+    return found
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_groups_rise_to_their_own_rates(name, warnings):
+    """The others rise to the one maximum; all keep their ratio on the way."""
+    target, alone = with_default(0.2, 2.0, None, 0.0), optimizer(0.2)
+    found, wanted = rates(PEAKS[name](target), target), rates(PEAKS[name](alone), alone)
+    for (own, others, none), (single,) in zip(found, wanted, strict=True):
+        assert others == single and none == 0.0
+        assert own == pytest.approx(single * 2.0 / 0.4)
+    assert max(own for own, *_ in found) == pytest.approx(2.0)
+    (line,) = warnings
+    assert f"{name}: param groups 0 (lr 2), 2 (lr 0) have learning rates of their own, and rise to them" in line
+
+
+@pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.parametrize("lrs", [(3.0, 3.0), (None, None, 0.2), (5.0,)])
+def test_equal_rates_give_way_to_the_one_maximum(name, lrs, warnings):
+    target, alone = with_default(0.2, *lrs), optimizer(0.2)
+    found, wanted = rates(PEAKS[name](target), target), rates(PEAKS[name](alone), alone)
+    assert found == [single * len(lrs) for single in wanted] and not warnings
+
+
+def test_a_range_test_names_the_groups_that_lose_their_rates(warnings):
+    target = with_default(0.2, 2.0, None)
+    LRRangeTest(target, 0.1)
+    assert [group["lr"] for group in target.param_groups] == [0.1, 0.1]
+    (line,) = warnings
+    assert "param groups 0 (lr 2) have learning rates of their own, and lose them" in line
+    LRRangeTest(with_default(0.2, 2.0, None), [0.1, 0.2])
+    assert len(warnings) == 1
+
+
+def test_only_some_of_many_groups_are_named(warnings):
+    PEAKS["WarmupLR"](with_default(0.2, *(0.01 * depth for depth in range(1, 30))))
+    assert warnings[0].count("(lr ") == 5 and "and 23 more have" in warnings[0]
+
+
+def test_own_rates_come_back_on_resuming():
+    target = with_default(0.2, 2.0, None)
+    first = PEAKS["OneCycle"](target)
+    rates(first, target, 3)
+    resumed = OneCycle(target, 0.1, 0.4, cycle_first_step_size=4, last_batch_iteration=2)
+    assert resumed.max_lrs == [2.0, 0.4]
+    later = with_default(0.2, 2.0, None)
+    loaded = PEAKS["OneCycle"](later)
+    loaded.load_state_dict(first.state_dict())
+    assert loaded.get_last_lr() == first.get_last_lr()
+
+
 @pytest.mark.parametrize(
     "make",
     [

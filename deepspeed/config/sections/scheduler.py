@@ -20,7 +20,11 @@ class Scheduler(Section):
 
 
 class SchedulerParams(Section):
-    """Base of the parameter tables; a rate may be a list with one entry per parameter group."""
+    """Base of the parameter tables; a rate may be a list with one entry per parameter group.
+
+    Where groups have rates of their own, different from the optimizer's, one number as the greatest rate holds for the
+    others: a group rises to its own rate.
+    """
 
 
 class OwnParameters(SchedulerParams):

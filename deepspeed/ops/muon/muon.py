@@ -121,7 +121,7 @@ class Muon(KeepsStateDtypes):
         self._exchanges: list[FragmentExchange] | None = None
         self._tables: tuple[FragmentTable, ...] = ()
         self._scaled_rows: Mapping[str, Sequence[ScaledRows]] | None = None
-        super().__init__(params, {})
+        super().__init__(params, {} if lr is None else {"lr": lr})
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state for pickles and copies, without fragment tables, because these refer to runs by id."""
