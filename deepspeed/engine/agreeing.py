@@ -20,6 +20,7 @@ from deepspeed.config.section import Section, facts_of
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.arguments import device_rank
 from deepspeed.engine.features import FeatureSet
+from deepspeed.engine.from_accelerate import take_accelerate_sizes
 from deepspeed.engine.parts import Client
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
@@ -78,6 +79,7 @@ def agree(client: Client, config: Any) -> AgreedSetup:
     features.add_for_objects(client.model, client.mpu, client.optimizer)
     features.add_for_environment()
     job_mesh = JobMesh(client.mpu, client.mesh_param, client.model, comm.default_timeout())
+    take_accelerate_sizes(config, is_cut=job_mesh.has_dtensors)
     parsed = _parse_alike(features.read_config(config, client.mpu), job_mesh, client, features)
     root = parsed.root
     _refuse_beside_elastic(root)

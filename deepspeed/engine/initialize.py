@@ -14,6 +14,7 @@ from deepspeed.engine.agreeing import AgreedSetup, agree, check_model_alike, sta
 from deepspeed.engine.arguments import checked_model, config_source
 from deepspeed.engine.communication_compression import compressed, tables_of_rows
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.from_accelerate import inner_optimizer
 from deepspeed.engine.islands import over_all_data_ranks, settle_islands
 from deepspeed.engine.optimizers import check_optimizer, choose_optimizer, refuse_cut_tensors
 from deepspeed.engine.parts import Client, EngineParts
@@ -85,7 +86,7 @@ def initialize(
     """
     if isinstance(model_parameters, Iterator):  # can be read only once, and an engine may be built again
         model_parameters = list(model_parameters)
-    given = (optimizer, model_parameters, training_data, lr_scheduler, mpu, mesh_param, collate_fn)
+    given = (inner_optimizer(optimizer), model_parameters, training_data, lr_scheduler, mpu, mesh_param, collate_fn)
     client = Client(args, checked_model(model), *given)
     with suspended():  # an enclosing zero.Init
         parts = build_parts(client, config_source(args, config, config_params), distributed_port, dist_init_required)

@@ -97,10 +97,7 @@ def ranks_of_dtensors(model: Any) -> list[int] | None:
         return None
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if sharded is not None and any(isinstance(one, sharded) for one in model.modules()):
-        raise DeepSpeedConfigError(
-            "the model was given to torch's fully_shard, which shards over the data-parallel ranks as ZeRO does; give "
-            "initialize the model without it (parallelize_module alone is taken as it is)"
-        )
+        raise DeepSpeedConfigError(_refusal_of_fsdp(model))
     if any(one.ndim > 1 for one in found) or len({tuple(one.mesh.tolist()) for one in found}) > 1:
         shown = "; ".join(sorted({str(one) for one in found})[:3])
         raise DeepSpeedConfigError(
@@ -109,6 +106,25 @@ def ranks_of_dtensors(model: Any) -> list[int] | None:
         )
     ranks: list[int] = found[0].mesh.tolist()
     return ranks
+
+
+def _refusal_of_fsdp(model: Any) -> str:
+    """Returns what to write instead of FSDP: lines for a model that Transformers has sharded, else a sentence."""
+    size, tensor = getattr(model, "fsdp_size", None), getattr(model, "tp_size", None) or 1
+    if not size:
+        return (
+            "the model was given to torch's fully_shard, which shards over the data-parallel ranks as ZeRO does; give "
+            "initialize the model without it (parallelize_module alone is taken as it is)"
+        )
+    name = type(model).__name__.removeprefix("FSDP")  # fully_shard derives a class with this prefix
+    kept = f", distributed_config=DistributedConfig(tp_size={tensor})" if tensor > 1 else ""
+    return (
+        f"the model was loaded with DistributedConfig(fsdp_size={size}), which shards over the data-parallel ranks as "
+        f"ZeRO does. Load it without, and let ZeRO shard it:\n"
+        f"    model = {type(model).__name__.removeprefix('FSDP')}.from_pretrained(folder{kept})\n"
+        '    config["zero_optimization"] = {"stage": 3}\n'
+        "    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)"
+    )
 
 
 def mesh_of_dtensors(ranks: Sequence[int]) -> Mesh:

@@ -31,11 +31,18 @@ def _alone(folder):
 
 
 @on_cpu_ranks
-def _shared(stages, folder, expected, weights):
+def _shared(stages, folder, expected, weights, by_sizes=False):
+    """By the key of the configuration, or by Accelerate's ``ParallelismConfig`` in the arguments of the Trainer."""
     place, out = os.path.join(folder, "pretrained"), os.path.join(folder, "out")
     for stage in stages:
-        config = runs.ds_config(stage, optimizer=stage != 1) | {"tensor_parallel": {"autotp_size": 2}}
+        config = runs.ds_config(stage, optimizer=stage != 1)
         more = {"save_strategy": "steps", "save_steps": 3} if stage in (1, 3) else {}
+        if by_sizes:
+            from accelerate.utils import ParallelismConfig
+
+            more["parallelism_config"] = ParallelismConfig(tp_size=2)
+        else:
+            config["tensor_parallel"] = {"autotp_size": 2}
         finished = _trained(out, place, config, **more)
         engine = finished.deepspeed
         assert (engine.dp_world_size, engine.mp_world_size, engine.train_batch_size()) == (1, 2, 2 * 2)
@@ -53,16 +60,20 @@ def _shared(stages, folder, expected, weights):
         plain = runs.new_model_plain(final)
         for name, parameter in plain.named_parameters():
             assert torch.equal(parameter.detach(), kept[name]), name
-        if more:
+        if "save_steps" in more:
             forget_runs()
             again = runs.trainer(runs.new_model(place), runs.arguments(out, config, **more))
             again.train(resume_from_checkpoint=os.path.join(out, "checkpoint-3"))
             assert runs.log(again)["loss"] == pytest.approx(expected["loss"], rel=2e-4)
 
 
-def _check(stages, folder):
+def _check(stages, folder, *, by_sizes=False):
     expected, weights = run_ranks(_alone, 1, folder)[0]
-    run_ranks(_shared, 2, stages, folder, expected, weights, timeout=240)
+    run_ranks(_shared, 2, stages, folder, expected, weights, by_sizes, timeout=240)
+
+
+def test_the_trainer_cuts_a_model_by_a_parallelism_config(tmp_path):
+    _check((3,), str(tmp_path), by_sizes=True)
 
 
 def test_the_trainer_cuts_a_model(tmp_path):

@@ -154,6 +154,28 @@ def test_a_plan_of_transformers(tmp_path):
     run_ranks(_planned, 2, (1, 3), str(tmp_path))
 
 
+def _sharded_by_transformers(folder, sizes):
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
+    with pytest.raises(DeepSpeedConfigError) as refused:
+        deepspeed.initialize(model=model, config=config(0, 0))
+    return str(refused.value).splitlines()
+
+
+@needs_transformers
+def test_a_model_that_transformers_has_sharded_is_refused_with_the_lines_to_write(tmp_path):
+    llama(**SIZES).save_pretrained(tmp_path)
+    for ranks, kept in ((2, ""), (4, ", distributed_config=DistributedConfig(tp_size=2)")):
+        sizes = {"fsdp_size": 2, "tp_size": ranks // 2}
+        for lines in run_ranks(_sharded_by_transformers, ranks, str(tmp_path), sizes):
+            assert lines[0].startswith("the model was loaded with DistributedConfig(fsdp_size=2)")
+            assert lines[1].strip() == f"model = LlamaForCausalLM.from_pretrained(folder{kept})"
+            assert lines[2].strip() == 'config["zero_optimization"] = {"stage": 3}'
+            assert "deepspeed.initialize(model=model, config=config)" in lines[3]
+
+
 def _refused():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
