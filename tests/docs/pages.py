@@ -72,8 +72,8 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """README and every page below docs."""
-    return sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    """README, AGENTS and every page below docs."""
+    return sorted([ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").rglob("*.md")])
 
 
 def blocks_of(path: Path) -> list[Block]:
@@ -96,6 +96,6 @@ def all_blocks() -> list[Block]:
     own = [
         path
         for path in pages()
-        if path.relative_to(ROOT / "docs" if path.name != "README.md" else ROOT).as_posix() not in ELSEWHERE
+        if path.relative_to(ROOT / "docs" if path.parent != ROOT else ROOT).as_posix() not in ELSEWHERE
     ]
     return [block for path in own for block in blocks_of(path)]

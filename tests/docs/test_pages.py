@@ -44,6 +44,17 @@ def test_every_block_has_a_comment_on_how_it_is_run():
     assert not wrong, "\n".join(wrong) + "\n(tests/docs/pages.py has the comments to choose from)"
 
 
+def test_guides_say_who_needs_them_and_show_what_runs():
+    """Other tests run the programs of launching and places; choosing a parallelism has a command only."""
+    for path in sorted((ROOT / "docs" / "guide").glob("*.md")):
+        first = path.read_text(encoding="utf-8").split("\n\n")[1]
+        assert first.startswith("For ") and len(first.split()) >= 7, f"{path.name} begins with {first!r}"
+        runs = {block.kind for block in blocks_of(path)} & {"run", "file", "shell"}
+        assert runs or path.name in ("choosing-parallelism.md", "launching.md", "places.md"), (
+            f"{path.name} shows no program"
+        )
+
+
 def test_pages_run_elsewhere_have_their_tests():
     for tests in ELSEWHERE.values():
         assert (ROOT / tests).is_dir()

@@ -15,7 +15,8 @@ from tests.project.graph import ROOT
 pytestmark = pytest.mark.docs
 
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-DOCUMENTS = sorted([*GUIDES, *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+PROJECT = [ROOT / name for name in ("AGENTS.md", "SECURITY.md", "CODE_OF_CONDUCT.md")]
+DOCUMENTS = sorted([*GUIDES, *PROJECT, *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 
 
 def _anchors(path: Path) -> set[str]:
