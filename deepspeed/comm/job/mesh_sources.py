@@ -121,7 +121,7 @@ def _refusal_of_fsdp(model: Any) -> str:
     return (
         f"the model was loaded with DistributedConfig(fsdp_size={size}), which shards over the data-parallel ranks as "
         f"ZeRO does. Load it without, and let ZeRO shard it:\n"
-        f"    model = {type(model).__name__.removeprefix('FSDP')}.from_pretrained(folder{kept})\n"
+        f"    model = {name}.from_pretrained(folder{kept})\n"
         '    config["zero_optimization"] = {"stage": 3}\n'
         "    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)"
     )
