@@ -89,6 +89,7 @@ COMM_FLOORS = (
     ("job",),
     ("collectives", "members", "speed", "summary"),
     ("start",),
+    ("torch_backend",),
 )
 """The subpackages and modules of ``deepspeed.comm``, lowest first. Those of one floor do not import each other."""
 
