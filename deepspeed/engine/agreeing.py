@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist, set_log_level_from_string
 from deepspeed.precision.policy import PrecisionPolicy
+from deepspeed.release import BRANCH, COMMIT, VERSION
 from deepspeed.zero.address import full_shape
 from deepspeed.zero.update.masters import group_indices
 
@@ -45,8 +47,11 @@ class AgreedSetup:
     setup: EngineSetup
 
 
+_PACKAGE = Path(__file__).parents[1]
+
+
 def start_ranks(distributed_port: int, dist_init_required: bool | None) -> None:
-    """Starts a process group if there is none. Every rank must call it.
+    """Starts a process group if there is none, and logs which package runs. Every rank must call it.
 
     Args:
         distributed_port: Port of rank 0.
@@ -55,14 +60,15 @@ def start_ranks(distributed_port: int, dist_init_required: bool | None) -> None:
     Raises:
         DeepSpeedConfigError: ``dist_init_required`` is False, and no process group exists.
     """
-    if comm.is_initialized():
-        return
-    if dist_init_required is False:
-        raise DeepSpeedConfigError(
-            "initialize(dist_init_required=False): no process group exists; call deepspeed.init_distributed() "
-            "first, or leave the argument out"
-        )
-    comm.init_distributed(distributed_port=distributed_port)
+    if not comm.is_initialized():
+        if dist_init_required is False:
+            raise DeepSpeedConfigError(
+                "initialize(dist_init_required=False): no process group exists; call deepspeed.init_distributed() "
+                "first, or leave the argument out"
+            )
+        comm.init_distributed(distributed_port=distributed_port)
+    # Tests of Transformers look for the first two words.
+    log_dist(f"DeepSpeed info: version={VERSION}, git-hash={COMMIT}, git-branch={BRANCH}, path={_PACKAGE}")
 
 
 def agree(client: Client, config: Any) -> AgreedSetup:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,18 +28,14 @@ from deepspeed.engine.zero_settings import (
     tiers_for,
 )
 from deepspeed.engine_feature import EngineSetup
-from deepspeed.logging import log_dist
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.precision.policy import PrecisionPolicy
-from deepspeed.release import BRANCH, COMMIT, VERSION
 from deepspeed.zero.construction.modules import suspended
 from deepspeed.zero.group import Groups, create_groups
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime import build_runtime
 from deepspeed.zero.update.driver import driver_of
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
-
-_PACKAGE = Path(__file__).parents[1]
 
 
 def initialize(
@@ -107,7 +102,6 @@ def build_parts(
         dist_init_required: False: a process group must exist already.
     """
     start_ranks(distributed_port, dist_init_required)
-    log_dist(f"DeepSpeed info: version={VERSION}, git-hash={COMMIT}, git-branch={BRANCH}, path={_PACKAGE}")
     agreed = agree(client, config)
     root, features, setup, model = agreed.parsed.root, agreed.features, agreed.setup, client.model
     monitor = _open_logs(agreed)
