@@ -15,6 +15,15 @@ def storage_references(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """Returns the key of the storage under ``tensor`` (any shape), the same for all its views.
+
+    Unlike ``tensor.untyped_storage()._cdata``, which has the same value, it is not intercepted by subclasses.
+    """
+    key: int = torch._C._storage_address(tensor)
+    return key
+
+
 def is_inside_backward() -> bool:
     """Returns whether the calling thread is inside a backward pass of autograd."""
     return torch._C._current_graph_task_id() != -1

@@ -32,8 +32,9 @@ from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
 from deepspeed.offload.pinned import PAGE, host_device, page_buffer, round_to_pages
 from deepspeed.offload.run_directory import RunDirectory, open_file, open_folder
 from deepspeed.offload.streams import CopyHandle, CopyStream
+from deepspeed.torch_private import storage_key
 from deepspeed.zero.placement import Tier
-from deepspeed.zero.storage import Memory, MemoryTracker, StorageKind, storage_key
+from deepspeed.zero.storage import Memory, MemoryTracker, StorageKind
 
 _RESERVE = 8  # 1/8 of the host's memory stays free
 BufferSize = Callable[[Sequence[tuple[int, int]]], int]

@@ -18,8 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.nested import tensors_of
+from deepspeed.torch_private import storage_key
 from deepspeed.zero.placement import Tier
-from deepspeed.zero.storage import MemoryTracker, StorageKind, storage_key
+from deepspeed.zero.storage import MemoryTracker, StorageKind
 
 META = torch.device("meta")
 """Where tensors have shapes, dtypes, storages and views, and no values."""

@@ -28,8 +28,8 @@ from deepspeed.plan.memory import META, MemoryCount
 from deepspeed.plan.timeline.operation_cost import OperationCost, OperationKind, cost_of, cost_of_lists
 from deepspeed.plan.timeline.step_trace import CopyEvent, HostWaitEvent, OperationEvent, StepRecording
 from deepspeed.profiling.flops_profiler.profile import product_formula
+from deepspeed.torch_private import storage_key
 from deepspeed.zero.placement import Tier
-from deepspeed.zero.storage import storage_key
 
 Count = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
 """Returns the cost of an operation, given its arguments and its result."""

@@ -7,8 +7,9 @@ Code that reads, gathers or moves a parameter starts from there.
 Between uses a sharded parameter's ``data`` is an empty tensor: shape ``(0,)``, which the ecosystem tests for. An empty
 tensor's ``sum()`` would be a plausible 0.0 and its ``fill_`` would be lost, so for as long as it is sharded the
 parameter's *class* is ``ShardedParameter``, which intercepts torch functions. Inside the engine's forward and backward
-a read gathers the bucket and continues; elsewhere it raises and names the accessors. Metadata can be read. While
-gathered, the parameter has the class it was made with, ``torch.nn.Parameter`` as a rule, and costs nothing.
+a read gathers the bucket and continues; elsewhere it raises and names the accessors. Metadata can be read. ``data`` and
+``detach()``, and so the tensors of a state dict, are ``ShardedData`` there, which raises at the first use of a value.
+While gathered, the parameter has the class it was made with, ``torch.nn.Parameter`` as a rule, and costs nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Protocol
 
 import torch
@@ -232,7 +234,6 @@ _METADATA = frozenset(
         "_is_zerotensor",
         "_version",
         "data_ptr",
-        "detach",
         "dim",
         "element_size",
         "get_device",
@@ -251,7 +252,6 @@ _METADATA = frozenset(
         "ndimension",
         "nelement",
         "numel",
-        "pin_memory",
         "register_hook",
         "register_post_accumulate_grad_hook",
         "requires_grad_",
@@ -261,16 +261,15 @@ _METADATA = frozenset(
         "storage_offset",
         "stride",
         "type",
-        "untyped_storage",
     }
 )
 # Those whose result differs between the empty tensor and the full parameter.
 _MEASURES = frozenset(
     {"shape", "ndim", "nbytes", "size", "dim", "ndimension", "numel", "nelement", "__len__", "stride"}
 )
-_COMPUTED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+_COMPUTED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"})
 # Module.to() and similar methods call these on every parameter; to the present dtype they change nothing.
-_CONVERSIONS = frozenset({"to", "cpu", "cuda", "xpu", "float", "double", "half", "bfloat16"})
+_CONVERSIONS = frozenset({"to", "cpu", "cuda", "xpu", "float", "double", "half", "bfloat16", "type"})
 # These need a parameter's shape and dtype and none of its values: they get those of the whole.
 _LIKE = frozenset({"empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"})
 
@@ -284,15 +283,17 @@ def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """Runs an operation on a sharded parameter: as it is, or after a gather. Raises if neither is possible."""
     name = getattr(func, "__name__", "")
     attribute = _property_of(func) if name in ("__get__", "__set__") else ""
-    if attribute == "data" or name == "detach":
+    if attribute == "data" or name in ("detach", "data_ptr"):
         if _gather(args[0], args[:1]):
             return func(*args, **kwargs)
-        if attribute == "data":
-            return _guarded_data(args[0]) if name == "__get__" else _refuse_data(*args)
+        if name == "__set__":
+            return _refuse_data(*args)
+        if name != "data_ptr":  # libraries compare addresses, and count by them: a null pointer is read by nobody
+            return _guarded_data(args[0])
     if _showing_wholes and (attribute or name) in _MEASURES and not is_untouched():
         if address_of(args[0]) is not None:
             return func(_whole_of(args[0]), *args[1:], **kwargs)
-    if name in _METADATA and attribute not in _COMPUTED_PROPERTIES:
+    if _is_metadata(name, attribute, args):
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if name in _LIKE and args and address_of(args[0]) is not None:
@@ -304,6 +305,13 @@ def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if not _gather(parameter, needed):
             raise ShardedAccessError(_refusal(address_of(parameter), name or repr(func)))
     return func(*args, **kwargs)
+
+
+def _is_metadata(name: str, attribute: str, args: tuple[Any, ...]) -> bool:
+    """Returns whether a call reads no values; ``type`` with an argument converts."""
+    if name == "type":
+        return len(args) == 1
+    return name in _METADATA and attribute not in _COMPUTED_PROPERTIES
 
 
 def _whole_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -356,25 +364,36 @@ class ShardedParameter(torch.nn.Parameter):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        note_placeholders("pickling a module or parameter")
-        with DisableTorchFunctionSubclass():
-            empty = torch.empty(0, dtype=self.dtype, device=self.device)
-            return torch._utils._rebuild_parameter, (empty, self.requires_grad, OrderedDict())
+        empty = _pickled(self, address_of(self))
+        return torch._utils._rebuild_parameter, (empty, self.requires_grad, OrderedDict())
+
+
+def _pickled(tensor: torch.Tensor, address: Address | None) -> torch.Tensor:
+    """Returns the empty tensor that a new process gets for a sharded one. Raises for any other pickling.
+
+    Loaders start their processes with what a data set or collator refers to, such as the model.
+    """
+    if get_spawning_popen() is None:
+        raise ShardedAccessError(_refusal(address, "pickling (torch.save, copy.copy, a queue)"))
+    note_placeholders("starting a process with a module or parameter")
+    with DisableTorchFunctionSubclass():
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def note_placeholders(call: str) -> None:
     """Warns once that what ``call`` returned holds empty tensors for sharded parameters."""
     warn_once(
         f"placeholders:{call}",
-        f"{call}: parameters are sharded (ZeRO stage 3), so it holds an empty tensor of size 0 for each of them. For "
-        "the values use engine.save_checkpoint, engine.save_16bit_model, engine.iter_full, or "
+        f"{call}: parameters are sharded (ZeRO stage 3), so it holds an empty tensor of size 0 for each of them, "
+        "whose use raises. For the values use engine.save_checkpoint, engine.save_16bit_model, engine.iter_full, or "
         "deepspeed.zero.GatheredParameters around the call",
     )
 
 
 def _property_of(func: Callable[..., Any]) -> str:
     """Returns the name of a property from its getter or setter, which are called ``__get__`` and ``__set__``."""
-    return getattr(getattr(func, "__self__", None), "__name__", "")
+    owner = getattr(func, "__self__", None)
+    return getattr(owner, "__name__", "") or getattr(getattr(owner, "fget", None), "__name__", "")
 
 
 def _gather(parameter: torch.nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
@@ -385,7 +404,7 @@ def _gather(parameter: torch.nn.Parameter, together: Sequence[torch.Tensor]) -> 
 
 
 class ShardedData(torch.Tensor):
-    """The value of ``parameter.data`` while the parameter is sharded: empty, and not to be computed with."""
+    """The value of ``parameter.data`` and of ``detach()`` while it is sharded: empty, and not to be computed with."""
 
     @classmethod
     @partial(uncompiled, reason=NOT_IN_A_GRAPH)
@@ -394,7 +413,9 @@ class ShardedData(torch.Tensor):
     ) -> Any:
         name = getattr(func, "__name__", "")
         attribute = _property_of(func) if name in ("__get__", "__set__") else ""
-        if name in _METADATA and attribute not in _COMPUTED_PROPERTIES:
+        if name == "detach" or (attribute == "data" and name == "__get__"):
+            return args[0]
+        if name != "data_ptr" and _is_metadata(name, attribute, args):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         mine = next((arg for arg in args if isinstance(arg, ShardedData)), None)
@@ -404,8 +425,7 @@ class ShardedData(torch.Tensor):
         return f"<no values here: {self.__dict__.get('_ds_data_of')!r}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with DisableTorchFunctionSubclass():
-            return torch.empty(0, dtype=self.dtype, device=self.device).__reduce_ex__(protocol)
+        return _pickled(self, self.__dict__.get("_ds_data_of")).__reduce_ex__(protocol)
 
 
 def _guarded_data(parameter: torch.Tensor) -> torch.Tensor:

@@ -345,11 +345,6 @@ class LoanedBuffer(FlatBuffer):
         self.is_allocated = False
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Returns the key of the storage under ``tensor`` (any shape); compare with :attr:`FlatBuffer.storage_key`."""
-    return tensor.untyped_storage()._cdata
-
-
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor``, or a contiguous copy, with its values in memory: no view that conjugates or negates them."""
     return tensor.resolve_conj().resolve_neg().contiguous()

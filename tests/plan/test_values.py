@@ -10,7 +10,7 @@ import deepspeed
 from deepspeed.nested import tensors_of
 from deepspeed.plan import DecoderShape, values
 from deepspeed.plan.values import KnownShapes
-from deepspeed.zero.storage import storage_key
+from deepspeed.torch_private import storage_key
 
 SHAPE = DecoderShape(layers=4, hidden=64, heads=4, vocab=128, kv_heads=2)
 HOST = {"device": "cpu", "pin_memory": True}

@@ -11,7 +11,7 @@ import torch
 
 from deepspeed.nested import tensors_of
 from deepspeed.plan.prediction.device_model import DeviceModel
-from deepspeed.zero.storage import storage_key
+from deepspeed.torch_private import storage_key
 
 
 class OperationKind(enum.Enum):

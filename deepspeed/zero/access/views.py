@@ -204,6 +204,12 @@ def mark_module(module: torch.nn.Module) -> None:
     """
     module.__dict__["ds_external_parameters"] = functools.partial(external_parameters, module)
     module.__dict__["all_parameters"] = functools.partial(_all_parameters, module)
+    if isinstance(module, torch.nn.RNNBase):
+        module.__dict__["flatten_parameters"] = _stay_in_buckets
+
+
+def _stay_in_buckets() -> None:
+    """Replaces ``flatten_parameters``, which on CUDA moves the weights of a recurrent layer to other memory."""
 
 
 def install_views() -> None:

@@ -25,9 +25,9 @@ import torch
 from torch.autograd import graph
 
 from deepspeed.errors import CallOrderError
+from deepspeed.torch_private import storage_key
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.storage import storage_key
 
 
 class Handle:
@@ -81,7 +81,7 @@ class _GuardedPack:
 
     @partial(uncompiled, recursive=False)
     def __call__(self, tensor: torch.Tensor) -> Any:
-        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self.by_storage:
+        if tensor.layout is torch.strided and storage_key(tensor) in self.by_storage:
             tensor = tensor.detach()
         return self._pack(tensor)
 
@@ -186,7 +186,7 @@ class SavedTensorHooks:
     def _pack(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided:
             return tensor
-        bucket = self._by_storage.get(tensor.untyped_storage()._cdata)  # storage_key, without another function
+        bucket = self._by_storage.get(storage_key(tensor))
         if bucket is not None:
             return Handle(bucket, tensor, self)
         return _without_graph(tensor)

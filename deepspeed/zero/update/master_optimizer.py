@@ -9,11 +9,12 @@ import torch
 
 from deepspeed.errors import CallOrderError
 from deepspeed.ops.flat import FlatUpdate
+from deepspeed.torch_private import storage_key
 from deepspeed.uncompiled import torchs
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Tier
-from deepspeed.zero.storage import MemoryTracker, StorageKind, storage_key
+from deepspeed.zero.storage import MemoryTracker, StorageKind
 from deepspeed.zero.tiling.layout import DATA
 from deepspeed.zero.update.base_optimizer import ZeROOptimizer
 from deepspeed.zero.update.driver import UpdateDriver

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import pickle
+from multiprocessing.context import set_spawning_popen
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import deepspeed
 from deepspeed.errors import ShardedAccessError
@@ -44,8 +49,24 @@ COMPUTING = {
     "data.copy_": lambda p: p.data.copy_(torch.zeros(0)), "setitem": lambda p: p.__setitem__(0, 1),
     "assign data": lambda p: setattr(p, "data", torch.ones(15, 7)), "half": lambda p: p.half(),
     "to": lambda p: p.to("meta"), "isnan": torch.isnan, "out": lambda p: torch.ones(1, out=p),
-    "functional": lambda p: nn.functional.linear(torch.ones(1, 7), p),
+    "functional": lambda p: nn.functional.linear(torch.ones(1, 7), p), "pin_memory": lambda p: p.pin_memory(),
+    "type": lambda p: p.type(torch.float64), "storage": lambda p: p.untyped_storage(), "pickle": pickle.dumps,
+    "dlpack": lambda p: p.__dlpack__(), "torch.save": lambda p: torch.save(p, io.BytesIO()), "copy": copy.copy,
+    "asarray": np.asarray,
+    "data.numpy": lambda p: p.data.numpy(), "data.data_ptr": lambda p: p.data.data_ptr(),
+    "data.data": lambda p: p.data.data.sum(), "data.pickle": lambda p: pickle.dumps(p.data),
+    "detach.norm": lambda p: p.detach().norm(), "detach.numpy": lambda p: p.detach().numpy(),
+    "detach.cpu": lambda p: p.detach().cpu(), "detach.detach": lambda p: p.detach().detach().clone(),
+    "detach.tolist": lambda p: p.detach().tolist(), "detach.storage": lambda p: p.detach().untyped_storage(),
+    "detach.dlpack": lambda p: p.detach().__dlpack__(), "detach.deepcopy": lambda p: copy.deepcopy(p.detach()),
+    "torch.detach": lambda p: torch.detach(p).sum(), "detach.isfinite": lambda p: torch.isfinite(p.detach()).all(),
+    "detach.copy_": lambda p: torch.ones(0).copy_(p.detach()), "detach.lerp_": lambda p: p.detach().lerp_(p, 0.5),
 }  # fmt: skip
+
+
+NOT_WHEN_FULL = (  # what torch itself refuses on a CPU, or for the shape
+    "item", "float()", "bool", "data.copy_", "out", "to", "half", "assign data", "pin_memory", "dlpack", "detach.copy_"
+)  # fmt: skip
 
 
 def _refusals():
@@ -60,7 +81,7 @@ def _refusals():
             assert "safe_get_full_fp32_param" in text and "(15, 7)" in text, name
     with GatheredParameters(weight), torch.no_grad():
         for name, compute in COMPUTING.items():
-            if name not in ("item", "float()", "bool", "data.copy_", "out", "to", "half", "assign data"):
+            if name not in NOT_WHEN_FULL:
                 compute(weight)
     train(engine, dist.get_rank(), 1)
 
@@ -104,10 +125,10 @@ def _metadata():
     assert weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_floating_point()
     assert weight.requires_grad and weight.is_leaf and weight.grad is None and weight.layout is torch.strided
     assert weight.data.shape == (0,) and weight.data.dtype == torch.bfloat16 and weight.data.numel() == 0
-    assert weight.detach().shape == (0,) and type(weight.detach()) is torch.Tensor
+    assert weight.detach().shape == (0,) and weight.detach().dtype == torch.bfloat16
     assert hash(weight) == id(weight) and weight in {weight} and weight is engine.module.blocks[0].rise.weight
     assert isinstance(weight, nn.Parameter) and isinstance(weight, torch.Tensor)
-    assert weight.untyped_storage().nbytes() == 0 and weight.data_ptr() == 0 and weight.element_size() == 2
+    assert weight.data_ptr() == 0 and weight.element_size() == 2 and weight.type() == "torch.BFloat16Tensor"
     text = repr(weight)
     assert "blocks.0.rise.weight" in text and "(15, 7)" in text and "bfloat16" in text and "2 ranks" in text
     assert "Linear(in_features=7, out_features=15" in str(engine.module)
@@ -194,8 +215,16 @@ def _state_dicts():
         state = engine.module.state_dict()
         engine.module.state_dict()
         kept = engine.module.state_dict(keep_vars=True)
-        restored = pickle.loads(pickle.dumps(state))
-        whole = pickle.loads(pickle.dumps(engine.module))
+        for lose in (pickle.dumps, copy.deepcopy, lambda s: torch.save(s, io.BytesIO()), lambda s: save_file(s, "no")):
+            with pytest.raises(ShardedAccessError, match=r"on parameter '.*GatheredParameters"):
+                lose(state)
+        with pytest.raises(ShardedAccessError, match=r"pickling \(torch.save.*GatheredParameters"):
+            pickle.dumps(engine.module)
+        set_spawning_popen(object())
+        try:  # as what a loader's new processes are given
+            whole = pickle.loads(pickle.dumps(engine.module))
+        finally:
+            set_spawning_popen(None)
         with GatheredParameters(engine.module.parameters()):
             full = {name: value.clone() for name, value in engine.module.state_dict().items()}
         with pytest.raises(ShardedAccessError, match="load_checkpoint"):
@@ -205,21 +234,75 @@ def _state_dicts():
                 engine.module.load_state_dict({name: value * 2 for name, value in full.items()})
     finally:
         deepspeed.logger.removeHandler(lines)
-    assert all(value.numel() == 0 and type(value) is torch.Tensor for value in state.values())
-    assert all(value.numel() == 0 for value in restored.values())
+    assert all(value.numel() == 0 for value in state.values())
     assert all(kept[name] is parameter for name, parameter in engine.module.named_parameters())
     assert all(type(p) is nn.Parameter and p.numel() == 0 for p in whole.parameters())
     whole.state_dict()
     if dist.get_rank() == 0:
         notices = [line for line in lines.lines if "placeholder" in line or "size 0" in line]
         assert sum(line.startswith("state_dict()") for line in notices) == 1
-        assert sum(line.startswith("pickling") for line in notices) == 1
+        assert sum(line.startswith("starting a process") for line in notices) == 1
     for name, value in engine.iter_full("fp32"):
         assert torch.equal(value, full[name] * 2), name
 
 
 def test_state_dict_gives_placeholders_with_one_line():
     run_ranks(_state_dicts, 2)
+
+
+def _averaged(stage):
+    engine = build(stage)
+    torch.manual_seed(3)
+    plain = Model()
+    average = get_ema_multi_avg_fn(0.5)
+    with GatheredParameters(engine.module.parameters()):
+        plain.load_state_dict({name: value.clone() for name, value in engine.module.state_dict().items()})
+    models = [AveragedModel(model, multi_avg_fn=average) for model in (engine.module, plain)]
+    for number in range(3):
+        if stage == 3 and dist.get_world_size() > 1:
+            with pytest.raises(ShardedAccessError, match="detach|to on parameter|copy_|GatheredParameters"):
+                models[0].update_parameters(engine.module)
+        both = [*engine.module.parameters(), *models[0].parameters()]
+        with GatheredParameters(both, modifier_rank=0), torch.no_grad():
+            for parameter, value in zip(engine.module.parameters(), plain.parameters(), strict=True):
+                parameter.add_(number)
+                value.add_(number)
+            for averaged, model in zip(models, (engine.module, plain), strict=True):
+                averaged.update_parameters(model)
+    with GatheredParameters(list(models[0].parameters())):
+        for found, expected in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(found.float(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_averaged_model_of_torch_follows_or_raises(ranks):
+    for stage in range(4):
+        run_ranks(_averaged, ranks, stage)
+
+
+class Raw(nn.Module):
+    """Reads a foreign weight by its memory, as a custom kernel would."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x):
+        address, nbytes = self.second.weight.data_ptr(), self.second.weight.untyped_storage().nbytes()
+        assert address == self.second.weight.data.data_ptr() != 0 and nbytes >= 7 * 7 * 4
+        assert self.second.weight.tolist() == self.second.weight.detach().numpy().tolist()
+        return self.second(self.first(x)).sum()
+
+
+def _raw():
+    torch.manual_seed(3)
+    engine = deepspeed.initialize(model=Raw(), config=config(3))[0]
+    engine.backward(engine(torch.ones(2, 7)))
+    engine.step()
+
+
+def test_the_memory_of_a_parameter_is_that_of_its_values_inside_a_forward():
+    run_ranks(_raw, 2)
 
 
 class Scaled(nn.Parameter):
