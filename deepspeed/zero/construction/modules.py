@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -231,6 +231,7 @@ def _has_views(parameter: torch.nn.Parameter) -> bool:
 
 _active: list[Construction] = []
 _class_patches: list[Patch] = []
+_shown = ExitStack()
 _served: list[Construction] | None = None
 """Ended constructions whose parameters were gathered inside ``serving_all_ranks``; None outside."""
 
@@ -326,9 +327,11 @@ def _wrap_classes() -> None:
     patch = Patch(nn.Module, "__init_subclass__", classmethod(wrap_new_class))
     patch.apply()
     _class_patches.append(patch)
+    _shown.enter_context(showing_wholes())  # constructors read the sizes of layers that are built and sharded already
 
 
 def _unwrap_classes() -> None:
+    _shown.close()
     while _class_patches:
         _class_patches.pop().revert()
 

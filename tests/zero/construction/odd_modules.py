@@ -165,5 +165,5 @@ class ScalesOneByOne(nn.Module):
         with torch.no_grad():
             for block in self.blocks:
                 block.weight.mul_(0.5)
-                full = sum(other.weight.numel() > 0 for other in self.blocks)
+                full = sum(type(other.weight) is nn.Parameter for other in self.blocks)
                 self.full_at_once = max(self.full_at_once, full)

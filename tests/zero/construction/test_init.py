@@ -40,9 +40,11 @@ def _plain(ranks):
     with Init():
         model = odd.InitializesAtTheEnd()
         if ranks > 1:
-            assert model.blocks[0].qkv.weight.shape == (0,)
-            assert model.blocks[0].qkv.weight.ds_shape == (18, 6)
+            weight = model.blocks[0].qkv.weight
+            assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+            assert weight.shape == weight.ds_shape == (18, 6)  # constructors read sizes
             assert odd.ScalesOneByOne().full_at_once == 1  # what was used before is given back
+    assert ranks == 1 or weight.shape == (0,)
     assert torch.zeros(2).dtype == torch.float32
     found = full_values(model)
     assert same_everywhere(found)
@@ -196,7 +198,8 @@ def _nested():
         plain = nn.Linear(3, 3)
     assert plain.weight.shape == (3, 3) and not hasattr(plain.weight, "ds_id")
     with MiCS_Init(config_dict_or_path=BF16):
-        assert nn.Linear(2, 2).weight.shape == (0,)
+        weight = nn.Linear(2, 2).weight
+    assert weight.shape == (0,)
 
 
 def test_nested_disabled_and_suspended():
@@ -321,3 +324,67 @@ def test_it_is_silent_and_costs_nothing_when_disabled(caplog):
     with caplog.at_level(logging.DEBUG), Init(enabled=False):
         assert nn.Linear(2, 2).weight.shape == (2, 2)
     assert not caplog.records
+
+
+# -- constructors that read sizes --------------------------------------------------------------------------------------
+
+
+class ReadsSizes(nn.Module):
+    """Reads sizes and values of layers that are built already, as torch's own wrappers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        child = nn.Linear(4, 5)
+        child.load_state_dict({"weight": torch.arange(20.0).view(5, 4) / 20, "bias": torch.ones(5)})
+        self.child = child
+        self.rows, self.columns, self.dims = child.weight.size(0), child.weight.shape[1], child.weight.dim()
+        self.numel, self.length = sum(p.numel() for p in self.parameters()), len(child.weight)
+        self.twin = nn.Linear(child.weight.shape[0], child.weight.size(1))
+        self.old = nn.utils.spectral_norm(nn.Linear(4, 6))
+        self.new = nn.utils.parametrizations.spectral_norm(nn.Conv1d(6, 3, 1))
+        self.weighted = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+        self.scale = nn.Parameter(torch.ones_like(child.bias).new_ones(self.weighted.weight.shape[0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.old(self.twin(self.child(x)))
+        return (self.weighted(self.new(x[..., None]).squeeze(-1)) * self.scale).square().mean()
+
+
+def _reads_sizes() -> None:
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    torch.manual_seed(1)
+    plain = ReadsSizes()
+    torch.manual_seed(1)
+    with Init(config_dict_or_path=settings):
+        model = ReadsSizes()
+        late = nn.utils.spectral_norm(nn.Linear(3, 2))  # outside any constructor
+    assert late.weight_u.shape == (2,)
+    for name in ("rows", "columns", "dims", "numel", "length"):
+        assert getattr(model, name) == getattr(plain, name), name
+    found = full_values(model)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(found[name], parameter), name
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer, msg=name)
+    engine = deepspeed.initialize(model=model, config=settings)[0]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(x))
+        engine.step()
+        plain(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = full_values(engine.module)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_constructors_read_full_sizes(ranks):
+    run_ranks(_reads_sizes, ranks)
