@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,10 +57,24 @@ def mark_initialized(tensor: torch.Tensor) -> None:
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
-def modules_in_fp32(model: Any) -> list[str]:
-    """Returns parts of the names of modules that a model keeps in fp32, such as "norm" or "mlp.gate"."""
-    lists = (getattr(model, name, None) or () for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
+_FP32_LISTS = {torch.float16: 2, torch.bfloat16: 1}  # how many of a model's two lists the library obeys
+
+
+def modules_in_fp32(model: Any, dtype: torch.dtype = torch.float16) -> list[str]:
+    """Returns parts of the names of modules that a model keeps in fp32, such as "norm" or "mlp.gate".
+
+    Args:
+        model: The model.
+        dtype: Of the other weights. The library keeps more in fp32 beside fp16 than beside bf16.
+    """
+    names = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")[: _FP32_LISTS.get(dtype, 0)]
+    lists = (getattr(model, name, None) or () for name in names)
     return sorted({part for parts in lists for part in parts})
+
+
+def lies_in(name: str, parts: Iterable[str]) -> bool:
+    """Returns whether the name of a parameter or buffer contains one of ``parts``, such as "mlp.gate", whole."""
+    return any(f".{part}." in f".{name}." for part in parts)
 
 
 def queries_per_key(attention: Any) -> int:

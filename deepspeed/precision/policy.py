@@ -19,7 +19,7 @@ from deepspeed.accelerator.base import DeepSpeedAccelerator
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once, warn_once
-from deepspeed.models.layers import modules_in_fp32
+from deepspeed.models.layers import lies_in, modules_in_fp32
 from deepspeed.nested import map_tensors
 from deepspeed.precision.loss_scaler import CreateLossScaler
 
@@ -99,10 +99,7 @@ class PrecisionPolicy:
         """Returns the compute dtype of the parameter ``name``, a tensor of any shape."""
         if self.compute_dtype is None or not tensor.is_floating_point():
             return tensor.dtype
-        return torch.float32 if self._is_kept_in_fp32(name) else self.compute_dtype
-
-    def _is_kept_in_fp32(self, name: str) -> bool:
-        return any(f".{part}." in f".{name}." for part in self.fp32_modules)
+        return torch.float32 if lies_in(name, self.fp32_modules) else self.compute_dtype
 
     def _buffer_dtype(self, name: str, buffer: torch.Tensor, *, beside_weights: bool) -> torch.dtype:
         """Returns the dtype of the buffer ``name``, a floating tensor of any shape.
@@ -112,7 +109,7 @@ class PrecisionPolicy:
             buffer: It.
             beside_weights: Whether torch requires the dtype of the weights.
         """
-        is_kept = self._is_kept_in_fp32(name)
+        is_kept = lies_in(name, self.fp32_modules)
         if self.buffer_dtype is not None and not is_kept:
             return self.buffer_dtype
         if beside_weights:

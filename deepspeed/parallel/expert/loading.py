@@ -24,7 +24,7 @@ from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.config import parse
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.models.building import build_without_values, read_configuration
-from deepspeed.models.layers import initializer_of, mark_initialized
+from deepspeed.models.layers import initializer_of, lies_in, mark_initialized, modules_in_fp32
 from deepspeed.models.stored import StoredTensors
 from deepspeed.parallel.expert.auto import spread_experts
 from deepspeed.parallel.expert.spread import Spread, rows_in, spread_of
@@ -115,7 +115,10 @@ class _ModelFiller:
     def __init__(self, model: Any, files: list[Path], shard: Callable[[nn.Module], Any] | None) -> None:
         self._model, self._files, self._shard = model, files, shard
         self._opened: dict[Path, Any] = {}
-        self._empty = {name: (tuple(p.shape), p.dtype) for name, p in model.state_dict(keep_vars=True).items()}
+        self._empty: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, empty in model.state_dict(keep_vars=True).items():
+            is_wide = lies_in(name, modules_in_fp32(model, empty.dtype))
+            self._empty[name] = tuple(empty.shape), torch.float32 if is_wide else empty.dtype
         self._unknown: list[str] = []
 
     def run(self) -> None:

@@ -146,6 +146,35 @@ def _check(tmp_path: Path, cells: list[tuple[str, int]]) -> None:
     run_ranks(_loaded, 2, str(tmp_path), cells, timeout=200)
 
 
+def _correction_biases(model: Any) -> dict[str, torch.Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
+def _keep_biases(folder: str) -> None:
+    written = load_file(Path(folder, "model.safetensors"))
+    for stage, types in ((1, {}), (3, {}), (2, {"keep_in_fp32_modules": "auto", "buffer_dtype": "bf16"})):
+        settings = {**config(stage), "bf16": {"enabled": True}, "data_types": types}
+        model = from_pretrained(folder, settings, dtype=torch.bfloat16)
+        engine = deepspeed.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=settings
+        )[0]
+        found = _correction_biases(engine.module)
+        assert found
+        for name, bias in found.items():
+            assert bias.dtype == torch.float32 and torch.equal(bias, written[name]), f"stage {stage}: {name}"
+        engine.backward(engine(**batch(0, rank())).loss)
+        engine.step()
+        engine.destroy()
+
+
+def test_what_a_family_keeps_in_fp32_stays_so_with_experts_over_ranks(tmp_path: Path) -> None:
+    model = build("deepseek_v3")
+    for bias in _correction_biases(model).values():
+        bias.copy_(torch.rand(bias.shape, generator=torch.Generator().manual_seed(1)) / 100)
+    model.save_pretrained(tmp_path)
+    run_ranks(_keep_biases, 2, str(tmp_path))
+
+
 class _Table(torch.nn.Module):
     """Has a buffer that its model's initializer computes, and no config."""
 
