@@ -45,7 +45,7 @@ from deepspeed.plan.timeline.step_trace import (
 )
 from deepspeed.plan.timeline.timed_step import TimedStep, time_step
 from deepspeed.plan.values import OperationCount
-from deepspeed.zero.storage import storage_key
+from deepspeed.torch_private import storage_key
 
 LLAMA_8B = DecoderShape(layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocab=128256)
 LLAMA_70B = DecoderShape(layers=80, hidden=8192, heads=64, kv_heads=8, intermediate=28672, vocab=128256)
