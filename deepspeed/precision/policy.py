@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.base import DeepSpeedAccelerator
@@ -171,27 +167,21 @@ class PrecisionPolicy:
         return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def _weights_of_hooks(module: nn.Module) -> set[str]:
-    """Returns the names of the weights of ``module`` that a hook of torch computes before every forward."""
-    hooks: Iterable[Any] = module._forward_pre_hooks.values()
-    return {
-        hook.name if isinstance(hook, SpectralNorm) else hook._tensor_name
-        for hook in hooks
-        if isinstance(hook, (SpectralNorm, BasePruningMethod))
-    }
+_WITH_WEIGHTS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, ParametrizationList)
 
 
 def buffers_beside_weights(model: nn.Module) -> set[str]:
     """Returns the names of buffers that torch combines with weights, which must have the same dtype.
 
     These are the statistics of a batch norm with weights, the masks of ``torch.nn.utils.prune``, and what
-    ``spectral_norm`` and parametrizations compute a weight from.
+    ``spectral_norm`` and parametrizations compute a weight from. Beside a weight that hooks compute, torch keeps the original
+    as ``weight_orig``, and buffers such as ``weight_mask`` and ``weight_u``.
     """
     found = set()
     for prefix, module in model.named_modules():
-        of_torch = isinstance(module, (_BatchNorm, ParametrizationList))
-        takes_all = of_torch and next(module.parameters(recurse=False), None) is not None
-        starts = tuple(f"{weight}_" for weight in _weights_of_hooks(module))
+        weights = [name for name, _ in module.named_parameters(recurse=False)]
+        takes_all = isinstance(module, _WITH_WEIGHTS) and bool(weights)
+        starts = tuple(name.removesuffix("orig") for name in weights if name.rpartition("_")[2] == "orig")
         for name, _ in module.named_buffers(recurse=takes_all):
             if takes_all or name.startswith(starts):
                 found.add(f"{prefix}.{name}" if prefix else name)

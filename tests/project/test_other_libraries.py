@@ -209,6 +209,10 @@ STILL_NEEDED: dict[str, tuple[tuple[str, ...], Callable[[], bool]]] = {
         ("torch._C._storage_Use_Count",),
         lambda: _has_public(torch.UntypedStorage, "use", "count"),
     ),
+    "a tensor returns which storage it has, past its subclass": (
+        ("torch._C._storage_address",),
+        lambda: _has_public(torch.Tensor, "storage", "address"),
+    ),
     "autograd returns whether a backward runs": (
         ("torch._C._current_graph_task_id",),
         lambda: _has_public(torch.autograd.graph, "task"),
