@@ -238,7 +238,7 @@ class _Builder:
             width = extent // query
         whole, of_keys = query * width, keys * width
         packed = whole + 2 * of_keys
-        is_packed = width and extent == packed and not self._has_keys_apart(name, of_keys)
+        is_packed = width and extent == packed and not self._has_keys_apart(name, attention, of_keys)
         if is_packed and (len(rule.parts) > 1 or rule.parts == (3,) or not self._is_interleaved(name, rule)):
             runs = (
                 UnitRun(0, query, width, UnitAssignment.AS_QUERIES),
@@ -256,18 +256,20 @@ class _Builder:
             return self._of_heads(found, UnitAssignment.AS_QUERIES, extent // query)
         return None
 
-    def _has_keys_apart(self, name: str, of_keys: int) -> bool:
+    def _has_keys_apart(self, name: str, attention: AttentionHeads, of_keys: int) -> bool:
         """Returns whether keys and values come from other layers of the same attention module.
 
-        Then a layer as wide as query, key and value together has query and gate of each head (Qwen3-Next).
+        Then a layer as wide as query, key and value together has query and gate of each head (Qwen3-Next). In a module
+        with as many key/value heads as query heads, the others may be one (latent attention); a gate for packed
+        queries, keys and values is half as wide.
         """
         above = name.rpartition(".")[0]
-        columns = [
-            self._weight_of(other, rule)
-            for other, rule in self.rules.items()
-            if other in self.modules and other.rpartition(".")[0] == above and rule.way in _COLUMNS
-        ]
-        return sum(weight.shape[dim] == of_keys for weight, dim in columns) >= 2
+        others = []
+        for other, rule in self.rules.items():
+            if other != name and other in self.modules and other.rpartition(".")[0] == above and rule.way in _COLUMNS:
+                weight, dim = self._weight_of(other, rule)
+                others.append(weight.shape[dim])
+        return sum(others) >= 2 * of_keys if attention.key_value == attention.query else others.count(of_keys) >= 2
 
     def _is_interleaved(self, name: str, rule: CutRule) -> bool:
         if rule.is_interleaved:

@@ -133,7 +133,7 @@ class Maker:
         elif way is CutStyle.LATENT:
             module.register_forward_hook(_latent(self._channel, name, self._rotary(name)))
         elif way is CutStyle.EXPERTS:
-            module.register_forward_pre_hook(_enter_experts(self._channel, name))
+            module.register_forward_pre_hook(_enter_experts(self._channel, name), with_kwargs=True)
             module.register_forward_hook(_sum_output(self._channel, name))
         elif way is CutStyle.IDENTITY_EXPERT:
             module.register_forward_pre_hook(_divide_input(self._channel.size))
@@ -235,14 +235,14 @@ def _divide_input(size: int) -> Callable[..., tuple[Any, ...]]:
     return hook
 
 
-def _enter_experts(channel: Channel, name: str) -> Callable[..., tuple[Any, ...]]:
-    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            copy_to(value, channel, f"the gradient of an input of {name}")
-            if isinstance(value, torch.Tensor) and value.is_floating_point()
-            else value
-            for value in args
-        )
+def _enter_experts(channel: Channel, name: str) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    def enter(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return copy_to(value, channel, f"the gradient of an input of {name}")
+        return value
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(enter, args)), {key: enter(value) for key, value in kwargs.items()}
 
     return hook
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -177,7 +177,7 @@ def of_plan(model: nn.Module) -> dict[str, CutRule]:
         patterns = [(key, re.compile(prefix + key.replace(".", r"\.").replace("*", r"[^.]+"))) for key in plan]
         for name in _names(model):
             key = next((key for key, pattern in patterns if pattern.fullmatch(name)), None)
-            if key is None or name in empty:
+            if key is None or (name in empty and plan[key] != "moe_identity_expert"):
                 continue
             style = plan[key]
             if style not in _STYLES:
@@ -186,9 +186,36 @@ def of_plan(model: nn.Module) -> dict[str, CutRule]:
                     f"that is not known here; known are {', '.join(_STYLES)}. Write a layer_specs entry for "
                     f"{name!r} in tensor_parallel.partition_config"
                 )
-            parts = (2,) if style.startswith("packed_") else ()
+            parts = (2,) if style.startswith("packed_") or _is_packed(model, name) else ()
             found[name] = CutRule(_STYLES[style], f"the model's plan ({key}: {style})", parts)
-    return found
+    for name in [name for name, rule in found.items() if rule.way is CutStyle.SUM_OUTPUT]:
+        own = model.get_submodule(name).named_parameters(recurse=False)
+        if any(f"{name}.{key}" in found for key, _ in own):  # bare weights do not sum the gradient of their input
+            found[name] = replace(found[name], way=CutStyle.EXPERTS)
+    columns = [name for name, rule in found.items() if rule.way in (CutStyle.COLUMN, CutStyle.COLUMN_GATHERED)]
+    return {name: rule for name, rule in found.items() if not _takes_whole_input(model, name, rule, columns)}
+
+
+def _is_packed(model: nn.Module, name: str) -> bool:
+    """Returns whether a parameter has gate and up projections of stacked experts, one after the other.
+
+    Some plans call it "colwise", not "packed_colwise" (Inkling).
+    """
+    above, _, own = name.rpartition(".")
+    return own == "gate_up_proj" and getattr(model.get_submodule(above), "is_concatenated", False) is True
+
+
+def _takes_whole_input(model: nn.Module, name: str, rule: CutRule, columns: Sequence[str]) -> bool:
+    """Returns whether a plan's row-parallel layer stands beside linear layers of which the plan cuts none.
+
+    A pattern for full attention may fit the output layer of linear attention too, as both modules have one name
+    (GLM-5).
+    """
+    above = name.rpartition(".")[0]
+    if rule.way is not CutStyle.ROW or not above or any(column.startswith(f"{above}.") for column in columns):
+        return False
+    beside = model.get_submodule(above).named_modules()
+    return any(is_linear(module) and f"{above}.{inner}" != name for inner, module in beside)
 
 
 def _names(model: nn.Module) -> Iterator[str]:
