@@ -125,6 +125,11 @@ PATHS: dict[str, dict[str, str]] = {
         ),
     },
     "moe": {},
+    "moe.ep_experts": {
+        "deepspeed.parallel.expert.activations": (
+            "EXPERT_ACTIVATIONS ExpertActivation get_expert_activation register_expert_activation"
+        ),
+    },
     "moe.experts": {"deepspeed.parallel.expert.layer": "Experts"},
     "moe.layer": {
         "deepspeed.parallel.expert.layer": "Experts MOELayer MoE",

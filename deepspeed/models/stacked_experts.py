@@ -167,6 +167,24 @@ def parts_of(module: Any) -> ExpertParts:
     )
 
 
+def gate_and_up(module: Any, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns gate and up from the first product's result, where they lie one after the other or interleaved."""
+    if getattr(module, "is_concatenated", True):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gate, up
+    return gate_up[..., ::2], gate_up[..., 1::2]
+
+
+def swiglu_constants(module: Any) -> tuple[float, float]:
+    """Returns alpha and limit of a module's activation, or of its configuration; 1.702 and 7 where neither has them."""
+    sources = (module, getattr(module, "config", None))
+    found = []
+    for names, default in ((("alpha", "swiglu_alpha"), 1.702), (("limit", "swiglu_limit"), 7.0)):
+        values = (getattr(source, name, None) for source in sources for name in names)
+        found.append(next((float(value) for value in values if isinstance(value, (int, float))), default))
+    return found[0], found[1]
+
+
 def _between(module: Any, has_gate: bool) -> Any:
     if not has_gate:
         return module.act_fn
@@ -175,7 +193,7 @@ def _between(module: Any, has_gate: bool) -> Any:
         return own
 
     def apply_gate(gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate_and_up(module, gate_up)
         result: torch.Tensor = module.act_fn(gate) * up
         return result
 

@@ -111,4 +111,10 @@ class ExpertParallel(Section):
     comm_max_tokens_per_rank: Int = key(
         0, "Maximum number of tokens per rank; 0: measured.", minimum=0, since="0.19.8", no_effect=_ONE_WAY
     )
-    expert_activation: str | None = key(None, "Activation of the experts.", since="0.19.8", no_effect=_READ)
+    expert_activation: str | None = key(
+        None,
+        "Activation of the experts: swiglu, geglu_tanh, swiglu_clamped, swiglu_oai, or a name given to "
+        "deepspeed.moe.ep_experts.register_expert_activation.",
+        since="0.19.8",
+        null_means="the model's own",
+    )

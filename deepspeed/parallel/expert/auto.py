@@ -24,6 +24,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.models.configurations import model_type_of
 from deepspeed.models.stacked_experts import lacks
+from deepspeed.parallel.expert.activations import check_activation
 from deepspeed.parallel.expert.spread import Spread, is_stack, rows_in, spread, spread_of, stack_rows
 from deepspeed.parallel.stages import is_stage, raise_for_all_stages
 from deepspeed.zero.access.gathered import GatheredParameters
@@ -83,6 +84,7 @@ def spread_experts(
             exchanged |= _cut(name, module, assignment)
             _state(module).grouped = section.use_grouped_mm
             _state(module).is_coded = section.dispatch_dtype == "int8"
+            _state(module).activation = section.expert_activation
     experts = sorted({_state(module).num_experts for module in found.values()})
     where = "this stage has " if is_stage(model) else ""
     numbers = " or ".join(map(str, experts)) or "no"
@@ -124,6 +126,7 @@ def _check_module(name: str, module: nn.Module, section: ExpertParallel) -> None
             f"expert_parallel: the experts {name!r} ({type(module).__name__}) lack {missing}; "
             "leave the section out, or build such layers with deepspeed.moe.layer.MoE"
         )
+    check_activation(section.expert_activation, name, module)
     rows = stack_rows(module) if known is None else known.rows
     experts = rows["down_proj"]
     for stack, length in rows.items():

@@ -33,6 +33,7 @@ from deepspeed.models.stacked_experts import (
     takes_all,
     takes_routes,
 )
+from deepspeed.parallel.expert.activations import activation_of
 from deepspeed.parallel.expert.dispatch import RoutePlan, RoutingMetrics, dispatch, plan_routes
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.address import full_shape
@@ -52,6 +53,7 @@ class Spread:
         rows: By name: the length of each stack on all ranks together.
         grouped: Use grouped products where they are faster.
         is_coded: Tokens are sent to experts in 8 bits.
+        activation: Name of a registered activation that replaces the module's own; None: the module's own.
         balance: Where the routes of the last forward went; None before the first.
     """
 
@@ -62,6 +64,7 @@ class Spread:
     rows: Mapping[str, int] = field(default_factory=dict)
     grouped: bool = True
     is_coded: bool = False
+    activation: str | None = None
     balance: RoutingMetrics | None = None
 
     @classmethod
@@ -179,9 +182,11 @@ def _dispatch(module: Any, x: torch.Tensor, weights: torch.Tensor | None, plan: 
 
 def _experts_of(module: Any) -> StackedExperts:
     parts = parts_of(module)
+    activation = module.__dict__[_STATE].activation
+    between = parts.between if activation is None else activation_of(activation, module)
     up = ExpertStack(parts.up, parts.up_bias, parts.is_transposed)
     down = ExpertStack(parts.down, parts.down_bias, parts.is_transposed)
-    return StackedExperts(up, parts.between, down, parts.after)
+    return StackedExperts(up, between, down, parts.after)
 
 
 Rowwise = Callable[[torch.Tensor], torch.Tensor]

@@ -11,10 +11,11 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS, get_expert_activation, register_expert_activation
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.engine.support import SHARDED, rank
 from tests.harness import on_first_rank, run_ranks
-from tests.parallel.expert.models import CONFIGS, FAMILIES, batch, build
+from tests.parallel.expert.models import CONFIGS, batch, build
 
 STEPS = 5
 
@@ -110,8 +111,22 @@ CELLS = [
     ("qwen3_5_moe", 2, {"own_optimizer": False}), ("olmoe", 1, {}), ("deepseek_v2", 2, {}),
     ("deepseek_v3", 3, {"own_optimizer": False}), ("gpt_oss", 3, {"init": True}), ("llama4", 2, {}),
 ]  # fmt: skip
-PRESET = {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "minimax_m3"}}
-UNUSUAL = [("longcat_flash", 3, {}), ("inkling", 1, {}), ("minimax_m3", 2, PRESET)]
+
+
+def section(**more: Any) -> dict[str, Any]:
+    return {"expert_parallel": {"enabled": True, "autoep_size": 2, **more}}
+
+
+def own_activation(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """Mixtral's, written otherwise; alpha and limit are the defaults, as neither the module nor its config has them."""
+    return gate / (1 + (-gate).exp()) * up * (alpha / 1.702) * (limit / 7)
+
+
+UNUSUAL = [
+    ("longcat_flash", 3, {}), ("inkling", 1, {}), ("minimax_m3", 2, section(preset_model="minimax_m3")),
+    ("mixtral", 1, section(expert_activation="of_this_test")), ("qwen3_moe", 3, section(expert_activation="swiglu")),
+    ("gpt_oss", 2, section(expert_activation="swiglu_oai")),
+]  # fmt: skip
 
 
 def _all_cells(world: int, ep_size: int, cells: list[Any]) -> None:
@@ -127,8 +142,28 @@ def test_every_kind_of_model_on_two_ranks() -> None:
     run_ranks(_all_cells, 2, 2, 2, CELLS, timeout=240)
 
 
-def test_zero_experts_shared_experts_and_a_preset() -> None:
-    run_ranks(_all_cells, 2, 2, 2, UNUSUAL, timeout=240)
+def _unusual() -> None:
+    register_expert_activation("of_this_test", own_activation)
+    try:
+        _all_cells(2, 2, UNUSUAL)
+    finally:
+        del EXPERT_ACTIVATIONS["of_this_test"]
+
+
+def test_zero_experts_shared_experts_a_preset_and_activations() -> None:
+    run_ranks(_unusual, 2, timeout=240)
+
+
+def test_activations_are_registered_once() -> None:
+    gate, up = torch.tensor([-9.0, 0.5, 9.0]), torch.tensor([-8.0, 0.5, 9.0])
+    clamped = EXPERT_ACTIVATIONS["swiglu_clamped"].fn(gate, up, 1.0, 7.0)
+    torch.testing.assert_close(clamped, nn.functional.silu(gate.clamp(max=7)) * up.clamp(-7, 7))
+    found = get_expert_activation("geglu_tanh").fn(gate, up, 1.0, 7.0)
+    torch.testing.assert_close(found, nn.functional.gelu(gate, approximate="tanh") * up)
+    with pytest.raises(ValueError, match=r"register_expert_activation\('swiglu'\): expected a new name"):
+        register_expert_activation("swiglu", own_activation)
+    with pytest.raises(ValueError, match="'nothing': expected one of swiglu, .* register it with"):
+        get_expert_activation("nothing")
 
 
 @pytest.mark.slow
@@ -137,12 +172,6 @@ def test_every_stage_on_four_ranks() -> None:
     run_ranks(_all_cells, 4, 4, 2, cells, timeout=240)
     run_ranks(_all_cells, 4, 4, 2, [("mixtral", 1, {"far": True}), ("mixtral", 3, {"far": True})], timeout=240)
     run_ranks(_all_cells, 4, 4, 4, cells, timeout=240)
-
-
-@pytest.mark.slow
-def test_further_families_on_two_ranks() -> None:
-    cells = [(kind, number % 4, {"init": number % 8 == 3}) for number, kind in enumerate(FAMILIES)]
-    run_ranks(_all_cells, 2, 2, 2, cells, timeout=300)
 
 
 def _stateful() -> None:
@@ -165,6 +194,16 @@ def _refused() -> None:
     peft = pytest.importorskip("peft")
     for model, section, words in (
         (nn.Linear(2, 2), {}, "Linear has no module with stacked experts .* build other models with deepspeed.moe"),
+        (
+            build("mixtral"),
+            {"expert_activation": "nothing"},
+            "expert_activation: .* expected one of swiglu, ",
+        ),
+        (
+            build("nemotron_h"),
+            {"expert_activation": "swiglu"},
+            "expected experts with a gate, found 'model.lay",
+        ),
         (build("mixtral"), {"preset_model": "qwen3_moe"}, "is for models of type qwen3_moe or qwen2_moe, .*'mixtral'"),
         (
             build("mixtral"),
