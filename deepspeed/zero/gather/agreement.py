@@ -151,19 +151,19 @@ class Agreement:
             )
         if not self.serves and any(row != rows[0] for row in rows):
             wishes = "; ".join(f"rank {rank}: {self._words(row[2])}" for rank, row in enumerate(rows))
-            differ = f"in the {self._kind} (pass {self._pass}, position {position}): {wishes}"
             if not (self._adapts and is_aligned and in_pass):
                 raise DivergenceError(
-                    f"ranks took different branches {differ}. Under ZeRO stage 3 every rank must use the same modules "
-                    'in the same order. Set zero_optimization.agreement to "serve", mark the module that holds both '
-                    "branches with deepspeed.utils.set_z3_leaf_modules so that it is gathered whole, or make the "
+                    f"ranks took different branches in the {self._kind} (pass {self._pass}, position {position}): "
+                    f"{wishes}. Under ZeRO stage 3 every rank must use the same modules in the same order. "
+                    'Set zero_optimization.agreement to "serve", mark the module that holds both branches with '
+                    "deepspeed.utils.set_z3_leaf_modules so that it is gathered whole, or make the "
                     "branch depend on data that is equal on all ranks"
                 )
             self.serves = True
             log_dist(
-                f"ranks use different modules {differ}. From now on all ranks gather what any of them needs, which "
-                'costs two more exchanges in each forward and backward. zero_optimization.agreement "serve" does so '
-                'from the start, and "error" makes it an error'
+                f"ranks use different modules in the {self._kind}: {wishes}. From now on all ranks gather what any of "
+                "them needs, which costs two more exchanges in each forward and backward. zero_optimization.agreement "
+                '"serve" does so from the start, and "error" makes it an error'
             )
             if self._on_adapted is not None:
                 self._on_adapted()
