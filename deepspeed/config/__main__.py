@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from deepspeed.command_output import run_and_flush
+from deepspeed.config.comparing import compared_keys, removed_keys
 from deepspeed.config.degrees import data_parallel_size
 from deepspeed.config.parsing import ParsedConfig, parse
 from deepspeed.config.reference import reference_text
@@ -38,11 +39,21 @@ def _check(source: str, world_size: int | None, console: Console) -> int:
     return 0
 
 
+def _compare(source: str, console: Console) -> int:
+    if not is_readable(source):
+        return _check(source, None, console)
+    for name, comparison in compared_keys(source):
+        console.print(f"{escape(name)}: {escape(comparison)}", soft_wrap=True, highlight=False)
+    return 0
+
+
 def _show(source: str, parsed: ParsedConfig, console: Console) -> None:
     root = parsed.root
     console.print(f"[green]{escape(source)} is in order[/]", soft_wrap=True)
     for notice in parsed.notices:
         console.print(f"  - {escape(notice)}", soft_wrap=True, highlight=False)
+    for name in removed_keys(parsed.raw):
+        console.print(f"  - {escape(name)}: removed in 0.19.8, works here", soft_wrap=True, highlight=False)
     table = Table(show_header=False, box=None)
     precision = "fp16" if root.fp16.enabled else "bf16" if root.bf16.enabled else "fp32"
     table.add_row("ZeRO stage", str(root.zero_optimization.stage))
@@ -74,12 +85,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check = commands.add_parser("check", help="check a configuration file")
     check.add_argument("file", help="configuration file (JSON or Hjson)")
     check.add_argument("--world-size", type=int, help="number of ranks of the job, for the batch arithmetic")
+    check.add_argument(
+        "--from-upstream",
+        action="store_true",
+        help="print one line per key: how it compares with the original package, and what is refused here",
+    )
     commands.add_parser("schema", help="write the JSON Schema to standard output")
     commands.add_parser("reference", help="write the reference page to standard output")
     given = parser.parse_args(arguments)
     if given.command == "check":
         if given.world_size is not None and given.world_size < 1:
             parser.error(f"--world-size must be at least 1, found {given.world_size}")
+        if given.from_upstream:
+            return _compare(given.file, Console())
         return _check(given.file, given.world_size, Console())
     sys.stdout.write(schema_text() if given.command == "schema" else reference_text())
     return 0

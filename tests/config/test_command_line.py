@@ -53,6 +53,38 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is a folder; give a file" in capsys.readouterr().out
 
 
+REMOVED = {
+    "train_batch_size": 8,
+    "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 1, "overlap_comm": True, "legacy_stage1": True},
+    "elasticity": {"enabled": False},
+    "sparse_attention": {"mode": "fixed", "block": 16},
+    "graph_harvesting": True,
+    "amp": {"enabled": False},
+}
+
+
+def test_keys_that_the_original_has_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", write(tmp_path, REMOVED)]) == 0
+    lines = [line.strip(" -") for line in capsys.readouterr().out.splitlines() if "works here" in line]
+    assert lines == [
+        f"{key}: removed in 0.19.8, works here" for key in ("optimizer.type", "elasticity", "sparse_attention")
+    ]
+
+
+def test_each_key_beside_the_original(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--from-upstream", write(tmp_path, {**REMOVED, "fp17": 1, "nebula": {"enabled": True}})]) == 0
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["train_batch_size"] == lines["optimizer.params.lr"] == lines["zero_optimization.stage"] == "same"
+    assert lines["elasticity.enabled"] == lines["sparse_attention.block"] == "removed in 0.19.8, works here"
+    assert lines["zero_optimization.overlap_comm"].startswith("same, with another default: true at stage 3 only there")
+    assert lines["zero_optimization.legacy_stage1"].startswith("without effect: ")
+    assert lines["graph_harvesting"].startswith("removed in 0.19.8, no effect here: ")
+    assert lines["amp.enabled"].startswith("removed in 0.19.8, does not exist here: ")
+    assert lines["nebula.enabled"].startswith("refused here: ") and "save_checkpoint" in lines["nebula.enabled"]
+    assert lines["fp17"].startswith("refused here: unknown key")
+
+
 def test_schema_and_reference_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out)["title"] == "ds_config"

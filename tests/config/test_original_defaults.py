@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from deepspeed.config.comparing import OTHER_DEFAULTS
 from deepspeed.config.describe import default_of, entries
 from deepspeed.config.section import Section, facts_of
 from deepspeed.config.sections.optimizer import OWN_OPTIMIZERS
@@ -62,6 +63,11 @@ def test_other_defaults_are_on_the_page_with_a_reason() -> None:
     assert set(rows) == differing - set(null)
     for key, (theirs, here, reason) in rows.items():
         assert [theirs, here] == [f"`{json.dumps(value)}`" for value in (original[key], ours[key])] and len(reason) > 10
+
+
+def test_the_command_knows_what_differs() -> None:
+    listed = {*_rows("Other values"), *_rows("null that means something else")}
+    assert set(OTHER_DEFAULTS) == listed
 
 
 def test_null_is_explained() -> None:
