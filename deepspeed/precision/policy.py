@@ -174,8 +174,8 @@ def buffers_beside_weights(model: nn.Module) -> set[str]:
     """Returns the names of buffers that torch combines with weights, which must have the same dtype.
 
     These are the statistics of a batch norm with weights, the masks of ``torch.nn.utils.prune``, and what
-    ``spectral_norm`` and parametrizations compute a weight from. Beside a weight that hooks compute, torch keeps the original
-    as ``weight_orig``, and buffers such as ``weight_mask`` and ``weight_u``.
+    ``spectral_norm`` and parametrizations compute a weight from. Beside a weight that hooks compute, torch keeps the
+    original, ``weight_orig``, and buffers such as ``weight_mask`` and ``weight_u``.
     """
     found = set()
     for prefix, module in model.named_modules():
