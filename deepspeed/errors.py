@@ -87,3 +87,23 @@ class OffloadError(DeepSpeedError, RuntimeError):
 
 class DeprecatedException(DeepSpeedError):  # noqa: N818 - the name that programs catch
     """A call that was removed; the message says what replaces it."""
+
+
+def require_state(holds: bool, subject: object, expected: str) -> None:
+    """Raises where code of this package calls an object in the wrong state.
+
+    Unlike ``assert``, it does so under ``python -O`` too.
+
+    Args:
+        holds: Whether the state is right.
+        subject: Named in the message by its ``repr``.
+        expected: What was expected.
+
+    Raises:
+        CallOrderError: It is not.
+    """
+    if not holds:
+        raise CallOrderError(
+            f"{subject!r}: expected {expected}. This is a fault of deepspeed, and this rank must not go on: start "
+            "again from the last checkpoint, and report the traceback"
+        )

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator, host_memory
 from deepspeed.comm.transports.transport import DoneWork, Work
-from deepspeed.errors import OffloadError
+from deepspeed.errors import OffloadError, require_state
 from deepspeed.logging import log_dist
 from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
 from deepspeed.offload.pinned import PAGE, host_device, page_buffer, round_to_pages
@@ -347,7 +347,7 @@ class FileMemory(Memory):
         self.settle()
         self.forget()
         taken, self._free = self._free[:count], self._free[count:]
-        assert len(taken) == count
+        require_state(len(taken) == count, self, f"{count} free staging buffers")
         return taken
 
     @override

@@ -17,7 +17,7 @@ from typing_extensions import override
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections.offload import OffloadOptimizer, OffloadParam
 from deepspeed.config.sections.root import Root
-from deepspeed.errors import OffloadError
+from deepspeed.errors import OffloadError, require_state
 from deepspeed.logging import log_dist
 from deepspeed.offload.file_io import IoSettings, Transfer
 from deepspeed.offload.files import BufferSize, CachePolicy, FileMemory, FileSettings
@@ -284,7 +284,7 @@ class FileUpdate(HostUpdate):
     def _read_next(self) -> None:
         assert self._sets
         target = self._sets.pop()
-        assert not target.transfers
+        require_state(not target.transfers, self, "staging buffers without transfers")
         for buffer, tensor in zip(target.buffers, self._tensors_of(self._unread.popleft()).values(), strict=False):
             _, offset = self._memory.locate(tensor)
             nbytes = round_to_pages(tensor.numel() * tensor.element_size())

@@ -11,10 +11,10 @@ GATHERING     the same                                    the shard and the full
 FULL          views of the full buffer, plain Parameter   the shard and the full buffer
 ============  ==========================================  =======================================
 
-Only the methods below change the state; each asserts the state that it starts from. The full buffer is one tensor
-object for the life of the bucket; ``FlatBuffer.free`` and ``allocate`` resize its storage to nothing and back. So a
-gather fills the views. If a program still has a view at ``free``, the memory is left to it, and the buffer gets other
-memory.
+Only the methods below change the state; each raises in any state but the one that it starts from. The full buffer is
+one tensor object for the life of the bucket; ``FlatBuffer.free`` and ``allocate`` resize its storage to nothing and
+back. So a gather fills the views. If a program still has a view at ``free``, the memory is left to it, and the buffer
+gets other memory.
 
 ``mark_full`` makes the ``data`` of a parameter a view and gives it back its class. ``mark_sharded`` makes ``data`` a
 placeholder and the class ``ShardedParameter`` (``zero.address``). An operation that reads such a parameter calls the
@@ -36,7 +36,7 @@ from torch.autograd.graph import increment_version
 
 from deepspeed.comm.codecs.coded import CodedTransport
 from deepspeed.comm.transports.transport import DoneWork, Transport, Work, transfer_key
-from deepspeed.errors import CallOrderError
+from deepspeed.errors import CallOrderError, require_state
 from deepspeed.logging import log_dist, warn_once
 from deepspeed.zero.address import Gatherer, Loan, State, mark_full, mark_sharded, remember_class, set_address
 from deepspeed.zero.construction.provisional import copy_sharded
@@ -214,7 +214,7 @@ class Bucket:
 
     def store_shard(self) -> None:
         """Copies this rank's slice of the full buffer into the shard (after the full values changed)."""
-        assert self.state is State.FULL and not self.is_decoded
+        require_state(self.state is State.FULL and not self.is_decoded, self, "FULL with exact values to store")
         if self.is_sharded:
             self.memory.write(self.shard, self.transport.my_slice(self.full.tensor))
             self.memory.settle()
@@ -241,7 +241,7 @@ class Bucket:
         Args:
             exactly: Gather without a codec, for callers other than the model.
         """
-        assert self.state is State.SHARDED, f"{self!r}: a gather starts from SHARDED"
+        require_state(self.state is State.SHARDED, self, "SHARDED at the start of a gather")
         self.full.allocate()
         key = self._next_key()
         with self.memory.ordered():
@@ -251,12 +251,16 @@ class Bucket:
         self.is_decoded = not transport.is_exact
         self._change_state(State.GATHERING)
 
+    def _await_gather(self) -> None:
+        require_state(self.state is State.GATHERING, self, "GATHERING at the end of a gather")
+        self._read.wait()
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+
     def finish_gather(self) -> None:
         """GATHERING -> FULL: waits, and gives the parameters their values."""
-        assert self.state is State.GATHERING and self._work is not None, f"{self!r}: nothing to wait for"
-        self._read.wait()
-        self._work.wait()
-        self._work = None
+        self._await_gather()
         for parameter, view, kind in self._without_loans(zip(self.params, self._views, self._classes, strict=True)):
             mark_full(parameter, view, kind)
         self._change_state(State.FULL)
@@ -264,7 +268,7 @@ class Bucket:
 
     def repeat_gather(self) -> None:
         """FULL -> FULL: takes part in a gather that only other ranks need; the same values arrive."""
-        assert self.state is State.FULL and self.is_sharded
+        require_state(self.state is State.FULL and self.is_sharded, self, "sharded and FULL to be gathered again")
         key, label = self._next_key(), f"the gather of {self.label}"
         if not isinstance(self._compute_transport, CodedTransport):
             self.transport.all_gather(self.full.tensor, key=key, label=label).wait()
@@ -275,7 +279,7 @@ class Bucket:
 
     def restore_full(self) -> None:
         """FULL -> FULL: gathers the exact values of the shards again. Every rank must call it."""
-        assert self.state is State.FULL and self.is_sharded
+        require_state(self.state is State.FULL and self.is_sharded, self, "sharded and FULL to be gathered again")
         with self.memory.ordered():
             self._read = self.memory.read(self.shard, self.transport.my_slice(self.full.tensor))
         self._read.wait()
@@ -285,7 +289,7 @@ class Bucket:
 
     def reshard(self) -> None:
         """FULL -> SHARDED: takes the values from the parameters and frees the full buffer."""
-        assert self.state is State.FULL and self.is_sharded, f"{self!r}: only a FULL sharded bucket can be resharded"
+        require_state(self.state is State.FULL and self.is_sharded, self, "sharded and FULL to be resharded")
         self.keep_writes()
         for parameter, placeholder in self._without_loans(zip(self.params, self._placeholders, strict=True)):
             mark_sharded(parameter, placeholder)
@@ -295,10 +299,7 @@ class Bucket:
 
     def abandon_gather(self) -> None:
         """GATHERING -> SHARDED: waits for the transfer, whose peers rely on it, and drops the result."""
-        assert self.state is State.GATHERING and self._work is not None, f"{self!r}: no gather to abandon"
-        self._read.wait()
-        self._work.wait()
-        self._work = None
+        self._await_gather()
         self.full.free()
         self._change_state(State.SHARDED)
 
@@ -345,7 +346,7 @@ class Bucket:
 
     def view(self, tile: int) -> torch.Tensor:
         """Returns the view of a parameter in the full buffer, in its shape; only while FULL."""
-        assert self.state is State.FULL, f"{self!r}: the full buffer is not there"
+        require_state(self.state is State.FULL, self, "FULL to have views")
         return self._views[tile]
 
     def tile_at(self, offset: int) -> int:
@@ -354,7 +355,7 @@ class Bucket:
 
     def pin(self) -> None:
         """Keeps the bucket FULL until :meth:`unpin`."""
-        assert self.state is State.FULL
+        require_state(self.state is State.FULL, self, "FULL to be pinned")
         self.pins += 1
         self.users += 1
 
@@ -398,7 +399,7 @@ class Bucket:
         """
         label = f"the update of {self.label}"
         if self.is_sharded:
-            assert self.state is State.SHARDED, f"{self!r}: parameters change only while sharded"
+            require_state(self.state is State.SHARDED, self, "SHARDED, as parameters change only while sharded")
             if not self.group.is_spread or self.group.combine is None:
                 return None
             return self.group.combine.all_gather(self.shard, key=self._next_publish_key(), label=label)

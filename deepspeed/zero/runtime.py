@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.job import backward_comm
 from deepspeed.comm.transports.transport import LocalTransport
-from deepspeed.errors import CallOrderError
+from deepspeed.errors import CallOrderError, require_state
 from deepspeed.logging import log_dist, warn_once
 from deepspeed.torch_private import is_inside_backward
 from deepspeed.zero.address import address_of, full_shape
@@ -227,7 +227,7 @@ class ZeroRuntime:
             micro_batch: The micro-batch of this backward.
             sync: Whether gradients are reduced; False inside ``no_sync``.
         """
-        assert not self.in_backward
+        require_state(not self.in_backward, self, "no open backward at the begin of one")
         self.take_unfrozen()
         self.backward_tracker.is_open = True
         if self.reducer is not None:
@@ -287,7 +287,7 @@ class ZeroRuntime:
 
     def end_backward(self) -> None:
         """Finishes a backward: waits for its gathers and reductions, and frees gathered parameters."""
-        assert self.in_backward
+        require_state(self.in_backward, self, "an open backward")
         self.schedule.end()
         self._confirm(False)
         if self.reducer is not None:

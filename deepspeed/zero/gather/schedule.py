@@ -32,6 +32,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from deepspeed.errors import require_state
 from deepspeed.logging import warn_once
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.bucket import Bucket, State
@@ -191,7 +192,7 @@ class GatherSchedule:
             kind: ``forward``, ``evaluation`` or ``backward``.
             entry: Number of the module that it enters the model by; a backward learns it from :meth:`enter`.
         """
-        assert self._situation is None, f"pass {self._situation} is still open"
+        require_state(self._situation is None, self, f"no open pass, found {self._situation}")
         self._issued = []
         if not self._buckets:
             self._situation, self._order = (kind, entry, frozenset()), []

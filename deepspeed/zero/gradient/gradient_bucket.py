@@ -17,7 +17,7 @@ import torch
 
 from deepspeed.comm.base.zero_rows import ZeroRows, row_starts
 from deepspeed.comm.transports.transport import LocalTransport, Reduction, Work, poll, transfer_key
-from deepspeed.errors import CallOrderError
+from deepspeed.errors import CallOrderError, require_state
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient.error_feedback import ErrorFeedback
 from deepspeed.zero.gradient.gradient_sum import GradientDestination, GradientSum, pack_and_square, squared_norm
@@ -452,7 +452,8 @@ class GradientBucket:
             return
         transport = self._group.combine_transport if self.is_coded else self._group.early_combine_transport
         to_owner = self._group.is_spread
-        assert transport is not None and self._transfer is None
+        assert transport is not None
+        require_state(self._transfer is None, self.bucket, "no other transfer of its gradients")
         feedback = self.feedback if self.is_coded else None
         partial = self.sum.take_partial()
         numel = partial.tensor.numel() // (transport.size if to_owner else 1)

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.job import backward_comm
 from deepspeed.comm.transports.transport import Transport
+from deepspeed.errors import require_state
 from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket, ReductionPolicy
@@ -170,7 +171,7 @@ class GradientReducer:
             bucket: The bucket.
             destination: How its gradients get to where the update reads them.
         """
-        assert self._backward is None
+        require_state(self._backward is None, self, "no open backward")
         self.buckets.append(GradientBucket(bucket, self.policy, self._memory_tracker, destination))
         self.buckets[-1].is_coded = self.is_coded
         self._positions[self.buckets[-1]] = len(self.buckets) - 1
@@ -231,7 +232,7 @@ class GradientReducer:
                 ``no_sync``); what reaches the others is added to the local sum.
             closes: Those that no later backward reaches before the update.
         """
-        assert self._backward is None
+        require_state(self._backward is None, self, "no open backward")
         self.stop_reading()
         if self.keeps_own:
             reduces = frozenset()

@@ -17,6 +17,7 @@ import torch
 from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.transport import Transport, Work
+from deepspeed.errors import require_state
 from deepspeed.ops.fragments import CutTensors, FragmentTable, SharedTensor, TensorFragment
 from deepspeed.ops.rounding import ParameterInterval
 from deepspeed.zero.bucket import Bucket
@@ -259,7 +260,7 @@ class MasterBucket:
 
     def whole_tile(self, tile: int) -> torch.Tensor:
         """Returns the master of one parameter in its shape, as a view; only where masters are not cut over ranks."""
-        assert self.layout.num_slices == 1
+        require_state(self.layout.num_slices == 1, self.bucket, "a master that is not cut over ranks")
         start, described = self.layout.starts[tile], self.layout.tiles[tile]
         return self.flat[start : start + described.numel].view(described.shape)
 
