@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import Any
 
 from torch import nn
@@ -76,3 +77,13 @@ def checked_model(model: object) -> nn.Module:
             "are lazy; run one batch through the model before initialize"
         )
     return model
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """Returns the torch optimizer inside Accelerate's wrapper; any other object as it is.
+
+    With a ``ParallelismConfig``, Accelerate wraps the optimizer before it calls ``initialize``. The update needs the
+    class itself: it decides whether elements may be updated in flat runs.
+    """
+    wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
+    return optimizer.optimizer if wrapper is not None and isinstance(optimizer, wrapper) else optimizer

@@ -1,4 +1,4 @@
-"""Takes what Accelerate gives ``initialize`` in its own form: a wrapped optimizer, the sizes of its parallelism."""
+"""Takes the sizes of Accelerate's ``ParallelismConfig``, which Accelerate gives no engine, into the configuration."""
 
 from __future__ import annotations
 
@@ -7,16 +7,6 @@ from typing import Any
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
-
-
-def inner_optimizer(optimizer: Any) -> Any:
-    """Returns the torch optimizer inside Accelerate's wrapper; any other object as it is.
-
-    With a ``ParallelismConfig``, Accelerate wraps the optimizer before it calls ``initialize``. The update needs the
-    class itself: it decides whether elements may be updated in flat runs.
-    """
-    wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
-    return optimizer.optimizer if wrapper is not None and isinstance(optimizer, wrapper) else optimizer
 
 
 def take_accelerate_sizes(config: Any, *, is_cut: bool) -> None:

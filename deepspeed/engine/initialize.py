@@ -10,10 +10,9 @@ import torch
 
 from deepspeed import comm
 from deepspeed.engine.agreeing import AgreedSetup, agree, check_model_alike, start_ranks
-from deepspeed.engine.arguments import checked_model, config_source
+from deepspeed.engine.arguments import checked_model, config_source, inner_optimizer
 from deepspeed.engine.communication_compression import compressed, tables_of_rows
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.from_accelerate import inner_optimizer
 from deepspeed.engine.islands import over_all_data_ranks, settle_islands
 from deepspeed.engine.optimizers import check_optimizer, choose_optimizer, refuse_cut_tensors
 from deepspeed.engine.parts import Client, EngineParts
