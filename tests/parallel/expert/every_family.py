@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,13 @@ _NOT_BY_ITSELF = ("qwen3_omni_moe_talker_text",)
 """Decoders that do not take tokens: this one speaks what another one has understood."""
 
 
-def families() -> dict[str, type[Any]]:
-    """Returns the model class of every family with stacked experts, by the type of its configuration."""
+def families(kinds: Collection[str] = ()) -> dict[str, type[Any]]:
+    """Returns the model class of every family with stacked experts, or of these, by the type of its configuration."""
     found = {}
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         if "down_proj = nn.Parameter" not in path.read_text():
+            continue
+        if kinds and not any(kind.startswith(path.parent.name) for kind in kinds):
             continue
         module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
         for ending in ("Model", "TextModel", "ForCausalLM"):  # the last one found counts
