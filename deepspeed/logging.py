@@ -1,18 +1,34 @@
-"""The package logger. Only rank 0 logs, unless a caller names other ranks."""
+"""The package logger. Only rank 0 logs, unless a caller names other ranks.
+
+Lines on a terminal begin with the time; lines that go elsewhere (a file, a pipe) with the rank and the date.
+``DEEPSPEED_LOG_FORMAT`` sets the form. Handlers of the root logger, which a program configures, get every line too; one
+that writes to the console replaces this package's own output.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
+from functools import lru_cache
 
 _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 _seen: set[str] = set()
 # Control characters (C0, C1, DEL) except line feed and tab. They can move the cursor or reprogram a terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+FORMAT_VARIABLE = "DEEPSPEED_LOG_FORMAT"
+TERMINAL, FILE, JSON = "terminal", "file", "json"
+"""Values of the variable; others are formats of :class:`logging.Formatter`, with ``%(rank)s`` and ``%(source)s``."""
+JSON_START = '{"time": '
+"""Begins a line of the format ``json``."""
 
 
 class _CurrentStderr(logging.StreamHandler):
@@ -29,6 +45,16 @@ class _CurrentStderr(logging.StreamHandler):
     def stream(self, _value) -> None:  # type: ignore[no-untyped-def]
         pass
 
+    def emit(self, record: logging.LogRecord) -> None:
+        if not any(map(_writes_to_console, logging.getLogger().handlers)):
+            super().emit(record)
+
+
+def _writes_to_console(handler: logging.Handler) -> bool:
+    consoles = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    stream = getattr(handler, "stream", None)
+    return hasattr(handler, "console") or (stream is not None and stream in consoles)  # the first is rich's
+
 
 _COLORS = {"WARNING": 33, "ERROR": 31, "CRITICAL": 31}
 
@@ -41,36 +67,103 @@ def takes_color(is_terminal: bool) -> bool:
 def with_color(line: str) -> str:
     """Returns a log line with its level in color, if it is a warning or worse."""
     for level, color in _COLORS.items():
-        if f"] [{level}] " in line[:32]:
+        if f"] [{level}] " in line[:64]:
             return line.replace(f"[{level}]", f"\x1b[{color}m[{level}]\x1b[0m", 1)
     return line
 
 
-class _LineFormatter(logging.Formatter):
-    """Colors the level on a terminal, but not in files."""
+class _JsonFormatter(logging.Formatter):
+    """Writes a record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return with_color(text) if takes_color(sys.stderr is not None and sys.stderr.isatty()) else text
+        values = {
+            "time": datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "rank": record.__dict__["rank"],
+            "source": record.__dict__["source"],
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            values["exception"] = self.formatException(record.exc_info)
+        return json.dumps(values)
+
+
+@lru_cache
+def _formatter_of(form: str) -> logging.Formatter:
+    """Returns the formatter of a value of ``DEEPSPEED_LOG_FORMAT``.
+
+    Raises:
+        ValueError: The value is no format.
+    """
+    if form == JSON:
+        return _JsonFormatter()
+    if form == TERMINAL:
+        return logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s", datefmt="%H:%M:%S")
+    date = "%Y-%m-%d %H:%M:%S"
+    if form == FILE:
+        return logging.Formatter("[%(source)s] [%(asctime)s] [%(levelname)s] %(message)s", datefmt=date)
+    made = logging.Formatter(form, datefmt=date)
+    made.format(_with_source(logging.LogRecord("", 0, "", 0, "", None, None)))
+    return made
+
+
+def _with_source(record: logging.LogRecord) -> logging.LogRecord:
+    """Returns a copy with the attributes ``rank`` and ``source``, and without the rank in the message."""
+    found = copy.copy(record)
+    found.rank = _rank() if _command is None else None
+    found.source = f"rank {found.rank}" if _command is None else _command
+    found.msg, found.args = record.getMessage().removeprefix(f"[{found.source}] "), None
+    return found
+
+
+class _LineFormatter(logging.Formatter):
+    """Formats a line for where it goes: colors the level on a terminal, but not in files."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        form = os.environ.get(FORMAT_VARIABLE) or (TERMINAL if is_terminal else FILE)
+        try:
+            formatter = _formatter_of(form)
+        except (ValueError, KeyError, TypeError):  # set_default_log_level has reported it
+            formatter = _formatter_of(FILE)
+        text = formatter.format(record if form == TERMINAL else _with_source(record))
+        return with_color(text) if takes_color(is_terminal) else text
+
+
+_command: str | None = None
+
+
+def name_source(command: str | None) -> None:
+    """Sets what lines name as their source: a command of this package; None: the rank."""
+    global _command
+    _command = command
 
 
 def _create_logger() -> logging.Logger:
     created = logging.getLogger("DeepSpeed")
     if not created.handlers:
         handler = _CurrentStderr()
-        handler.setFormatter(_LineFormatter("[%(asctime)s] [%(levelname)s] %(message)s", datefmt="%H:%M:%S"))
+        handler.setFormatter(_LineFormatter())
         created.addHandler(handler)
-        created.propagate = False
     return created
 
 
 def set_default_log_level() -> None:
-    """Sets the level to that of ``DEEPSPEED_LOG_LEVEL``, or to info without it."""
+    """Sets the level to that of ``DEEPSPEED_LOG_LEVEL``, or to info without it; checks ``DEEPSPEED_LOG_FORMAT``."""
     text = os.environ.get("DEEPSPEED_LOG_LEVEL") or "info"
     logger.setLevel(_LEVELS.get(text.lower(), logging.INFO))
     if text.lower() not in _LEVELS:
         log_dist(
             f"DEEPSPEED_LOG_LEVEL={printable(text)}: expected one of {', '.join(_LEVELS)}; info is used. Correct it",
+            level=logging.WARNING,
+        )
+    form = os.environ.get(FORMAT_VARIABLE)
+    try:
+        _formatter_of(form or FILE)
+    except (ValueError, KeyError, TypeError) as error:
+        log_dist(
+            f"{FORMAT_VARIABLE}={printable(form or '')}: expected {TERMINAL}, {FILE}, {JSON}, or a format of Python's "
+            f"logging with the attributes of its records, rank and source, found {error}; {FILE} is used. Correct it",
             level=logging.WARNING,
         )
 

@@ -42,3 +42,20 @@ def _commit_of(git: Path, reference: str) -> str:
 COMMIT, BRANCH = _commit_and_branch(Path(__file__).parent)
 VERSION = RELEASE if COMMIT == UNKNOWN else f"{RELEASE}+g{COMMIT[:8]}"
 """The version of the distribution. Its local label tells it from the package of this name in the public registry."""
+
+
+def info_line() -> str:
+    """Returns a line that tells which package runs: version, commit, branch, distribution and path.
+
+    Tests of Transformers look for its first two words.
+    """
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
+
+    try:
+        distribution = f"deepspeed {version('deepspeed')}"
+    except PackageNotFoundError:
+        distribution = "none, not installed"
+    return (
+        f"DeepSpeed info: version={VERSION}, git-hash={COMMIT}, git-branch={BRANCH}, distribution={distribution}, "
+        f"path={Path(__file__).parent}"
+    )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from deepspeed.command_output import run_and_flush
 from deepspeed.errors import DeepSpeedError
+from deepspeed.logging import name_source
 
 
 def run_command(
@@ -33,6 +34,7 @@ def run_command(
     if args is not None:
         code = work()
     else:
+        name_source(name)
         if not keeps_output and isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
         code = run_and_flush(name, lambda: _guarded(name, work))

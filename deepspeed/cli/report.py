@@ -6,6 +6,7 @@ import argparse
 import glob
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -13,8 +14,9 @@ import socket
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -46,21 +48,27 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
+    facts = collect()
+    features, with_warnings = not options.hide_operator_status, not options.hide_errors_and_warnings
+    if options.json:
+        sys.stdout.write(json.dumps(facts.to_dict(features=features, warnings=with_warnings), indent=2) + "\n")
+        return
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH_WITHOUT_TERMINAL)
-    show(collect(), console, features=not options.hide_operator_status, warnings=not options.hide_errors_and_warnings)
+    show(facts, console, features=features, warnings=with_warnings)
 
 
 def _parse_args(args: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ds_report", description=__doc__, allow_abbrev=False)
     parser.add_argument("--hide_operator_status", action="store_true", help="leave out the list of what can be used")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out the warnings")
     return parser.parse_args(args)
 
 
 def show(facts: EnvironmentInfo, console: Console, *, features: bool = True, warnings: bool = True) -> None:
-    """Prints ``facts`` as tables.
+    """Prints ``facts`` as tables. The longest comes first, as a terminal shows the end.
 
     Args:
         facts: The facts to show.
@@ -69,14 +77,13 @@ def show(facts: EnvironmentInfo, console: Console, *, features: bool = True, war
         warnings: Include the warnings.
     """
     if features:
+        console.print(_pairs("Not in this release, and what to do instead", facts.missing))
         console.print(_usable(facts.usable))
+    console.print(_pairs("This machine", facts.machine))
+    console.print(_pairs("Versions", facts.versions))
     if warnings:
         for sentence in facts.warnings:
             console.print(Text(f"warning: {sentence}", style="yellow"))
-    console.print(_pairs("This machine", facts.machine))
-    console.print(_pairs("Versions", facts.versions))
-    if features:
-        console.print(_pairs("Not in this release, and what to do instead", facts.missing))
 
 
 def _pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
@@ -130,6 +137,13 @@ class EnvironmentInfo:
     missing: list[tuple[str, str]]
     warnings: list[str] = field(default_factory=list)
 
+    def to_dict(self, *, features: bool = True, warnings: bool = True) -> dict[str, Any]:
+        """Returns the facts for JSON; arguments as in :func:`show`."""
+        found: dict[str, Any] = {"machine": dict(self.machine), "versions": dict(self.versions)}
+        if features:
+            found |= {"usable": list(map(asdict, self.usable)), "missing": dict(self.missing)}
+        return {**found, "warnings": self.warnings} if warnings else found
+
 
 def collect() -> EnvironmentInfo:
     """Collects all facts. Reads the memory of every device, which creates a context on it."""
@@ -153,6 +167,8 @@ def _versions() -> list[tuple[str, str]]:
     rows = [
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("deepspeed", f"{deepspeed.__version__} ({Path(deepspeed.__file__).parent})"),
+        ("commit of deepspeed", f"{deepspeed.__git_hash__} (branch {deepspeed.__git_branch__})"),
+        ("distribution deepspeed", installed("deepspeed")),
         ("torch", f"{torch.__version__} ({Path(torch.__file__).parent})"),
         ("CUDA of torch", torch.version.cuda or "none: torch was built without it"),
     ]

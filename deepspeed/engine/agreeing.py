@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist, set_log_level_from_string
 from deepspeed.precision.policy import PrecisionPolicy
-from deepspeed.release import BRANCH, COMMIT, VERSION
+from deepspeed.release import info_line
 from deepspeed.zero.address import full_shape
 from deepspeed.zero.update.masters import group_indices
 
@@ -47,9 +46,6 @@ class AgreedSetup:
     setup: EngineSetup
 
 
-_PACKAGE = Path(__file__).parents[1]
-
-
 def start_ranks(distributed_port: int, dist_init_required: bool | None) -> None:
     """Starts a process group if there is none, and logs which package runs. Every rank must call it.
 
@@ -67,8 +63,7 @@ def start_ranks(distributed_port: int, dist_init_required: bool | None) -> None:
                 "first, or leave the argument out"
             )
         comm.init_distributed(distributed_port=distributed_port)
-    # Tests of Transformers look for the first two words.
-    log_dist(f"DeepSpeed info: version={VERSION}, git-hash={COMMIT}, git-branch={BRANCH}, path={_PACKAGE}")
+    log_dist(info_line())
 
 
 def agree(client: Client, config: Any) -> AgreedSetup:

@@ -22,6 +22,7 @@ from deepspeed.linear.parts import check_parts, quantize_parts
 from deepspeed.linear.quantize import quantize_model
 from deepspeed.logging import log_dist
 from deepspeed.models.layers import keep_rotary_frequencies
+from deepspeed.release import info_line
 from deepspeed.zero.construction.reading import SlicesFromFiles
 
 
@@ -56,6 +57,8 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     _refuse(settings)
     check_policy(model, settings)
     check_parts(model, settings.parts)
+    if settings.zero is None:  # else the training engine below logs it
+        log_dist(info_line())
     for line in settings.notices:
         log_dist(f"init_inference: {line}", ranks=[0])
     read = settings.config

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
-from deepspeed.logging import logger, set_default_log_level
+from deepspeed.logging import logger, name_source, set_default_log_level
 
 SWITCH = "DS_AUTOTUNING_FORK"
 """Variable set by the user; 0: never fork."""
@@ -250,6 +250,7 @@ def _run_script(command: Sequence[str]) -> int:
     sys.argv, sys.orig_argv = list(command[2:]), list(command)
     sys.path[0] = _folder_of(script)
     _open_unbuffered_streams()
+    name_source(None)
     set_default_log_level()
     if "torch" in sys.modules:  # each process starts with another seed; Python's random does that itself
         sys.modules["torch"].default_generator.seed()

@@ -36,7 +36,7 @@ from deepspeed.launcher.ports import PortClaim, RequestedPort, agreed_port, clai
 from deepspeed.launcher.resources import LauncherError, decode_world_info
 from deepspeed.launcher.screen import open_standard_streams
 from deepspeed.launcher.selection import hosts_of_step
-from deepspeed.logging import logger, set_log_level_from_string
+from deepspeed.logging import FORMAT_VARIABLE, TERMINAL, logger, set_log_level_from_string
 from deepspeed.ports import DEFAULT_PORT
 from deepspeed.release import VERSION
 
@@ -222,7 +222,8 @@ def _workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int 
 
     devices = find_devices(os.environ)
     cores = share_cores(args.bind_core_list, world.local_size) if _binds(args) else None
-    common = _common_environment(world, devices.is_cpu, len(cores[0]) if cores else None)
+    has_log_files = args.enable_each_rank_log is not None
+    common = _common_environment(world, devices.is_cpu, len(cores[0]) if cores else None, has_log_files=has_log_files)
     visible = _visible(devices, hosts[world.node_rank])
     # Slurm gives each task the devices it may use.
     common = {**visible, **common} if args.placed_by == "slurm" else {**common, **visible}
@@ -259,7 +260,7 @@ def _elastic_workers(
             "leave one of them out"
         )
     devices = find_devices(os.environ)
-    common = _common_environment(world, devices.is_cpu, None)
+    common = _common_environment(world, devices.is_cpu, None, has_log_files=args.enable_each_rank_log is not None)
     common.update(_visible(devices, hosts[world.node_rank]))
     for name in _PLACE:
         common.pop(name, None)
@@ -346,13 +347,16 @@ def _world(args: argparse.Namespace, hosts: list[list[int | str]], port: int) ->
     )
 
 
-def _common_environment(world: LaunchWorld, on_cpu: bool, bound_cores: int | None) -> dict[str, str]:
+def _common_environment(
+    world: LaunchWorld, on_cpu: bool, bound_cores: int | None, *, has_log_files: bool
+) -> dict[str, str]:
     """Returns the variables common to all ranks of this machine.
 
     Args:
         world: Which ranks this launcher starts.
         on_cpu: Whether they compute on the CPU.
         bound_cores: Cores that each of them is bound to; None if it is not.
+        has_log_files: Whether their output is also written to files.
     """
     name = environment_file_name()
     environment = dict(os.environ)
@@ -366,7 +370,9 @@ def _common_environment(world: LaunchWorld, on_cpu: bool, bound_cores: int | Non
     elif on_cpu:
         environment.update(threads_per_rank(environment, usable_cores(), world.local_size))
     label = len(f"[rank {world.world_size - 1}] ") if world.world_size > 1 else 0
-    return {**screen_width(label), **environment}
+    # The lines of a rank go through a pipe, but to a terminal.
+    form = {FORMAT_VARIABLE: TERMINAL} if os.isatty(2) and not has_log_files else {}
+    return {**screen_width(label), **form, **environment}
 
 
 def _command(args: argparse.Namespace, local_rank: int) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ from deepspeed.launcher.screen import open_standard_streams
 from deepspeed.launcher.selection import RankSelection, processor_options, select_slots
 from deepspeed.logging import logger, set_log_level_from_string
 from deepspeed.ports import DEFAULT_PORT
-from deepspeed.release import VERSION
+from deepspeed.release import VERSION, info_line
 
 if TYPE_CHECKING:
     from deepspeed.launcher.handshake import LauncherInfo
@@ -87,7 +87,7 @@ def _start_options(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
     """Returns the options for where and how ranks start, for a command that starts the script several times."""
     options = []
     for action in parser._actions:
-        if not action.option_strings or action.dest in ("autotuning", "dry_run", "help"):
+        if not action.option_strings or action.dest in ("autotuning", "dry_run", "help", "version"):
             continue
         value = getattr(args, action.dest)
         if value is None or value == action.default:
@@ -126,8 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed",
         allow_abbrev=False,
-        description="Starts one rank of a training script per device, on this machine or on those of a host file.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # the text of --version is one line
+        description="Starts one rank of a training script per device, on this machine or\non those of a host file.",
         epilog="Everything after the script's name goes to the script.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=info_line(), help="print version, commit and path of this package"
     )
     where = parser.add_argument_group("where")
     where.add_argument(

@@ -12,7 +12,7 @@ import select
 import time
 from collections import deque
 
-from deepspeed.logging import takes_color, with_color
+from deepspeed.logging import JSON_START, takes_color, with_color
 
 _CLEAR_TO_END = b"\x1b[K"
 # A write of this size to a pipe that poll calls writable never blocks (POSIX guarantees 512, Linux 4096).
@@ -24,6 +24,7 @@ _BACKLOG = 1 << 20
 _PARTIAL_SECONDS = 0.3
 # An unfinished line is cut here, so that binary output cannot fill the memory.
 _LONGEST_LINE = 1 << 20
+_JSON_START = JSON_START.encode()  # such a line has the rank, and must stay what it is
 
 
 def open_standard_streams() -> None:
@@ -137,7 +138,8 @@ class Screen:
         colored = text
         if clear and takes_color(True) and text.startswith(b"["):  # a rank writes into a pipe and sees no terminal
             colored = with_color(text.decode(errors="surrogateescape")).encode(errors="surrogateescape")
-        labeled = (source.label if source else b"") + colored
+        label = source.label if source and not text.startswith((source.label, _JSON_START)) else b""
+        labeled = label + colored
         owner, shown = self._open.pop(surface, (None, b""))
         if owner is None:
             data = labeled + b"\n"

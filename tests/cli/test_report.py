@@ -1,6 +1,7 @@
 """``ds_report``: what it names, what its options hide, and that it survives a machine in a bad state."""
 
 import io
+import json
 import subprocess
 import sys
 
@@ -93,12 +94,26 @@ def test_fp16_that_the_processor_emulates_is_slow(monkeypatch):
     )
 
 
-def test_what_can_be_used_comes_first_and_what_is_missing_last():
+def test_the_longest_table_comes_first_and_warnings_last(monkeypatch):
+    monkeypatch.setattr(report, "_machine_warnings", lambda: iter(["something is wrong"]))
     text = shown(report.collect())
-    places = [
-        text.index(title) for title in ("What can be used here", "This machine", "Versions", "Not in this release")
+    titles = ("Not in this release", "What can be used here", "This machine", "Versions", "warning: something is wrong")
+    places = [text.index(title) for title in titles]
+    assert places == sorted(places) and text.startswith("Not in this release")
+
+
+def test_json_has_everything_and_what_the_options_leave(capfd, monkeypatch):
+    monkeypatch.setattr(report, "_machine_warnings", lambda: iter(["something is wrong"]))
+    report.main(["--json"])
+    found = json.loads(capfd.readouterr().out)
+    assert found["versions"]["deepspeed"].startswith(deepspeed.__version__) and found["warnings"] == [
+        "something is wrong"
     ]
-    assert places == sorted(places) and text.startswith("What can be used here")
+    assert found["versions"]["commit of deepspeed"].startswith(deepspeed.__git_hash__)
+    assert found["machine"]["accelerator"].startswith("cpu") and len(found["missing"]) == len(FEATURES)
+    assert {"feature": "ZeRO stages 0, 1, 2, 3", "verdict": "yes", "reason": ""} in found["usable"]
+    report.main(["--json", "--hide_operator_status", "--hide_errors_and_warnings"])
+    assert json.loads(capfd.readouterr().out).keys() == {"machine", "versions"}
 
 
 def test_what_needs_a_compiler_is_reported(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from deepspeed.launcher import devices, launch, runner, selection
 from deepspeed.launcher.devices import LocalDevices
 from deepspeed.launcher.resources import decode_world_info
+from deepspeed.release import info_line
 
 SCRIPT = __file__  # any file that exists
 
@@ -231,6 +232,12 @@ def test_without_arguments_the_help_is_shown(capsys):
         runner.main([])
     assert end.value.code == 0
     assert "usage: deepspeed" in capsys.readouterr().out
+
+
+def test_the_version_needs_no_script(capsys):
+    with pytest.raises(SystemExit) as end:
+        runner.main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == info_line() + "\n"
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "x"])

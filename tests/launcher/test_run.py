@@ -219,6 +219,17 @@ def test_each_rank_has_a_log(tmp_path):
     assert sorted(logs[1].read_text().splitlines()) == ["err", "out"]
 
 
+def test_lines_of_the_logger_name_date_and_rank_in_every_file(tmp_path):
+    script = "from deepspeed.logging import log_dist; log_dist('ready', ranks=[-1])"
+    _, _, err = run(tmp_path, script, "--num_gpus=2", "--enable_each_rank_log=logs")
+    for rank, path in enumerate(sorted((tmp_path / "logs").iterdir())):
+        line = rf"\[rank {rank}\] \[\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\] \[INFO\] ready\n"
+        assert re.fullmatch(line, path.read_text()) and path.read_text() in err
+    assert re.search(r"^\[deepspeed\] \[\d{4}-.*\] \[INFO\] starting 2 of 2", err)
+    _, _, err = run(tmp_path, script, "--num_gpus=2", environment={"DEEPSPEED_LOG_FORMAT": "json"})
+    assert sorted(str(json.loads(line)["rank"]) for line in err.splitlines()) == ["0", "1", "None"]
+
+
 def test_the_pid_file_exists_during_the_run(tmp_path):
     script = "print([name for name in os.listdir(os.environ['TMPDIR']) if name.endswith('.deepspeed')])"
     launcher = Launcher(tmp_path, script, "--save_pid", environment={"TMPDIR": str(tmp_path)})

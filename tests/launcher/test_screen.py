@@ -187,6 +187,16 @@ def test_warnings_have_color_on_a_terminal_only(surface, monkeypatch):
     assert recorder.data == b"[rank 1] [12:00:00] [ERROR] no\n"
 
 
+def test_lines_that_name_the_rank_get_no_second_label(surface):
+    _, recorder, _, (_, one) = surface
+    for line in (b"[rank 1] [2026-11-28 12:00:00] [INFO] fine\n", b'{"time": "2026-11-28T12:00:00", "rank": 1}\n'):
+        one.feed(line)
+        assert recorder.data == line
+        recorder.data = b""
+    one.feed(b"[rank 0] lost\n")
+    assert recorder.data == b"[rank 1] [rank 0] lost\n"
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_so_do_those_of_the_process_itself(is_terminal, monkeypatch):
     class Stream(io.StringIO):
