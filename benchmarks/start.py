@@ -288,7 +288,7 @@ class _Rank:
 
     def __call__(self) -> None:
         size = len(self._members)
-        prefix, _ = receive_ranks(self._store, _joining(self._rank, size), "node-00000:29500", _TIMEOUT)
+        prefix, _, _ = receive_ranks(self._store, _joining(self._rank, size), "node-00000:29500", _TIMEOUT)
         watch = Watch(_Prefixed(self._store, prefix), "job", self._rank, size)
         watch._begin_watching = lambda: None  # type: ignore[method-assign]  # simulate_wait() has its checks
         try:

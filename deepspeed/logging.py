@@ -110,9 +110,9 @@ def _formatter_of(form: str) -> logging.Formatter:
 def _with_source(record: logging.LogRecord) -> logging.LogRecord:
     """Returns a copy with the attributes ``rank`` and ``source``, and without the rank in the message."""
     found = copy.copy(record)
-    found.rank = _rank() if _command is None else None
-    found.source = f"rank {found.rank}" if _command is None else _command
-    found.msg, found.args = record.getMessage().removeprefix(f"[{found.source}] "), None
+    rank = _rank() if _command is None else None
+    source = f"rank {rank}" if _command is None else _command
+    found.__dict__.update(rank=rank, source=source, msg=record.getMessage().removeprefix(f"[{source}] "), args=None)
     return found
 
 

@@ -14,11 +14,7 @@ from datetime import datetime
 
 import pytest
 
-import deepspeed
 from deepspeed.logging import log_dist, logger, name_source, set_default_log_level
-from tests.engine.support import engine_of
-from tests.harness import run_ranks
-from tests.harness.toy_models import tower
 
 _DATE = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\]"
 
@@ -118,21 +114,3 @@ def test_handlers_of_the_root_logger_get_every_line(is_console, capsys):
         assert err == "program: ready\n", "one line on the console, in the program's format"
     else:
         assert text.getvalue() == "program: ready\n" and err.endswith("[INFO] ready\n")
-
-
-def _first_line_of_an_engine():
-    lines = io.StringIO()
-    handler = logging.StreamHandler(lines)
-    logger.addHandler(handler)
-    try:
-        engine_of(tower(1), 0).destroy()
-    finally:
-        logger.removeHandler(handler)
-    return lines.getvalue().splitlines()[0]
-
-
-def test_an_engine_first_names_the_package():
-    (line,) = run_ranks(_first_line_of_an_engine, 1)
-    version, commit, branch = deepspeed.__version__, deepspeed.__git_hash__, deepspeed.__git_branch__
-    assert f"DeepSpeed info: version={version}, git-hash={commit}, git-branch={branch}, distribution=" in line
-    assert line.endswith(f"path={os.path.dirname(deepspeed.__file__)}")

@@ -201,7 +201,9 @@ def job_of(words: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(kept).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
-def receive_ranks(store: Any, joining: JoiningProcess, where: str, timeout: timedelta) -> tuple[str, list[RankInfo]]:
+def receive_ranks(
+    store: Any, joining: JoiningProcess, where: str, timeout: timedelta
+) -> tuple[str, list[RankInfo], dict[int, str]]:
     """Runs the rendezvous of one run. All its ranks must call it, with a store that was used for nothing else.
 
     Args:
@@ -211,7 +213,8 @@ def receive_ranks(store: Any, joining: JoiningProcess, where: str, timeout: time
         timeout: How long to wait for the others.
 
     Returns:
-        Prefix of the keys of this run; and on rank 0 the facts of all ranks, on the others an empty list.
+        Prefix of the keys of this run; on rank 0 the facts of all ranks, on the others an empty list; and the processes
+        of the other ranks of this machine, by rank.
 
     Raises:
         CommunicationError: This process belongs to another run than the one of this store, the ranks do not match, or
@@ -222,7 +225,8 @@ def receive_ranks(store: Any, joining: JoiningProcess, where: str, timeout: time
     try:
         if joining.rank == 0:
             return _Host(store, joining, where, timeout).receive(deadline)
-        return _attend(store, joining, where, timeout, deadline), []
+        prefix, neighbors = _attend(store, joining, where, timeout, deadline)
+        return prefix, [], neighbors
     except ValueError as error:
         raise CommunicationError(
             f"{joining.name}: expected the rendezvous of this run at {where}, found something that no rank of this "
@@ -254,7 +258,7 @@ class _Host:
         self._members: dict[int, tuple[int, JoiningProcess]] = {}  # by rank: its number and description
         self._decision: str | None = None
 
-    def receive(self, deadline: float) -> tuple[str, list[RankInfo]]:
+    def receive(self, deadline: float) -> tuple[str, list[RankInfo], dict[int, str]]:
         """Admits the ranks; see :func:`receive_ranks`."""
         self._open()
         pause = _pauses(self._store)
@@ -275,7 +279,8 @@ class _Host:
         prefix = self._close(joiners)
         if self._decision is not None:
             raise CommunicationError(self._decision)
-        return prefix, [joining.facts for joining in joiners]
+        neighbors = _by_host(joiners).get(self._me.facts.host, {})
+        return prefix, [joining.facts for joining in joiners], _without(neighbors, 0)
 
     def _open(self) -> None:
         """Opens the rendezvous. Replaces an earlier one if it was this rank's, in this process or before a restart."""
@@ -376,13 +381,29 @@ class _Host:
         prefix = f"deepspeed/run/{uuid.uuid4().hex}"
         readers = self._store.add(self._key("read"), 0) + len(self._members)
         answer = {"prefix": prefix} if self._decision is None else {"error": self._decision}
-        keys = [self._key(f"answer/{number}") for number, _ in self._members.values()]
-        write_many(self._store, dict.fromkeys(keys, json.dumps(answer)))
+        common, hosts = json.dumps(answer), _by_host(joiners) if self._decision is None else {}
+        with_processes = {host: json.dumps({**answer, "processes": ranks}) for host, ranks in hosts.items()}
+        members = self._members.values()
+        answers = {f"answer/{number}": with_processes.get(each.facts.host, common) for number, each in members}
+        write_many(self._store, {self._key(name): text for name, text in answers.items()})
         names = {joining.rank: (joining.process, joining.name) for joining in joiners}
         self._store.set(self._key("closed"), json.dumps(names))
         if self._decision is not None:
             wait_for_readers(self._store, self._key("read"), readers)
         return prefix
+
+
+def _by_host(joiners: Sequence[JoiningProcess]) -> dict[str, dict[int, str]]:
+    """Returns the processes of ranks, where they are known, by machine and rank."""
+    found: dict[str, dict[int, str]] = {}
+    for each in joiners:
+        if each.facts.process:
+            found.setdefault(each.facts.host, {})[each.rank] = each.facts.process
+    return found
+
+
+def _without(processes: dict[int, str], rank: int) -> dict[int, str]:
+    return {other: process for other, process in processes.items() if other != rank}
 
 
 def _refusal(joining: JoiningProcess, host: JoiningProcess, where: str) -> str:
@@ -399,8 +420,10 @@ def _refusal(joining: JoiningProcess, host: JoiningProcess, where: str) -> str:
 # --- the other ranks --------------------------------------------------------------------------------------------------
 
 
-def _attend(store: Any, joining: JoiningProcess, where: str, timeout: timedelta, deadline: float) -> str:
-    """Takes part as a rank other than the host; returns the prefix of the run's keys.
+def _attend(
+    store: Any, joining: JoiningProcess, where: str, timeout: timedelta, deadline: float
+) -> tuple[str, dict[int, str]]:
+    """Takes part as a rank other than the host; returns the prefix of the run's keys, and the processes beside it.
 
     Raises:
         StoreLostError: The store ended, and no rendezvous there was open to this rank: it was an earlier attempt's.
@@ -450,7 +473,10 @@ def _attend(store: Any, joining: JoiningProcess, where: str, timeout: timedelta,
     if "error" in answer:
         store.add(rendezvous.key("read"), 1)
         raise CommunicationError(printable(str(answer["error"])))
-    return str(answer["prefix"])
+    processes = answer.get("processes", {})
+    if not isinstance(processes, dict):
+        raise ValueError(f"expected processes by rank, found {type(processes).__name__}")
+    return str(answer["prefix"]), _without({int(rank): str(text) for rank, text in processes.items()}, joining.rank)
 
 
 def _rendezvous_point_at(store: Any) -> RendezvousPoint | None:

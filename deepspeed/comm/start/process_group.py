@@ -37,6 +37,7 @@ from deepspeed.comm.start.admission import JoiningProcess, StoreLostError, recei
 from deepspeed.comm.start.mpi import find_first_host
 from deepspeed.comm.start.rendezvous import open_store, release_store
 from deepspeed.comm.start.startup import RankInfo, agree_on_config, agree_on_model, own_facts, rank_map
+from deepspeed.comm.start.supervised_start import start_supervised
 from deepspeed.comm.watch.barrier import SupervisedStore
 from deepspeed.errors import CallOrderError, CommunicationError
 from deepspeed.logging import log_dist
@@ -180,6 +181,7 @@ def _start(
     url = init_method if init_method is not None and not init_method.startswith("env:") else None
     where = url or (f"{place.address}:{place.port}" if place.world_size > 1 else "this process")
     facts: list[RankInfo] = []
+    neighbors: dict[int, str] = {}
     started = time.monotonic()
     try:
         if url is None and place.world_size == 1:
@@ -196,15 +198,22 @@ def _start(
                         # The address that was reached: the name may resolve to several, and was perhaps unknown before.
                         reached = getattr(store, "host", None) or place.address
                         process = JoiningProcess.here(place, own_facts(place.local_rank, backend, reached))
-                        prefix, facts = receive_ranks(store, process, where, timeout)
+                        prefix, facts, neighbors = receive_ranks(store, process, where, timeout)
                 except StoreLostError:
                     if time.monotonic() - started > timeout.total_seconds():
                         raise
                     store = None
             arguments["store"] = torch_dist.PrefixStore(prefix, store)
+
+        def start() -> None:
             if place.world_size > 1:
                 choose_interface(os.environ, arguments["store"], place, facts)
-        start_world_group(backend, device, **arguments)
+            start_world_group(backend, device, **arguments)
+
+        if place.world_size > 1 and device is None:
+            start_supervised(start, arguments["store"], neighbors)
+        else:  # the current device is one of this thread
+            start()
     except CommunicationError:  # raised by this package, with a complete message
         raise
     except (RuntimeError, ValueError, OSError) as error:

@@ -20,6 +20,7 @@ from typing import Any
 
 from deepspeed.comm.base.batched_store import read_many
 from deepspeed.comm.base.environment import run_of_adopted
+from deepspeed.comm.watch.processes import this_process
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
 from deepspeed.ports import address_towards, first_address
 from deepspeed.release import VERSION
@@ -45,6 +46,7 @@ class RankInfo:
         backend: Backend and device of the group.
         address: Its machine's address as rank 0's machine sees it; empty if there is no route.
         named_address: First address that its host name resolves to, where gloo listens; empty for an unknown name.
+        process: Its process, as :func:`~deepspeed.comm.watch.processes.this_process` names it; empty if unknown.
     """
 
     host: str
@@ -56,6 +58,7 @@ class RankInfo:
     backend: str
     address: str = ""
     named_address: str = ""
+    process: str = ""
 
 
 def own_facts(local_rank: int, backend: str, rendezvous_host: str | None = None) -> RankInfo:
@@ -79,6 +82,7 @@ def own_facts(local_rank: int, backend: str, rendezvous_host: str | None = None)
         backend=backend,
         address=(address_towards(rendezvous_host) if rendezvous_host else None) or "",
         named_address=first_address(socket.gethostname()) or "",
+        process=this_process(),
     )
 
 

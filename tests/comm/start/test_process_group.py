@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import textwrap
+import threading
 
 import psutil
 import pytest
 import torch.distributed as torch_dist
 
 from deepspeed.comm.base.environment import Place
-from deepspeed.comm.start import process_group
+from deepspeed.comm.start import process_group, supervised_start
 from deepspeed.comm.start.process_group import choose_interface, interface_of, means_loopback
 from deepspeed.comm.start.startup import RankInfo
+from deepspeed.errors import CommunicationError
 from deepspeed.ports import free_port
 from tests.comm.processes import Job
 
@@ -144,6 +147,57 @@ def test_time_out_of_the_environment():
     assert "DEEPSPEED_TIMEOUT must be a number of minutes above 0, but is 'soon'" in err
 
 
+@pytest.mark.parametrize("dies", [1, 2])
+def test_a_rank_that_dies_before_the_group_is_started_is_named_by_the_others(dies):
+    """Started by hand: no launcher ends the other ranks, and gloo would wait for the dead one for ten minutes."""
+    code = f"""
+        import signal, sys, time
+        from deepspeed.comm.start import process_group
+        from deepspeed.errors import CommunicationError
+        def die(*_, **__):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ["RANK"] == "{dies}":
+            process_group.start_world_group = die
+        started = time.monotonic()
+        try:
+            dist.init_distributed()
+        except CommunicationError as error:
+            print(time.monotonic() - started, error)
+            sys.exit(3)
+    """
+    place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    jobs = [start(code, RANK=str(rank), **place) for rank in range(3)]
+    for rank, job in enumerate(jobs):
+        out, err = job.communicate(timeout=120)
+        if rank == dies:
+            assert job.returncode == -signal.SIGKILL, err
+            continue
+        assert job.returncode == 3, err
+        seconds, _, sentence = out.partition(" ")
+        assert sentence.startswith(f"rank {dies} has ended after the rendezvous, before the process group was started")
+        assert float(seconds) < 60, "imports of a busy machine included"
+
+
+def test_a_rank_that_was_lost_on_another_machine_is_named():
+    store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set(supervised_start._LOST, "rank 7 has ended")
+    blocks = threading.Event()
+    try:
+        with pytest.raises(CommunicationError, match="rank 7 has ended"):
+            supervised_start.start_supervised(blocks.wait, store, {})
+    finally:
+        blocks.set()
+
+
+def test_an_error_of_the_start_itself_stays_what_it_is():
+    def fail():
+        raise ValueError("no such backend")
+
+    store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(ValueError, match="no such backend"):
+        supervised_start.start_supervised(fail, store, {})
+
+
 def test_a_taken_port_is_named_with_a_free_one():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -268,7 +322,7 @@ def test_a_failed_run_leaves_its_port(moment):
     survivor = start(
         """
         import socket
-        from deepspeed.comm.start import process_group
+        from deepspeed.comm.start import process_group, supervised_start
         from deepspeed.errors import CommunicationError
         def fail(*arguments, **options):
             raise RuntimeError("Connection closed by peer")
@@ -291,7 +345,7 @@ def test_a_failed_run_leaves_its_port(moment):
         **where,
     )
     dies = """
-        from deepspeed.comm.start import process_group
+        from deepspeed.comm.start import process_group, supervised_start
         die = lambda *arguments, **options: os.kill(os.getpid(), 9)
         if os.environ["MOMENT"] == "start":
             process_group.start_world_group = die

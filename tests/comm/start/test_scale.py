@@ -61,7 +61,7 @@ def simulate_post(ranks, monkeypatch):
     for rank in range(1, ranks):
         store.store.set(point.key(f"arrival/{rank}"), joining(rank, ranks).to_json())
     store.store.add(point.key("arrivals"), ranks - 1)
-    prefix, facts = receive_ranks(store, joining(0, ranks), "here", timedelta(seconds=60))
+    prefix, facts, _ = receive_ranks(store, joining(0, ranks), "here", timedelta(seconds=60))
     assert len(facts) == ranks
     answer = json.loads(store.store.get(point.key(f"answer/{ranks - 1}")))
     assert answer == {"prefix": prefix}
