@@ -96,8 +96,7 @@ class LocalRun:
         self._host = host
         self._output = Output()
         self._screen = Screen(self._output)
-        self._link = link
-        self._is_whole_run = is_whole_run
+        self._link, self._is_whole_run = link, is_whole_run
         self._shares_screen = shares_screen
         # The output of a single rank is shown unchanged, without a label.
         labeled = len(workers) > 1 if labeled is None else labeled
