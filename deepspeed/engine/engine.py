@@ -22,6 +22,7 @@ from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.engine.loading import EngineLoading
 from deepspeed.engine.loss_counter import LossCounter
+from deepspeed.engine.loss_scaling import LossScaling
 from deepspeed.engine.offloading import EngineOffload
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.progress import ProgressLog
@@ -29,7 +30,7 @@ from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reminders import hint_for, watch_other_optimizers
 from deepspeed.engine.reports import state_text, summary
 from deepspeed.engine.resuming import resume_from, run_state_of
-from deepspeed.engine.train_step import LossScaling, TrainStep
+from deepspeed.engine.train_step import TrainStep
 from deepspeed.engine.zero_settings import optimizer_class
 from deepspeed.engine_feature import StepInfo
 from deepspeed.errors import DeepSpeedConfigError
@@ -86,6 +87,8 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
     Attributes unknown to the engine are those of the wrapped model; :class:`~deepspeed.engine.engine.DeepSpeedEngine`
     lists its own.
     """
+
+    _shows_gradients = False  # a pipeline's program has no call between backwards and the update
 
     def __init__(self, parts: EngineParts) -> None:
         super().__init__()
@@ -197,6 +200,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             advance_lr=self._advance_lr,
             counts=self._make_loss_counter(),
             checks_rows=not packs_tokens,
+            shows_gradients=self._shows_gradients,
         )
 
     def _make_loss_counter(self) -> LossCounter:
@@ -411,6 +415,8 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
         device: Where the model computes.
         compression_scheduler: Switches the techniques of ``compression_training`` on; None for a model without.
     """
+
+    _shows_gradients = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the model; floating inputs are cast only if ``auto_cast`` (of ``fp16`` or ``bf16``) is set.

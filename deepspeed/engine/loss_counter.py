@@ -78,6 +78,11 @@ class LossCounter:
         """
         self._note_kind(is_counted=False)
 
+    @property
+    def has_sums(self) -> bool:
+        """Returns whether losses since the last update are sums with a count."""
+        return bool(self._is_counted)
+
     def note_gradients(self) -> None:
         """Called before a backward of gradients that another part of the model computed.
 

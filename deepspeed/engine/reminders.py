@@ -17,6 +17,7 @@ from deepspeed.logging import log_dist
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.address import address_of
 from deepspeed.zero.gather.hooks import tensors_in
+from deepspeed.zero.gradient.pending_gradient import PendingGradient
 
 _ABOUT_DTYPES = re.compile(r"\bdtype|scalar type|input type|same type", re.IGNORECASE)
 _PATIENCE = 8  # backwards without a step that a program may intend, because it accumulates gradients itself
@@ -107,8 +108,13 @@ def watch_other_optimizers() -> None:
 def _look_at(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
     if optimizer in _looked_at:
         return
-    _looked_at.add(optimizer)
     ours = [p for group in optimizer.param_groups for p in group["params"] if _is_trained_by_an_engine(p)]
+    if any(isinstance(parameter.grad, PendingGradient) for parameter in ours):
+        raise CallOrderError(
+            f"{type(optimizer).__name__}.step: {len(ours)} of its parameters are trained by an engine, which updates "
+            "them in engine.step(). Give this optimizer to deepspeed.initialize(optimizer=...) instead, or drop it"
+        )
+    _looked_at.add(optimizer)
     if ours and all(parameter.grad is None for parameter in ours):
         log_dist(
             f"{type(optimizer).__name__}.step: {len(ours)} of its parameters are trained by an engine, which takes "

@@ -15,6 +15,7 @@ from deepspeed.comm.job.trace_points import reason_of
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.loss_counter import LossCounter, checked_count, mean_of_sum
+from deepspeed.engine.loss_scaling import LossScaling
 from deepspeed.engine.progress import ProgressLog
 from deepspeed.engine.reminders import MissingStep, RowCheck, check_loss, explain_mismatch, paired_roots
 from deepspeed.engine_feature import EngineHooks
@@ -26,63 +27,6 @@ from deepspeed.zero.runtime import MicroBatch, ZeroRuntime
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, StepReport
 
 _Computed = TypeVar("_Computed")
-
-
-class LossScaling:
-    """Scales losses, and refuses gradients of an unscaled one.
-
-    Args:
-        scaler: The fp16 loss scaler, or None where losses are not scaled.
-    """
-
-    def __init__(self, scaler: Any) -> None:
-        self._scaler = scaler
-        self._scaled = 0  # scaled losses whose backward the program will call itself
-        self._saw_unscaled = False
-
-    @property
-    def factor(self) -> float:
-        """The present factor on losses."""
-        return 1.0 if self._scaler is None else float(self._scaler.loss_scale)
-
-    def apply(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns the loss (0-dim) times the scale, for a backward that the engine runs."""
-        return self._scaler.scale_loss(loss) if self._scaler is not None else loss
-
-    def apply_for_program(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns the loss (0-dim) times the scale, for a backward that the program calls itself."""
-        self._scaled += 1
-        return self.apply(loss)
-
-    def program_runs_backward(self) -> None:
-        """Records that the program calls a backward itself, and whether its loss was scaled."""
-        if self._scaler is not None:
-            if self._scaled > 0:
-                self._scaled -= 1
-            else:
-                self._saw_unscaled = True
-
-    def clear(self) -> None:
-        """Forgets unscaled losses. Called when their gradients are discarded."""
-        self._saw_unscaled = False
-
-    def refuse_unscaled(self, discard: Callable[[], None]) -> None:
-        """Raises if gradients since the last update came from a loss that was not scaled.
-
-        Args:
-            discard: Discards the gradients; called before it raises.
-
-        Raises:
-            CallOrderError: A backward of this update began at a loss that was not scaled.
-        """
-        if self._saw_unscaled:
-            discard()
-            self.clear()
-            raise CallOrderError(
-                "fp16: the gradients come from a loss.backward() whose loss was not scaled; small gradients would have "
-                "become zero. Write engine.scale(loss).backward(), or engine.backward(loss)"
-            )
-        self._scaled = 0
 
 
 class TrainStep:
@@ -103,6 +47,7 @@ class TrainStep:
         advance_lr: Advances the learning rates after an applied update; gets the keyword arguments of :meth:`update`.
         counts: Counts the tokens of losses; None: made here.
         checks_rows: Warn if the first training batch has another number of rows than the micro-batch.
+        shows_gradients: Let the program see and change gradients in ``parameter.grad`` between its calls.
 
     Attributes:
         global_steps: Updates so far, skipped ones included.
@@ -131,6 +76,7 @@ class TrainStep:
         advance_lr: Callable[[Mapping[str, Any]], None],
         counts: LossCounter | None = None,
         checks_rows: bool = True,
+        shows_gradients: bool = False,
     ) -> None:
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.was_applied = False
@@ -158,6 +104,8 @@ class TrainStep:
         runtime.attach(updater, self.open_backward)
         if updater is not None:
             updater.attach_losses(self._update_parameters, self._clear_losses)
+        if runtime.reducer is not None:
+            runtime.reducer.program.attach(self._why_scaled, self._note_discarded, is_enabled=shows_gradients)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -279,7 +227,7 @@ class TrainStep:
         Raises:
             CallOrderError: ``count`` is given to a run whose ranks may change.
         """
-        self._refuse_backward()
+        self._check_backward()
         check_loss(loss, gradient)
         steps = self._batches.gradient_accumulation_steps()
         if count is not None and self._features.uneven_batch is not None:
@@ -310,7 +258,7 @@ class TrainStep:
             micro_batch: The micro-batch of this backward; None: found by counting steps.
             **options: Further arguments of ``torch.autograd.backward``.
         """
-        self._refuse_backward()
+        self._check_backward()
         tensors, given = paired_roots(roots, gradients)
         self.counts.note_gradients()
         self._prepare_backward(micro_batch)
@@ -318,7 +266,7 @@ class TrainStep:
 
     def run_backward(self, compute: Callable[[], _Computed], micro_batch: MicroBatch) -> _Computed:
         """Runs ``compute``, which contains a backward, and returns its result. Every rank must call it."""
-        self._refuse_backward()
+        self._check_backward()
         self._prepare_backward(micro_batch)
         return self._run_backward(compute)
 
@@ -370,7 +318,8 @@ class TrainStep:
                 "call engine.destroy() after the last step, or make another engine with deepspeed.initialize"
             )
 
-    def _refuse_backward(self) -> None:
+    def _check_backward(self) -> None:
+        """Raises if no backward can run now, and discards what the program has discarded by ``zero_grad``."""
         self._refuse_destroyed("engine.backward")
         if self._runtime.reducer is None:
             raise CallOrderError(
@@ -378,6 +327,7 @@ class TrainStep:
                 "an `optimizer` section with trainable model_parameters"
             )
         self._runtime.refuse_offloaded("engine.backward", "lp_params", "lp_grads")
+        self._runtime.reducer.program.apply()  # before this loss counts, as a zero_grad forgets the losses so far
 
     def _prepare_backward(self, micro_batch: MicroBatch | None) -> None:
         if self._in_forward:
@@ -467,7 +417,7 @@ class TrainStep:
 
         At stages 0 and 1, where sums stay local until the boundary, a block before the boundary reduces nothing.
         """
-        self._refuse_backward()
+        self._check_backward()
         reducer = self._runtime.reducer
         assert reducer is not None
         with self.unreduced("engine.coalesce_grad_reduction"):
@@ -569,6 +519,37 @@ class TrainStep:
         """Forgets the losses since the last update. Called when their gradients are discarded or were used."""
         self.counts.clear()
         self._scaling.clear()
+
+    def _why_scaled(self) -> str:
+        """Returns why gradients differ from those of the loss by a factor until the update; "" if they do not."""
+        if self._scaling.factor != 1.0:
+            return "under fp16 it carries the loss scale until the update"
+        if self.counts.has_sums:
+            return "losses have a count (engine.backward(loss, count=...)), by which only the update divides"
+        return ""
+
+    def _note_discarded(self, is_total: bool) -> None:
+        """Called when the program has discarded gradients by torch's calls.
+
+        Raises:
+            CallOrderError: Those of some parameters only, of losses that are sums with a count.
+        """
+        if is_total:
+            self._clear_losses()
+        elif self.counts.has_sums:
+            raise CallOrderError(
+                "zero_grad or grad = None of some parameters: expected all of them, since the losses have a count "
+                "(engine.backward(loss, count=...)) and the update divides all gradients by one sum of counts. Give "
+                "mean losses without count, or discard all gradients with engine.zero_grad()"
+            )
+        if self._batches.since_update and self._given_boundary is None:
+            log_dist_once(
+                f"zero_grad or grad = None after {self._batches.since_update} of gradient_accumulation_steps="
+                f"{self._batches.gradient_accumulation_steps()} micro-batches: their gradients are discarded, and the "
+                "update gets those of the remaining ones only. To accumulate, call zero_grad after the update "
+                "(engine.step() has already discarded the gradients then, so the call can also be left out)",
+                level=logging.WARNING,
+            )
 
     def free_for_update(self) -> None:
         """Frees gathered parameters before they change. Called by the optimizer at the begin of an update.

@@ -28,7 +28,7 @@ from deepspeed.precision.policy import (
 )
 from deepspeed.zero.access.stage3_optimizer import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.gather.schedule import GatherLimits
-from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
+from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
 from deepspeed.zero.group import Groups
 from deepspeed.zero.model_states import RuntimeOptions, spread_buffers
 from deepspeed.zero.placement import Placement, Tier

@@ -290,6 +290,8 @@ def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             return _refuse_data(*args)
         if name != "data_ptr":  # libraries compare addresses, and count by them: a null pointer is read by nobody
             return _guarded_data(args[0])
+    if attribute == "grad" and name == "__set__":
+        return set_gradient(*args)
     if _showing_wholes and (attribute or name) in _MEASURES and not is_untouched():
         if address_of(args[0]) is not None:
             return func(_whole_of(args[0]), *args[1:], **kwargs)
@@ -312,6 +314,21 @@ def _is_metadata(name: str, attribute: str, args: tuple[Any, ...]) -> bool:
     if name == "type":
         return len(args) == 1
     return name in _METADATA and attribute not in _COMPUTED_PROPERTIES
+
+
+def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Sets ``.grad``; for a sharded parameter to a gradient in its full shape, which torch would refuse."""
+    with DisableTorchFunctionSubclass():
+        address, present = address_of(parameter), parameter.data
+        is_full = gradient is None or gradient.shape == present.shape
+        if is_full or address is None or gradient is None or tuple(gradient.shape) != address.shape:
+            parameter.grad = gradient
+            return
+        parameter.data = present.new_empty(()).expand(address.shape)
+        try:
+            parameter.grad = gradient
+        finally:
+            parameter.data = present
 
 
 def _whole_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -29,8 +29,8 @@ from deepspeed.zero.construction.materialize import Materializer
 from deepspeed.zero.construction.provisional import note_freed
 from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules, z3_leaf_module
 from deepspeed.zero.gather.schedule import GatherLimits
-from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
+from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
 from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.storage import Memory, MemoryTracker, broadcast_values

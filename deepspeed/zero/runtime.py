@@ -26,8 +26,9 @@ from deepspeed.zero.gather.agreement import Agreement
 from deepspeed.zero.gather.hooks import ForwardHooks, tensors_in
 from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules, mark_configured_leaves
 from deepspeed.zero.gather.schedule import GatherSchedule
-from deepspeed.zero.gradient.gradient_bucket import GradientBucket, ReductionPolicy
+from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.gradient.gradients import GradientReducer
+from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
 from deepspeed.zero.group import Groups
 from deepspeed.zero.guards import UntrainedGradients, guard_parts, guard_state_dicts
 from deepspeed.zero.model_states import ModelStates, RuntimeOptions

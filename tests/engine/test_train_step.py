@@ -11,7 +11,8 @@ import torch
 
 from deepspeed.config.batch import BatchSizes
 from deepspeed.engine.batches import Batches
-from deepspeed.engine.train_step import LossScaling, TrainStep
+from deepspeed.engine.loss_scaling import LossScaling
+from deepspeed.engine.train_step import TrainStep
 from deepspeed.engine_feature import EngineHooks
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.runtime import MicroBatch
@@ -29,6 +30,7 @@ class FakeRuntime:
         self.reducer: Any = SimpleNamespace(
             has_sums=False,
             has_arrivals=True,
+            program=SimpleNamespace(attach=lambda *_arguments, **_named: None, apply=lambda: None),
             end_micro_step=lambda: self.calls.append("end of micro-step"),
             clear=lambda: self.calls.append("clear"),
         )

@@ -205,6 +205,10 @@ def _accelerate_keeps_a_loader() -> bool:
 
 
 STILL_NEEDED: dict[str, tuple[tuple[str, ...], Callable[[], bool]]] = {
+    "a tensor without memory whose operations a class carries out": (
+        ("torch.Tensor._make_wrapper_subclass",),
+        lambda: _has_public(torch.Tensor, "wrapper"),
+    ),
     "a storage returns how many owners it has": (
         ("torch._C._storage_Use_Count",),
         lambda: _has_public(torch.UntypedStorage, "use", "count"),

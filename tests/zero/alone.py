@@ -12,8 +12,8 @@ from torch import nn
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gather.schedule import GatherLimits
-from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
+from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
 from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.model_states import RuntimeOptions
 from deepspeed.zero.placement import Placement, Tier

@@ -130,6 +130,8 @@ def _trained(parameter: torch.Tensor) -> _TrainedParam | None:
         return None
     runtime = address.bucket.owner
     runtime.drop_failed_backward()
+    if runtime.reducer is not None:
+        runtime.reducer.program.apply()
     master = runtime.master_of(address.bucket)
     return None if master is None else _TrainedParam(address, runtime, master, part_owners_of(parameter))
 

@@ -9,7 +9,6 @@ Sums of earlier backwards are in ``zero.gradient.gradient_sum``.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -21,65 +20,9 @@ from deepspeed.errors import CallOrderError, require_state
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient.error_feedback import ErrorFeedback
 from deepspeed.zero.gradient.gradient_sum import GradientDestination, GradientSum, pack_and_square, squared_norm
+from deepspeed.zero.gradient.pending_gradient import holds_values
+from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
 from deepspeed.zero.storage import FlatBuffer, MemoryTracker, StorageKind
-
-
-@dataclass(frozen=True)
-class ReductionPolicy:
-    """Holds the settings of gradient reduction.
-
-    Attributes:
-        every_micro_batch: Reduce after each micro-batch, not only at the boundary: at stages 2 and 3.
-        to_owner: The owner of a slice gets its sum, from stage 1 on; otherwise every rank gets everything.
-        reduce_dtype: Dtype in which gradients are sent, per compute dtype.
-        accumulate_dtype: Dtype of the sum over micro-batches.
-        reduces_sums_narrow: Reduce that sum in ``reduce_dtype`` too (``communication_data_type`` is given).
-        narrows: Round what the update reads to ``accumulate_dtype``; parameters with a wider dtype keep theirs.
-        is_mean: Whether the sum over ranks is divided by the divisor of the bucket's group.
-        divides_first: Divide a gradient before it is sent (``prescale_gradients``).
-        predivide: What a gradient is divided by before it is sent; the rest of the division follows
-            (``gradient_predivide_factor``).
-        bucket_numel: Most elements in one reduction (``reduce_bucket_size``).
-        overlap: Start reducing during backward.
-        allow_unused: Tolerate a parameter without gradient at the update (``ignore_unused_parameters``).
-        may_skip: An update may be skipped for a gradient that is not finite, and then must change nothing.
-        codes_from: Number of first updates whose gradients are sent without the groups' ``reduce_codec``.
-        is_trial: Then alternate between both ways and keep the faster one.
-        forget_every: Clear the error feedback of all buckets every this many updates; 0: never.
-    """
-
-    every_micro_batch: bool
-    to_owner: bool
-    reduce_dtype: Callable[[torch.dtype], torch.dtype]
-    accumulate_dtype: torch.dtype
-    reduces_sums_narrow: bool
-    narrows: bool = False
-    is_mean: bool = True
-    divides_first: bool = False
-    predivide: float = 1.0
-    bucket_numel: int = 500_000_000
-    overlap: bool = True
-    allow_unused: bool = True
-    may_skip: bool = False
-    codes_from: int = 0
-    is_trial: bool = False
-    forget_every: int = 0
-
-    @property
-    def begins_coded(self) -> bool:
-        """Returns whether the first update's gradients are sent with codecs."""
-        return self.codes_from == 0 and not self.is_trial
-
-    def factors(self, divisor: int) -> tuple[float, float]:
-        """Returns the factors on a gradient before it is sent, and on the sum over ranks.
-
-        Args:
-            divisor: The divisor of the bucket's group.
-        """
-        mean = 1.0 / divisor if self.is_mean else 1.0
-        before = mean if self.divides_first else 1.0 / self.predivide
-        return before, mean / before
-
 
 _REDUCTION = 1  # kind of transfer, see transfer_key
 
@@ -119,6 +62,8 @@ class GradientBucket:
         feedback: The error feedback of reductions; None without a lossy codec or without error feedback.
         writes: Parameters whose whole gradient a program has set since the last update: all ranks must set the same.
         is_coded: Reductions use ``reduce_codec`` of their group; otherwise ``early_codec``.
+        is_local: A group of one: nothing is reduced.
+        is_own_result: Whether the update reads this rank's own sum as it is.
     """
 
     def __init__(
@@ -136,7 +81,8 @@ class GradientBucket:
         self.writes: set[int] = set()
         self._policy = policy
         self.is_coded = policy.begins_coded
-        self._is_local = isinstance(group.reduce, LocalTransport) and group.combine is None
+        self.is_local = isinstance(group.reduce, LocalTransport) and group.combine is None
+        self.is_own_result = self.is_local and self._postscale * self._prescale == 1.0
         layout = bucket.layout
         self._flat = FlatBuffer(
             layout.numel,
@@ -173,7 +119,7 @@ class GradientBucket:
         codec = group.reduce_codec
         self._rows: ZeroRows | None = None
         self._combine_rows: ZeroRows | None = None
-        if not self._is_local and (group.reduces_rows or (codec is not None and not codec.encodes_zero)):
+        if not self.is_local and (group.reduces_rows or (codec is not None and not codec.encodes_zero)):
             self._open_rows()
         self.feedback: ErrorFeedback | None = None
         if group.feeds_back:
@@ -237,13 +183,13 @@ class GradientBucket:
         if self._missing == 0:
             return
         for index, parameter in enumerate(self.bucket.params):
-            if not self._arrived[index] and parameter.grad is not None and parameter.requires_grad:
+            if not self._arrived[index] and holds_values(parameter) and parameter.requires_grad:
                 self.arrive(index)
 
     @property
     def holds_unannounced(self) -> bool:
         """Whether, between backwards, a parameter has a gradient that was never collected."""
-        return any(parameter.grad is not None and parameter.requires_grad for parameter in self.bucket.params)
+        return any(holds_values(parameter) and parameter.requires_grad for parameter in self.bucket.params)
 
     def pack(self) -> None:
         """Copies the gradients into the flat buffer and drops ``.grad``; absent ones count as zero."""
@@ -281,7 +227,7 @@ class GradientBucket:
             if self._arrived[index] and parameter.grad is not None:
                 grads[index] = parameter.grad
         dtype = self._flat.tensor.dtype
-        takes_squares = self.sum.takes_squares and self._is_local  # otherwise they are taken of the sum over ranks
+        takes_squares = self.sum.takes_squares and self.is_local  # otherwise they are taken of the sum over ranks
         if takes_squares or any(g.dtype != dtype or g.layout is not torch.strided for g in grads.values()):
             self.pack()
             self.accumulate_locally()
@@ -297,7 +243,12 @@ class GradientBucket:
     def _will_be_result(self) -> bool:
         """Returns whether the update reads what is packed now: a group of one without earlier micro-batches."""
         waiting = self.sum.reduced is not None or self.sum.local is not None
-        return self._is_local and not waiting and self._postscale * self._prescale == 1.0
+        return self.is_own_result and not waiting
+
+    @property
+    def had_sum(self) -> bool:
+        """Returns whether there was a sum when this backward began."""
+        return not self._before.is_empty
 
     @property
     def has_arrivals(self) -> bool:
@@ -347,7 +298,7 @@ class GradientBucket:
 
     def accumulate_locally(self) -> None:
         """Adds the packed gradient to this rank's own sum over micro-batches, over the whole bucket."""
-        self.sum.add_local(is_result=self._is_local)
+        self.sum.add_local(is_result=self.is_local)
         self.state = GradientState.IDLE
 
     def start_reduction(self, *, as_sum: bool) -> None:
@@ -358,11 +309,11 @@ class GradientBucket:
                 rank, also on one that has none in this bucket. Equal on all ranks.
         """
         self.sum.begin_addition()  # counted at the start, since ranks must agree: the end depends on the peers
-        if as_sum and self.sum.local is None and not self._is_local:
+        if as_sum and self.sum.local is None and not self.is_local:
             self.accumulate_locally()
         source = self._flat if self.sum.local is None else self._take_local_sum()
         self.state = GradientState.REDUCING
-        if self._is_local:
+        if self.is_local:
             self._keep_local(source)
             return
         if self._prescale != 1.0:
@@ -402,7 +353,7 @@ class GradientBucket:
         if self.state is GradientState.FILLING:
             self.accumulate_locally()
         total = self.sum.take_local()
-        if self._is_local or not self._policy.reduces_sums_narrow:
+        if self.is_local or not self._policy.reduces_sums_narrow:
             return total
         if total.tensor.dtype == self._flat.tensor.dtype:
             return total
@@ -582,13 +533,19 @@ class GradientBucket:
         if not self.sum.is_packed:
             self._flat.free()
 
+    def discard_sums(self) -> None:
+        """Discards the sums of all parameters, without a change of what this rank does in the next reductions."""
+        if self.feedback is not None:
+            self.feedback.restore()
+        self.sum.discard()
+
     def clear(self) -> None:
         """Frees every gradient of the bucket, after the update or on ``zero_grad``.
 
         In a group of one the packed buffers are the gradients and all live together at every step. They stay allocated
         in between, because freeing them would cost a page fault per 4 KiB in each backward.
         """
-        if not (self._is_local and self.sum.is_packed):
+        if not (self.is_local and self.sum.is_packed):
             self._flat.free()
         if self.feedback is not None:
             self.feedback.restore()

@@ -277,6 +277,14 @@ class GradientSum:
             self.take_local().free()
         self.used = [False] * len(self.used) if self.is_empty else list(mark.used)
 
+    def discard(self) -> None:
+        """Does what :meth:`clear` does, but keeps a partial sum, as zeros: other ranks expect it in the second step."""
+        partial, self.partial = self.partial, None
+        self.clear()
+        self.partial = partial
+        if partial is not None:
+            partial.tensor.zero_()
+
     def clear(self) -> None:
         """Frees every sum, but not the packed buffer."""
         for buffer in (self.reduced, self.local, self.partial):

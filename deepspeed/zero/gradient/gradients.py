@@ -17,22 +17,23 @@ from __future__ import annotations
 
 import itertools
 import logging
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.job import backward_comm
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import require_state
 from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.gradient.gradient_bucket import GradientBucket, ReductionPolicy
+from deepspeed.zero.gradient.arrival_hooks import ArrivalHooks
+from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
+from deepspeed.zero.gradient.program_gradients import ProgramGradients
+from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
 from deepspeed.zero.gradient.trial import Trial
 from deepspeed.zero.storage import MemoryTracker
 
@@ -91,6 +92,7 @@ class GradientReducer:
         keeps_own: Whether the next update exchanges something other than gradients, so that each rank keeps its own sum
             unreduced.
         on_clear: Called when all gradients are discarded or used.
+        program: What the program sees in ``.grad``, and has done to it.
 
     Args:
         buckets: Trainable buckets in model order.
@@ -134,6 +136,7 @@ class GradientReducer:
             GradientBucket(bucket, policy, memory_tracker, destination)
             for bucket, destination in zip(buckets, destinations, strict=True)
         ]
+        self.program = ProgramGradients(self.buckets, self.stop_reading)
         self._positions = {gradients: position for position, gradients in enumerate(self.buckets)}
         self._combines = any(bucket.group.combine is not None for bucket in buckets)
         self._combines_late = any(bucket.group.spans_stages for bucket in buckets)
@@ -144,7 +147,7 @@ class GradientReducer:
         self._in_flight: deque[GradientBucket] = deque()
         # Buckets that may have sums of earlier backwards: equal on all ranks, unlike those that do have one.
         self._local_sums: set[int] = set()
-        self._hooks: dict[tuple[int, int], RemovableHandle] = {}
+        self._hooks = ArrivalHooks(self.buckets, self)
         self._memory_tracker = memory_tracker
         self._in_one_order = all(bucket.group.reduce.needs_one_order for bucket in buckets)
         self._largest = max((bucket.layout.numel for bucket in buckets), default=0)
@@ -181,31 +184,13 @@ class GradientReducer:
         self.listen([len(self.buckets) - 1])
 
     def listen(self, positions: Iterable[int]) -> None:
-        """Registers hooks on the parameters of some buckets that require a gradient now."""
-        for position in positions:
-            for index, parameter in enumerate(self.buckets[position].bucket.params):
-                if parameter.requires_grad and (position, index) not in self._hooks:
-                    hook = parameter.register_post_accumulate_grad_hook(self._arrival(position, index))
-                    self._hooks[position, index] = hook
-
-    def _arrival(self, position: int, index: int) -> Callable[[torch.Tensor], None]:
-        """Returns the hook of one parameter.
-
-        It must not keep its own parameter alive: torch holds these hooks where the garbage collector cannot see them,
-        and the engine, its memory and its process group would never be freed.
-        """
-        reducer = weakref.ref(self)
-
-        def arrived(_parameter: torch.Tensor) -> None:
-            alive = reducer()
-            if alive is not None:
-                alive.arrive(position, index)
-
-        return arrived
+        """Collects gradients of the parameters of some buckets that require one now."""
+        self._hooks.listen(positions)
 
     def arrive(self, position: int, index: int) -> None:
         """Called when autograd has delivered the gradient of parameter ``index`` of bucket ``position``."""
         if self._backward is None:
+            self.program.take_stray(position, index)
             self._on_stray()  # opens one, or raises
         if self.buckets[position].arrive(index):
             self._complete(position)
@@ -217,9 +202,7 @@ class GradientReducer:
                 "communication_compression.gradients had no effect: training ends before update "
                 f"{self.policy.codes_from + 1}, the first with compressed gradients (start_step)"
             )
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.remove()
 
     # -- one backward ------------------------------------------------------------------------------------------------
 
@@ -234,6 +217,8 @@ class GradientReducer:
         """
         require_state(self._backward is None, self, "no open backward")
         self.stop_reading()
+        self.program.apply()
+        self.program.hide()
         if self.keeps_own:
             reduces = frozenset()
         is_last = len(closes) == len(self.buckets)
@@ -242,6 +227,7 @@ class GradientReducer:
             bool(reduces) and self._combines and not self._combines_late and (is_last or self._combines_to_owners)
         )
         self._backward = _Backward(reaches, reduces, self._orders.get(reduces), bool(reduces) and combines)
+        self._hooks.move_behind_others(reaches)
         for position in reaches:
             self.buckets[position].begin_backward(is_last=position in closes)
 
@@ -363,6 +349,7 @@ class GradientReducer:
         if backward.order is None and reduces:
             self._orders[reduces] = self._agree_on_order(backward)
             self._known |= reduces
+        self.program.show()
 
     def _combine(self, order: Sequence[int]) -> None:
         """Runs the second step of all sums, sending one while it waits for the one before."""
@@ -421,6 +408,7 @@ class GradientReducer:
     @property
     def has_sums(self) -> bool:
         """Returns whether gradients of earlier backwards wait for an update on this rank."""
+        self.program.apply()
         return any(not gradients.sum.is_empty for gradients in self.buckets)
 
     @property
@@ -463,6 +451,7 @@ class GradientReducer:
         # In the other buckets, ranks on which this backward succeeded have sums.
         self._local_sums.update(position for position in backward.reaches if position not in backward.reduces)
         self._backward = None
+        self.program.show()
 
     def end_micro_step(self) -> None:
         """Called when a micro-step without an update ends: ranks may hold its sums even if this one ran no backward."""
@@ -488,6 +477,8 @@ class GradientReducer:
 
         Gradients that were put into ``.grad`` since the last backward are such sums too.
         """
+        self.program.apply()
+        self.program.give_additions()
         unannounced = [gradients for gradients in self.buckets if gradients.holds_unannounced]
         if unannounced or self._local_sums:  # buckets with a partial sum are not read
             self.stop_reading()
@@ -502,6 +493,8 @@ class GradientReducer:
             self._reduce_local_sums()
         if self._has_partial_sums:
             self._combine(range(len(self.buckets)))
+        if unannounced:
+            self.program.show()
 
     def _reduce_local_sums(self) -> None:
         self._has_partial_sums = self._combines
@@ -583,6 +576,7 @@ class GradientReducer:
     def clear(self) -> None:
         """Frees all gradients."""
         self.on_clear()
+        self.program.clear()
         self.stop_reading()
         self._local_sums.clear()
         self._has_partial_sums = False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from deepspeed.zero.tiling.layout import DATA
 from deepspeed.zero.update.base_optimizer import ZeROOptimizer
 from deepspeed.zero.update.driver import UpdateDriver
 from deepspeed.zero.update.masters import MasterBucket, MasterRun, PublishWork, cut_state, fragment_tables, split_state
+from deepspeed.zero.update.run_gradients import MasterRunGradients
 from deepspeed.zero.update.speculation import SpeculativeUpdater
 
 
@@ -75,6 +78,8 @@ class MasterOptimizer(ZeROOptimizer):
         self._skipped_in_a_row = 0
         self._needs_fragments = callable(getattr(optimizer, "attach_segments", None))
         self._attach_segments()
+        self._followed = _follow_zero_grad(optimizer, self.zero_grad)
+        reducer.program.attach_runs(MasterRunGradients(masters))
 
     @property
     def loss_scale(self) -> float:
@@ -363,6 +368,8 @@ class MasterOptimizer(ZeROOptimizer):
 
     def destroy(self) -> None:
         """Frees the gradients and removes the gradient hooks from the model."""
+        if vars(self.optimizer).get("zero_grad") is self._followed:
+            del self.optimizer.zero_grad
         self._reducer.clear()
         self._reducer.remove()
         if self.speculation is not None:
@@ -402,3 +409,25 @@ class MasterOptimizer(ZeROOptimizer):
         for tier, counted in nbytes.items():
             self._memory_tracker.set(StorageKind.OPTIMIZER, tier, counted)
         return sum(nbytes.values())
+
+
+def _follow_zero_grad(optimizer: torch.optim.Optimizer, discard: Callable[[], None]) -> Callable[..., None]:
+    """Makes ``optimizer.zero_grad`` discard the engine's gradients too; its groups list runs, which have none.
+
+    Args:
+        optimizer: The torch optimizer.
+        discard: A bound method; its object is not kept alive.
+
+    Returns:
+        What stands in the place of the method now.
+    """
+    original, own = type(optimizer).zero_grad, weakref.WeakMethod(discard)
+
+    @wraps(original)
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        if (method := own()) is not None:
+            method()
+        original(optimizer, *args, **kwargs)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    return zero_grad

@@ -528,10 +528,10 @@ def _check_writes(digests: torch.Tensor) -> None:
     if bool((digests != digests[0]).any()):
         alike = torch.nonzero(digests == digests[0]).view(-1).tolist()
         raise DivergenceError(
-            "optimizer.step: every rank must have set the gradients of the same parameters "
-            f"(safe_set_full_grad, safe_set_local_grad), but ranks {alike} have set others than the rest, so "
-            "the replicas of the parameters would differ; nothing was updated. Call them on every rank, with "
-            "the same parameters and values"
+            "optimizer.step: every rank must have set, changed or discarded the gradients of the same parameters "
+            "(safe_set_full_grad, safe_set_local_grad, parameter.grad = ..., module.zero_grad()), but ranks "
+            f"{alike} have done so with others than the rest, so the replicas of the parameters would differ; nothing "
+            "was updated. Make these calls on every rank, with the same parameters and values"
         )
 
 

@@ -186,7 +186,7 @@ def test_ranks_with_other_orders_or_written_gradients_are_distinguished() -> Non
         rank.backward(rank.model(batch(0)))
         if transport.rank:
             rank.reducer.buckets[1].note_write(0, by_all=True)
-        with pytest.raises(DivergenceError, match=r"ranks \[0\] have set others"):
+        with pytest.raises(DivergenceError, match=r"ranks \[0\] have done so with others"):
             rank.optimizer.step()
 
     run_threads(body, 2)

@@ -1,0 +1,67 @@
+"""The factor on losses, and the refusal of gradients of a loss without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepspeed.errors import CallOrderError
+
+
+class LossScaling:
+    """Scales losses, and refuses gradients of an unscaled one.
+
+    Args:
+        scaler: The fp16 loss scaler, or None where losses are not scaled.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+        self._scaled = 0  # scaled losses whose backward the program will call itself
+        self._saw_unscaled = False
+
+    @property
+    def factor(self) -> float:
+        """The present factor on losses."""
+        return 1.0 if self._scaler is None else float(self._scaler.loss_scale)
+
+    def apply(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss (0-dim) times the scale, for a backward that the engine runs."""
+        return self._scaler.scale_loss(loss) if self._scaler is not None else loss
+
+    def apply_for_program(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss (0-dim) times the scale, for a backward that the program calls itself."""
+        self._scaled += 1
+        return self.apply(loss)
+
+    def program_runs_backward(self) -> None:
+        """Records that the program calls a backward itself, and whether its loss was scaled."""
+        if self._scaler is not None:
+            if self._scaled > 0:
+                self._scaled -= 1
+            else:
+                self._saw_unscaled = True
+
+    def clear(self) -> None:
+        """Forgets unscaled losses. Called when their gradients are discarded."""
+        self._saw_unscaled = False
+
+    def refuse_unscaled(self, discard: Callable[[], None]) -> None:
+        """Raises if gradients since the last update came from a loss that was not scaled.
+
+        Args:
+            discard: Discards the gradients; called before it raises.
+
+        Raises:
+            CallOrderError: A backward of this update began at a loss that was not scaled.
+        """
+        if self._saw_unscaled:
+            discard()
+            self.clear()
+            raise CallOrderError(
+                "fp16: the gradients come from a loss.backward() whose loss was not scaled; small gradients would have "
+                "become zero. Write engine.scale(loss).backward(), or engine.backward(loss)"
+            )
+        self._scaled = 0
