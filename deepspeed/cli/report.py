@@ -88,7 +88,7 @@ def show(facts: EnvironmentInfo, console: Console, *, features: bool = True, war
 
 def _pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     table = Table(title=title, title_justify="left", show_header=False, min_width=60)
-    table.add_column(style="bold", no_wrap=False, max_width=52)
+    table.add_column(style="bold", no_wrap=False, max_width=72)
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(Text(name), Text(value))
