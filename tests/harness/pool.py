@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from tests.harness import pickling
+from tests.harness import event_loops, pickling
 from tests.harness.errors import RankDied, RankReport, RanksFailed, RanksTimedOut
 from tests.harness.fork_server import ForkedProcess, ForkServer, shared_addresses
 from tests.harness.worker import DUMP_STACKS, Call, Raised
@@ -61,7 +61,8 @@ def run_ranks(
         backend: Backend of the process group; None leaves it to ``fn`` to make one.
         env: Further environment variables, for this run only.
         fresh: Use new processes and end them afterwards, for what cannot be undone (signal handlers, threads).
-            ``"interpreter"``: they import everything themselves, so none of their memory is another process's.
+            ``"interpreter"``: they import everything themselves, so none of their memory is another process's, and
+            nothing is preloaded: gloo and malloc are as in a user's process.
         **kwargs: Keyword arguments of ``fn``.
 
     Raises:
@@ -107,7 +108,7 @@ class Worker:
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", "tests.harness.worker", *map(str, descriptors)],
                     cwd=ROOT,
-                    env=environ,
+                    env=event_loops.without_library(environ),
                     stdin=subprocess.DEVNULL,
                     stdout=self.output,
                     stderr=subprocess.STDOUT,
