@@ -141,7 +141,8 @@ class Awkward(nn.Module):
         self.register_buffer("count", torch.tensor(3))
 
     def forward(self, batch: Batch) -> Any:
-        x = self.embed(batch.tokens) * self.gain + self.shift + self.offset
+        x = self.embed(batch.tokens) * self.gain + self.shift
+        x = x + self.offset.to(x.dtype)  # an fp32 buffer beside narrower weights, as they are in Transformers
         x = torch.cat([x.flatten(0, 1), self.empty]).view_as(x)
         for index in (0, 1, 2, 1):
             x = self.blocks[index](x)

@@ -151,7 +151,8 @@ class Own(nn.Module):
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, branch: bool = False) -> Any:
         """Returns logits and the balance of the experts, 0-dim."""
-        x = self.words(ids) + self.places(positions) * self.gain + self.shift + self.nothing.sum()
+        x = self.words(ids) + self.places(positions) * self.gain + self.nothing.sum()
+        x = x + self.shift.to(x.dtype)  # an fp32 buffer beside narrower weights
         balance = torch.zeros(())
         blocks = self._in_order()
         for block in [*blocks, blocks[0]] if self.given["twice"] else blocks:
