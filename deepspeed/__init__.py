@@ -18,23 +18,10 @@ from __future__ import annotations
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.import_paths import children_of, install
 from deepspeed.lazy import lazy_names
-from deepspeed.logging import log_dist, logger
+from deepspeed.logging import log_dist as log_dist
+from deepspeed.logging import logger as logger
 from deepspeed.release import BRANCH, COMMIT, RELEASE, VERSION
-
-if TYPE_CHECKING:
-    from deepspeed.accelerator import get_accelerator as get_accelerator
-    from deepspeed.activation_checkpointing import checkpointing as checkpointing
-    from deepspeed.comm import init_distributed as init_distributed
-    from deepspeed.config import load_ds_config as load_ds_config
-    from deepspeed.data import DeepSpeedDataLoader as DeepSpeedDataLoader
-    from deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
-    from deepspeed.engine import DeepSpeedOptimizer as DeepSpeedOptimizer
-    from deepspeed.engine.arguments import add_config_arguments as add_config_arguments
-    from deepspeed.engine.initialize import initialize as initialize
-    from deepspeed.errors import DeepSpeedConfigError as DeepSpeedConfigError
-    from deepspeed.precision.on_device import OnDevice as OnDevice
 
 version = __version__ = VERSION
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in RELEASE.split("."))
@@ -44,48 +31,88 @@ __git_branch__ = git_branch = BRANCH
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 MUON_OPTIMIZER = "muon"
 
-_find, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.accelerator": "get_accelerator",
-        "deepspeed.activation_checkpointing.checkpointing": "checkpointing=",
-        "deepspeed.comm": "init_distributed",
-        "deepspeed.config": "DeepSpeedConfig load_ds_config",
-        "deepspeed.data": "DeepSpeedDataLoader",
-        "deepspeed.dropping": "progressive_layer_drop",
-        "deepspeed.engine": "DeepSpeedEngine DeepSpeedOptimizer add_config_arguments initialize",
-        "deepspeed.engine.hybrid": "DeepSpeedHybridEngine",
-        "deepspeed.engine.parts": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
-        "deepspeed.engine.pipeline": "DualPipeVEngine PipelineEngine",
-        "deepspeed.errors": "DeepSpeedConfigError",
-        "deepspeed.inference": "default_inference_config init_inference",
-        "deepspeed.inference.config": "DeepSpeedInferenceConfig",
-        "deepspeed.inference.engine": "InferenceEngine",
-        "deepspeed.module_inject": "replace_transformer_layer",
-        "deepspeed.ops.muon": "set_optimizer_flags",
-        "deepspeed.parallel.tensor.request": "set_autotp_mode tp_model_init",
-        "deepspeed.pipe": "DualPipeVModule PipelineModule",
-        "deepspeed.precision.on_device": "OnDevice",
-    },
-    submodules=(
-        "accelerator activation_checkpointing autotuning checkpoint cli comm compression config constants data "
-        "dropping elasticity engine env_report errors git_version_info inference launcher linear monitor ops plan "
-        f"precision profiling schedulers zero {' '.join(children_of(''))}"
-    ),
-)
-__all__ += ["HAS_TRITON", "__version__", "dist", "log_dist", "logger", "version"]
+if TYPE_CHECKING:
+    from deepspeed import accelerator as accelerator
+    from deepspeed import activation_checkpointing as activation_checkpointing
+    from deepspeed import autotuning as autotuning
+    from deepspeed import checkpoint as checkpoint
+    from deepspeed import cli as cli
+    from deepspeed import comm as comm
+    from deepspeed import compile as compile
+    from deepspeed import compression as compression
+    from deepspeed import config as config
+    from deepspeed import constants as constants
+    from deepspeed import data as data
+    from deepspeed import datastates as datastates
+    from deepspeed import dropping as dropping
+    from deepspeed import elasticity as elasticity
+    from deepspeed import engine as engine
+    from deepspeed import env_report as env_report
+    from deepspeed import errors as errors
+    from deepspeed import features as features
+    from deepspeed import git_version_info as git_version_info
+    from deepspeed import inference as inference
+    from deepspeed import io as io
+    from deepspeed import launcher as launcher
+    from deepspeed import linear as linear
+    from deepspeed import model_implementations as model_implementations
+    from deepspeed import module_inject as module_inject
+    from deepspeed import moe as moe
+    from deepspeed import monitor as monitor
+    from deepspeed import nebula as nebula
+    from deepspeed import ops as ops
+    from deepspeed import pipe as pipe
+    from deepspeed import plan as plan
+    from deepspeed import precision as precision
+    from deepspeed import profiling as profiling
+    from deepspeed import runtime as runtime
+    from deepspeed import schedulers as schedulers
+    from deepspeed import sequence as sequence
+    from deepspeed import utils as utils
+    from deepspeed import zero as zero
+    from deepspeed.accelerator import get_accelerator as get_accelerator
+    from deepspeed.activation_checkpointing import checkpointing as checkpointing
+    from deepspeed.comm import init_distributed as init_distributed
+    from deepspeed.config import DeepSpeedConfig as DeepSpeedConfig
+    from deepspeed.config import load_ds_config as load_ds_config
+    from deepspeed.data import DeepSpeedDataLoader as DeepSpeedDataLoader
+    from deepspeed.dropping import progressive_layer_drop as progressive_layer_drop
+    from deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
+    from deepspeed.engine import DeepSpeedOptimizer as DeepSpeedOptimizer
+    from deepspeed.engine import add_config_arguments as add_config_arguments
+    from deepspeed.engine.hybrid import DeepSpeedHybridEngine as DeepSpeedHybridEngine
+    from deepspeed.engine.initialize import initialize as initialize
+    from deepspeed.engine.parts import DeepSpeedOptimizerCallable as DeepSpeedOptimizerCallable
+    from deepspeed.engine.parts import DeepSpeedSchedulerCallable as DeepSpeedSchedulerCallable
+    from deepspeed.engine.pipeline import DualPipeVEngine as DualPipeVEngine
+    from deepspeed.engine.pipeline import PipelineEngine as PipelineEngine
+    from deepspeed.errors import DeepSpeedConfigError as DeepSpeedConfigError
+    from deepspeed.inference import default_inference_config as default_inference_config
+    from deepspeed.inference import init_inference as init_inference
+    from deepspeed.inference.config import DeepSpeedInferenceConfig as DeepSpeedInferenceConfig
+    from deepspeed.inference.engine import InferenceEngine as InferenceEngine
+    from deepspeed.module_inject import replace_transformer_layer as replace_transformer_layer  # type: ignore[attr-defined]
+    from deepspeed.ops.muon import set_optimizer_flags as set_optimizer_flags
+    from deepspeed.parallel.tensor.request import set_autotp_mode as set_autotp_mode
+    from deepspeed.parallel.tensor.request import tp_model_init as tp_model_init
+    from deepspeed.pipe import DualPipeVModule as DualPipeVModule
+    from deepspeed.pipe import PipelineModule as PipelineModule
+    from deepspeed.precision.on_device import OnDevice as OnDevice
 
-install()
+    HAS_TRITON: bool
+    dist: ModuleType | None
+else:
+    _find, __dir__, __all__ = lazy_names(__name__)
+    __all__ += ["HAS_TRITON", "__version__", "dist", "log_dist", "logger", "version"]
 
+    def __getattr__(name: str) -> Any:
+        if name == "dist":
+            return _initialized_comm()
+        if name == "HAS_TRITON":
+            from importlib.util import find_spec
 
-def __getattr__(name: str) -> Any:
-    if name == "dist":
-        return _initialized_comm()
-    if name == "HAS_TRITON":
-        from importlib.util import find_spec
-
-        return find_spec("triton") is not None
-    return _find(name)
+            return find_spec("triton") is not None
+        return _find(name)
 
 
 def _initialized_comm() -> ModuleType | None:

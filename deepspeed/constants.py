@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepspeed import TORCH_DISTRIBUTED_DEFAULT_PORT
 
@@ -19,9 +19,11 @@ CROSS_SIZE = "CROSS_SIZE"
 __all__ = ["CROSS_RANK", "CROSS_SIZE", "TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "default_pg_timeout":  # read at each access, as DEEPSPEED_TIMEOUT sets it
-        from deepspeed.comm import default_timeout
+if not TYPE_CHECKING:
 
-        return default_timeout()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name == "default_pg_timeout":  # read at each access, as DEEPSPEED_TIMEOUT sets it
+            from deepspeed.comm import default_timeout
+
+            return default_timeout()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,69 +1,84 @@
 """Imports the attributes of modules at first access (PEP 562).
 
 ``import deepspeed`` stays fast, and dotted names work: ``deepspeed.runtime.lr_schedules.WarmupLR`` imports the modules
-that it needs. A package states its names once::
+that it needs. A package states its names once, in imports that only type checkers execute::
 
-    __getattr__, __dir__, __all__ = lazy_names(__name__, {"deepspeed.schedulers": "WarmupLR"}, submodules="engine")
+    if TYPE_CHECKING:
+        from deepspeed.schedulers import WarmupLR as WarmupLR
+    else:
+        __getattr__, __dir__, __all__ = lazy_names(__name__)
 
-Names of missing features (:mod:`deepspeed.missing_features`) are added automatically.
+So type checkers and programs that freeze an application see ordinary imports, and no name that does not exist. Names of
+missing features (:mod:`deepspeed.missing_features`) are added automatically.
 """
 
 from __future__ import annotations
 
+import dis
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from deepspeed.missing_features import is_missing, missing_names, unavailable
 
 
-def homes_of(table: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Returns, by public name, the module that defines it and its name there; empty: it is the module itself.
+def stated_imports(code: CodeType) -> dict[str, tuple[str, str]]:
+    """Returns the ``from`` imports of a module's top level, executed or not: name -> its module and its name there."""
+    found: dict[str, tuple[str, str]] = {}
+    module = defined = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            module = instruction.argval
+        elif instruction.opname == "IMPORT_FROM":
+            defined = instruction.argval
+        elif instruction.opname == "STORE_NAME" and defined:
+            found[instruction.argval] = (module, defined)
+            defined = ""
+    return found
 
-    Args:
-        table: See :func:`lazy_names`.
-    """
-    entries = ((module, name.partition("=")) for module, names in table.items() for name in names.split())
-    return {name: (module, defined if equals else name) for module, (name, equals, defined) in entries}
 
-
-def lazy_names(
-    package: str, table: Mapping[str, str] | None = None, *, submodules: str = ""
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Returns the ``__getattr__``, ``__dir__`` and ``__all__`` of a module.
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Returns the ``__getattr__``, ``__dir__`` and ``__all__`` of its caller, a module, from imports that did not run.
 
     ``__all__`` leaves out submodules that are named as a module of Python or as torch.
 
     Args:
         package: The module's ``__name__``.
-        table: By defining module, the public names, separated by spaces: ``public=defined`` if the two differ, and
-            ``public=`` for the module itself.
-        submodules: Names of the module's submodules, separated by spaces.
     """
-    homes = homes_of(table or {})
-    below = frozenset(submodules.split())
-    names = sorted({*homes, *below, *missing_names(package)})
+    caller = sys._getframe(1)
+    homes = {name: home for name, home in stated_imports(caller.f_code).items() if name not in caller.f_globals}
+    names = sorted({*homes, *missing_names(package)})
     # Not "torch" and "logging" of deepspeed.utils: `from deepspeed.utils import *` would hide the program's own.
-    exported = [name for name in names if name not in below or name not in {"torch", *sys.stdlib_module_names}]
-
-    def find(name: str) -> Any:
-        if name in below:
-            return importlib.import_module(f"{package}.{name}")
-        if name in homes:
-            home, defined = homes[name]
-            module = importlib.import_module(home)
-            return getattr(module, defined) if defined else module
-        if is_missing(f"{package}.{name}"):
-            return unavailable(f"{package}.{name}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    hiding = {"torch", *sys.stdlib_module_names}
+    exported = [name for name in names if homes.get(name) != (package, name) or name not in hiding]
 
     def __getattr__(name: str) -> Any:
-        value = find(name)
+        if name in homes:
+            value = _imported(package, *homes[name])
+        elif is_missing(f"{package}.{name}"):
+            value = unavailable(f"{package}.{name}")
+        else:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         setattr(sys.modules[package], name, value)
         return value
 
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[package]), *names})
 
+    for name, (home, _) in homes.items():
+        if home == f"{package}.{name}":
+            # A name and a submodule share this attribute: the import sets it once; afterwards the name is used.
+            importlib.import_module(home)
+            delattr(sys.modules[package], name)
     return __getattr__, __dir__, exported
+
+
+def _imported(package: str, home: str, defined: str) -> Any:
+    """Returns what ``from home import defined`` imports in ``package``: an attribute or a submodule."""
+    if home != package:
+        module = importlib.import_module(home)
+        if hasattr(module, defined):
+            return getattr(module, defined)
+    return importlib.import_module(f"{home}.{defined}")

@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING
 
 from deepspeed.lazy import lazy_names
 
+# Lazy, because commands that do not need torch read the table of devices.
+
 if TYPE_CHECKING:
+    from deepspeed.accelerator import abstract_accelerator as abstract_accelerator
+    from deepspeed.accelerator import base as base
+    from deepspeed.accelerator import cpu as cpu
+    from deepspeed.accelerator import devices as devices
+    from deepspeed.accelerator import host_memory as host_memory
+    from deepspeed.accelerator import real_accelerator as real_accelerator
+    from deepspeed.accelerator import selection as selection
+    from deepspeed.accelerator import torch_device as torch_device
     from deepspeed.accelerator.base import DeepSpeedAccelerator as DeepSpeedAccelerator
     from deepspeed.accelerator.cpu import cpu_has_bf16 as cpu_has_bf16
     from deepspeed.accelerator.cpu import cpu_has_fp16 as cpu_has_fp16
     from deepspeed.accelerator.selection import get_accelerator as get_accelerator
     from deepspeed.accelerator.selection import is_current_accelerator_supported as is_current_accelerator_supported
     from deepspeed.accelerator.selection import set_accelerator as set_accelerator
-
-# Lazy, because commands that do not need torch read the table of devices.
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.accelerator.base": "DeepSpeedAccelerator",
-        "deepspeed.accelerator.cpu": "cpu_has_bf16 cpu_has_fp16",
-        "deepspeed.accelerator.selection": "get_accelerator is_current_accelerator_supported set_accelerator",
-    },
-    submodules="base cpu devices host_memory selection torch_device",
-)
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

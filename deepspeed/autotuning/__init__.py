@@ -6,6 +6,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, {"deepspeed.autotuning.autotuner": "Autotuner"})
+if TYPE_CHECKING:
+    from deepspeed.autotuning.autotuner import Autotuner as Autotuner
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.compression.feature": "compression_scheduler",
-        "deepspeed.compression.report": "compression_state",
-        "deepspeed.compression.installing": "init_compression student_initialization",
-        "deepspeed.compression.cleaning": "redundancy_clean",
-    },
-    submodules="basic_layer compress helper",
-)
+if TYPE_CHECKING:
+    from deepspeed.compression import basic_layer as basic_layer
+    from deepspeed.compression import compress as compress
+    from deepspeed.compression import helper as helper
+    from deepspeed.compression import scheduler as scheduler
+    from deepspeed.compression.cleaning import redundancy_clean as redundancy_clean
+    from deepspeed.compression.feature import compression_scheduler as compression_scheduler
+    from deepspeed.compression.installing import init_compression as init_compression
+    from deepspeed.compression.installing import student_initialization as student_initialization
+    from deepspeed.compression.report import compression_state as compression_state
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.dropping.layers": "ProgressiveLayerDrop progressive_layer_drop",
-        "deepspeed.dropping.tokens": "RandomLTDScheduler RandomLayerTokenDrop convert_to_random_ltd",
-    },
-)
+if TYPE_CHECKING:
+    from deepspeed.dropping.layers import ProgressiveLayerDrop as ProgressiveLayerDrop
+    from deepspeed.dropping.layers import progressive_layer_drop as progressive_layer_drop
+    from deepspeed.dropping.tokens import RandomLayerTokenDrop as RandomLayerTokenDrop
+    from deepspeed.dropping.tokens import RandomLTDScheduler as RandomLTDScheduler
+    from deepspeed.dropping.tokens import convert_to_random_ltd as convert_to_random_ltd
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.elasticity.elastic_run": "CopyCost Recovery",
-        "deepspeed.elasticity.elastic_agent": "DSElasticAgent",
-        "deepspeed.elasticity.elasticity": (
-            "ELASTICITY ENABLED ENABLED_DEFAULT ElasticityConfig compute_elastic_config elasticity_enabled "
-            "ensure_immutable_elastic_config is_torch_elastic_compatible"
-        ),
-        "deepspeed.elasticity.steps": "ElasticStep ElasticSteps",
-        "deepspeed.errors": "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize",
-    },
-    submodules="config constants elastic_agent elasticity utils",
-)
+if TYPE_CHECKING:
+    from deepspeed.elasticity import config as config
+    from deepspeed.elasticity import constants as constants
+    from deepspeed.elasticity import elastic_agent as elastic_agent
+    from deepspeed.elasticity import elasticity as elasticity
+    from deepspeed.elasticity import utils as utils
+    from deepspeed.elasticity.elastic_agent import DSElasticAgent as DSElasticAgent
+    from deepspeed.elasticity.elastic_run import CopyCost as CopyCost
+    from deepspeed.elasticity.elastic_run import Recovery as Recovery
+    from deepspeed.elasticity.elasticity import ELASTICITY as ELASTICITY
+    from deepspeed.elasticity.elasticity import ENABLED as ENABLED
+    from deepspeed.elasticity.elasticity import ENABLED_DEFAULT as ENABLED_DEFAULT
+    from deepspeed.elasticity.elasticity import ElasticityConfig as ElasticityConfig
+    from deepspeed.elasticity.elasticity import compute_elastic_config as compute_elastic_config
+    from deepspeed.elasticity.elasticity import elasticity_enabled as elasticity_enabled
+    from deepspeed.elasticity.elasticity import ensure_immutable_elastic_config as ensure_immutable_elastic_config
+    from deepspeed.elasticity.elasticity import is_torch_elastic_compatible as is_torch_elastic_compatible
+    from deepspeed.elasticity.steps import ElasticStep as ElasticStep
+    from deepspeed.elasticity.steps import ElasticSteps as ElasticSteps
+    from deepspeed.errors import ElasticityConfigError as ElasticityConfigError
+    from deepspeed.errors import ElasticityError as ElasticityError
+    from deepspeed.errors import ElasticityIncompatibleWorldSize as ElasticityIncompatibleWorldSize
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

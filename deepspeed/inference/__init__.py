@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.inference.config": "DeepSpeedInferenceConfig DeepSpeedTPConfig",
-        "deepspeed.inference.engine": "InferenceEngine",
-        "deepspeed.inference.initialize": "default_inference_config init_inference",
-    },
-    submodules="config engine quantization",
-)
+if TYPE_CHECKING:
+    from deepspeed.inference import config as config
+    from deepspeed.inference import engine as engine
+    from deepspeed.inference import quantization as quantization
+    from deepspeed.inference import v2 as v2
+    from deepspeed.inference.config import DeepSpeedInferenceConfig as DeepSpeedInferenceConfig
+    from deepspeed.inference.config import DeepSpeedTPConfig as DeepSpeedTPConfig
+    from deepspeed.inference.engine import InferenceEngine as InferenceEngine
+    from deepspeed.inference.initialize import default_inference_config as default_inference_config
+    from deepspeed.inference.initialize import init_inference as init_inference
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.linear.init": "Init init_lora",
-        "deepspeed.linear.config": "LoRAConfig QuantizationConfig",
-        "deepspeed.linear.optimized_linear": "LoRAOptimizedLinear OptimizedLinear",
-        "deepspeed.linear.quantized_linear": "QuantizedLinear",
-        "deepspeed.linear.quantize": "quantize_model",
-    },
-    submodules="config",
-)
+if TYPE_CHECKING:
+    from deepspeed.linear import config as config
+    from deepspeed.linear.config import LoRAConfig as LoRAConfig
+    from deepspeed.linear.config import QuantizationConfig as QuantizationConfig
+    from deepspeed.linear.init import Init as Init
+    from deepspeed.linear.init import init_lora as init_lora
+    from deepspeed.linear.optimized_linear import LoRAOptimizedLinear as LoRAOptimizedLinear
+    from deepspeed.linear.optimized_linear import OptimizedLinear as OptimizedLinear
+    from deepspeed.linear.quantize import quantize_model as quantize_model
+    from deepspeed.linear.quantized_linear import QuantizedLinear as QuantizedLinear
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

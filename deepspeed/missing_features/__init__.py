@@ -11,12 +11,14 @@ raises :class:`~deepspeed.errors.NotYetSupportedError`; ``isinstance`` against i
 from __future__ import annotations
 
 from abc import ABCMeta
+from collections.abc import Callable
 from typing import Any
 
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.missing_features.table import FEATURES, Feature
 
 _BY_NAME: dict[str, Feature] = {name: feature for feature in FEATURES for name in feature.full_names()}
+_MODULES = {name for feature in FEATURES for name in feature.modules.split()}
 _placeholders: dict[str, Any] = {}
 
 
@@ -45,22 +47,14 @@ class _MissingClass(ABCMeta):
         return f"<{cls.__module__}.{cls.__name__}: not supported yet>"
 
 
-class _MissingFunction:
-    """The placeholder of a function or a module: calls and attribute access raise an error."""
+def _missing_function(module: str, name: str, sentence: str) -> Callable[..., Any]:
+    def function(*_args: Any, **_extra: Any) -> Any:
+        raise NotYetSupportedError(sentence)
 
-    def __init__(self, module: str, name: str, sentence: str) -> None:
-        self.__module__, self.__name__, self.__qualname__, self.__doc__ = module, name, name, sentence
-
-    def __call__(self, *_args: Any, **_extra: Any) -> Any:
-        raise NotYetSupportedError(self.__doc__)
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):
-            raise AttributeError(attribute)
-        raise _MissingAttributeError(self.__doc__)
-
-    def __repr__(self) -> str:
-        return f"<{self.__module__}.{self.__name__}: not supported yet>"
+    function.__name__ = function.__qualname__ = name
+    function.__module__ = module
+    function.__doc__ = sentence
+    return function
 
 
 def is_missing(full_name: str) -> bool:
@@ -74,7 +68,7 @@ def missing_names(module: str) -> list[str]:
 
 
 def unavailable(full_name: str) -> Any:
-    """Returns the placeholder of a missing name: a class if the name begins with a capital, otherwise a function.
+    """Returns the placeholder of a missing name: a class for a capital or a module of upstream, otherwise a function.
 
     Raises:
         KeyError: ``full_name`` is not in :data:`FEATURES`.
@@ -82,9 +76,9 @@ def unavailable(full_name: str) -> Any:
     if full_name not in _placeholders:
         sentence = _BY_NAME[full_name].sentence(full_name)
         module, _, name = full_name.rpartition(".")
-        if name[0].isupper():
+        if name[0].isupper() or full_name in _MODULES:
             namespace = {"__module__": module, "__doc__": sentence}
             _placeholders[full_name] = _MissingClass(name, (), namespace)
         else:
-            _placeholders[full_name] = _MissingFunction(module, name, sentence)
+            _placeholders[full_name] = _missing_function(module, name, sentence)
     return _placeholders[full_name]

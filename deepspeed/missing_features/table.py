@@ -50,12 +50,14 @@ class Feature:
         instead: One sentence that says what to use instead.
         names: Its public names, by module.
         keys: The configuration keys that would switch it on.
+        modules: Which of the names are modules of upstream, with their paths.
     """
 
     title: str
     instead: str
     names: dict[str, str] = field(default_factory=dict)
     keys: tuple[Key, ...] = ()
+    modules: str = ""
 
     @property
     def heading(self) -> str:
@@ -267,5 +269,9 @@ FEATURES: tuple[Feature, ...] = (
         "Use engine.compile(), which needs none of it.",
         {"deepspeed.compile.passes": "offload_adam_states prefetch selective_gather zero3_compile"},
         (switch("compile.deepcompile"),),
+        modules=(
+            "deepspeed.compile.passes.offload_adam_states deepspeed.compile.passes.prefetch "
+            "deepspeed.compile.passes.selective_gather deepspeed.compile.passes.zero3_compile"
+        ),
     ),
 )

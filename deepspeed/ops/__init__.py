@@ -11,10 +11,47 @@ in few bits), and ``op_builder`` with ``flattening`` (upstream's builders of ope
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {"deepspeed.ops.op_builder.all_ops": "__compatible_ops__=COMPATIBLE"},
-    submodules="adagrad adam build elementwise flat fragments lamb lion muon op_builder sparse_attention transformer",
-)
+if TYPE_CHECKING:
+    from deepspeed.ops import (
+        adagrad,
+        adam,
+        aio,
+        build,
+        deepspeed4science,
+        elementwise,
+        flat,
+        fp_quantizer,
+        fragments,
+        lamb,
+        lion,
+        muon,
+        op_builder,
+        sparse_attention,
+        transformer,
+    )
+    from deepspeed.ops.op_builder.all_ops import COMPATIBLE as __compatible_ops__
+
+    __all__ = [
+        "__compatible_ops__",
+        "adagrad",
+        "adam",
+        "aio",
+        "build",
+        "deepspeed4science",
+        "elementwise",
+        "flat",
+        "fp_quantizer",
+        "fragments",
+        "lamb",
+        "lion",
+        "muon",
+        "op_builder",
+        "sparse_attention",
+        "transformer",
+    ]
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.accelerator.devices": "DEVICES Device",
-        "deepspeed.plan.machine": "Machine",
-        "deepspeed.plan.decoder": "DecoderShape",
-        "deepspeed.plan.prediction.layout": "ParallelLayout",
-        "deepspeed.plan.result": "Plan Request",
-        "deepspeed.plan.prediction.step": "PredictedStep StepSetup predict_step",
-        "deepspeed.plan.api": "plan",
-        "deepspeed.plan.prediction.search": "search_layouts",
-    },
-)
+if TYPE_CHECKING:
+    from deepspeed.accelerator.devices import DEVICES as DEVICES
+    from deepspeed.accelerator.devices import Device as Device
+    from deepspeed.plan.api import plan as plan
+    from deepspeed.plan.decoder import DecoderShape as DecoderShape
+    from deepspeed.plan.machine import Machine as Machine
+    from deepspeed.plan.prediction.layout import ParallelLayout as ParallelLayout
+    from deepspeed.plan.prediction.search import search_layouts as search_layouts
+    from deepspeed.plan.prediction.step import PredictedStep as PredictedStep
+    from deepspeed.plan.prediction.step import StepSetup as StepSetup
+    from deepspeed.plan.prediction.step import predict_step as predict_step
+    from deepspeed.plan.result import Plan as Plan
+    from deepspeed.plan.result import Request as Request
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)
 
 
 class _CallableModule(ModuleType):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.zero.access.views": "DeepSpeedTensorOverride ZeroParamStatus ZeroParamType",
-        "deepspeed.zero.access.parameter_offload": "DeepSpeedZeRoOffload unwrap_model_for_generation",
-        "deepspeed.zero.access.gathered": "GatheredParameters",
-        "deepspeed.zero.construction.init": "Init MiCS_Init",
-        "deepspeed.zero.runtime": "MicroBatch",
-        "deepspeed.zero.tiled_linear": "TiledLinear TiledLinearReturnBias",
-        "deepspeed.zero.access.external": "register_external_parameter unregister_external_parameter",
-    },
-)
+if TYPE_CHECKING:
+    from deepspeed.zero.access.external import register_external_parameter as register_external_parameter
+    from deepspeed.zero.access.external import unregister_external_parameter as unregister_external_parameter
+    from deepspeed.zero.access.gathered import GatheredParameters as GatheredParameters
+    from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload as DeepSpeedZeRoOffload
+    from deepspeed.zero.access.parameter_offload import unwrap_model_for_generation as unwrap_model_for_generation
+    from deepspeed.zero.access.views import DeepSpeedTensorOverride as DeepSpeedTensorOverride
+    from deepspeed.zero.access.views import ZeroParamStatus as ZeroParamStatus
+    from deepspeed.zero.access.views import ZeroParamType as ZeroParamType
+    from deepspeed.zero.construction.init import Init as Init
+    from deepspeed.zero.construction.init import MiCS_Init as MiCS_Init
+    from deepspeed.zero.runtime import MicroBatch as MicroBatch
+    from deepspeed.zero.tiled_linear import TiledLinear as TiledLinear
+    from deepspeed.zero.tiled_linear import TiledLinearReturnBias as TiledLinearReturnBias
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

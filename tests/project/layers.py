@@ -40,7 +40,6 @@ LAYERS = (
             "missing_features",
             "nested",
             "lazy",
-            "import_paths",
             "ports",
             "at_exit",
             "cluster",
@@ -74,9 +73,21 @@ LAYERS = (
     Layer(
         "modules at upstream's import paths",
         (
+            "compile",
             "constants",
+            "datastates",
             "env_report",
+            "features",
             "git_version_info",
+            "io",
+            "model_implementations",
+            "module_inject",
+            "moe",
+            "nebula",
+            "pipe",
+            "runtime",
+            "sequence",
+            "utils",
         ),
     ),
 )
@@ -90,6 +101,7 @@ COMM_FLOORS = (
     ("collectives", "members", "speed", "summary"),
     ("start",),
     ("torch_backend",),
+    ("comm", "torch"),
 )
 """The subpackages and modules of ``deepspeed.comm``, lowest first. Those of one floor do not import each other."""
 

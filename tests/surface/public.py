@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-from deepspeed.import_paths import MODULES, PATHS
 from deepspeed.release import RELEASE
-from tests.project.graph import ROOT, nodes_of
+from tests.project.graph import ROOT, modules, nodes_of
 
 HERE = Path(__file__).parent
 NEW = HERE / "unreleased.txt"
@@ -95,16 +94,21 @@ def _stated() -> Iterator[tuple[str, Any]]:
     """Yields every name in an ``__all__`` of the package with its value, without placeholders of missing features."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        modules = ["deepspeed", *(entry.name for entry in pkgutil.walk_packages(deepspeed.__path__, "deepspeed."))]
-        modules += [f"deepspeed.{path}" for path in (*PATHS, *MODULES)]  # made at import, not files
-        for module_name in modules:
+        listed = ["deepspeed", *(entry.name for entry in pkgutil.walk_packages(deepspeed.__path__, "deepspeed."))]
+        for module_name in listed:
             if module_name.endswith("__main__"):
                 continue
             module = importlib.import_module(module_name)
-            for name in getattr(module, "__all__", ()):
+            for name in getattr(module, "__all__", None) or _reexported(module_name):
                 value = getattr(module, name)
                 if not inspect.ismodule(value) and "not supported yet" not in repr(value):
                     yield f"{module_name}.{name}", value
+
+
+def _reexported(module: str) -> list[str]:
+    """Returns what a module imports for its users: ``from deepspeed.schedulers import WarmupLR as WarmupLR``."""
+    imports = nodes_of(module, ast.ImportFrom) if module in modules() else ()
+    return [alias.name for node in imports for alias in node.names if alias.asname == alias.name]
 
 
 def _as_it_is_called(entry: tuple[str, Any]) -> tuple[int, bool, str]:

@@ -267,4 +267,4 @@ def test_placeholders_of_modules():
         getattr(zero3_compile, "add_z3_gather_release")()  # noqa: B009
     with pytest.raises(NotYetSupportedError, match="DeepCompile"):
         zero3_compile()
-    assert not hasattr(zero3_compile, "anything") and zero3_compile.__name__ == "zero3_compile"
+    assert not hasattr(zero3_compile, "anything")

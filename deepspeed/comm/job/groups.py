@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.axes import DATA, EXPERT, OTHER_PARTS, PIPE, SAME_EXPERTS, SAME_PART, SAMPLES, SEQUENCE, TENSOR
 from deepspeed.comm.job.expert_groups import along_mesh
@@ -25,12 +25,16 @@ from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.mpu import call_mpu, call_tensor_mpu
 from deepspeed.errors import CallOrderError, DeprecatedException
 
+if TYPE_CHECKING:
+    mesh: Mesh | None
+    mpu: Any
+else:
 
-def __getattr__(name: str) -> Any:
-    """Resolves ``mpu`` and ``mesh`` to those of the current job."""
-    if name in ("mpu", "mesh"):
-        return getattr(Job.current(), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """Resolves ``mpu`` and ``mesh`` to those of the current job."""
+        if name in ("mpu", "mesh"):
+            return getattr(Job.current(), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:

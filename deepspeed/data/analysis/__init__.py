@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {"deepspeed.data.analysis.analyzer": "DataAnalyzer DistributedDataAnalyzer"},
-)
+if TYPE_CHECKING:
+    from deepspeed.data.analysis.analyzer import DataAnalyzer as DataAnalyzer
+    from deepspeed.data.analysis.analyzer import DistributedDataAnalyzer as DistributedDataAnalyzer
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

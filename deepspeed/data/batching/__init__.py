@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.data.batching.loading": (
-            "VariableBatchSizeLR get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"
-        ),
-        "deepspeed.data.batching.packing": "batch_by_seqlens scale_lr",
-    },
-)
+if TYPE_CHECKING:
+    from deepspeed.data.batching.loading import (
+        VariableBatchSizeLR,
+        get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed,
+    )
+    from deepspeed.data.batching.packing import batch_by_seqlens, scale_lr
+
+    __all__ = [
+        "VariableBatchSizeLR",
+        "batch_by_seqlens",
+        "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
+        "scale_lr",
+    ]
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

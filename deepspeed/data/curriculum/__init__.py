@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.data.curriculum.scheduler": "CurriculumScheduler shortened",
-        "deepspeed.data.curriculum.sampler": "DeepSpeedDataSampler",
-    },
-)
+if TYPE_CHECKING:
+    from deepspeed.data.curriculum.sampler import DeepSpeedDataSampler as DeepSpeedDataSampler
+    from deepspeed.data.curriculum.scheduler import CurriculumScheduler as CurriculumScheduler
+    from deepspeed.data.curriculum.scheduler import shortened as shortened
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.data.indexed.dataset": "MMapIndexedDataset MMapIndexedDatasetBuilder write_dataset",
-        "deepspeed.data.indexed.format": "data_file_path index_file_path",
-    },
-)
+if TYPE_CHECKING:
+    from deepspeed.data.indexed.dataset import MMapIndexedDataset as MMapIndexedDataset
+    from deepspeed.data.indexed.dataset import MMapIndexedDatasetBuilder as MMapIndexedDatasetBuilder
+    from deepspeed.data.indexed.dataset import write_dataset as write_dataset
+    from deepspeed.data.indexed.format import data_file_path as data_file_path
+    from deepspeed.data.indexed.format import index_file_path as index_file_path
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,14 +1,15 @@
 """The optimizers Adam and AdamW: for the device, and with fp32 states for offload."""
 
-from deepspeed.lazy import lazy_names
-from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam as DeepSpeedCPUAdam
-from deepspeed.ops.adam.fused_adam import FusedAdam as FusedAdam
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.ops.adam.cpu_adam": "DeepSpeedCPUAdam",
-        "deepspeed.ops.adam.fused_adam": "FusedAdam",
-    },
-    submodules="cpu_adam fused_adam zenflow_cpu_adam zenflow_torch_adam",
-)
+from deepspeed.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from deepspeed.ops.adam import cpu_adam as cpu_adam
+    from deepspeed.ops.adam import fused_adam as fused_adam
+    from deepspeed.ops.adam import zenflow_cpu_adam as zenflow_cpu_adam
+    from deepspeed.ops.adam import zenflow_torch_adam as zenflow_torch_adam
+    from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam as DeepSpeedCPUAdam
+    from deepspeed.ops.adam.fused_adam import FusedAdam as FusedAdam
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

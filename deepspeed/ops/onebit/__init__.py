@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.ops.onebit.adam": "OneBitAdam",
-        "deepspeed.ops.onebit.lamb": "OneBitLamb",
-        "deepspeed.ops.onebit.zero_one": "ZeroOneAdam",
-    },
-    submodules="adam lamb phases zero_one",
-)
+if TYPE_CHECKING:
+    from deepspeed.ops.onebit import adam as adam
+    from deepspeed.ops.onebit import lamb as lamb
+    from deepspeed.ops.onebit import phases as phases
+    from deepspeed.ops.onebit import zero_one as zero_one
+    from deepspeed.ops.onebit.adam import OneBitAdam as OneBitAdam
+    from deepspeed.ops.onebit.lamb import OneBitLamb as OneBitLamb
+    from deepspeed.ops.onebit.zero_one import ZeroOneAdam as ZeroOneAdam
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

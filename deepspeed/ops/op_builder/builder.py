@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -125,6 +125,34 @@ _INSTEAD = {
     "dc": "engine.compile() works without it",
     "deepspeed_shm_comm": "gloo connects the ranks of a processor",
 }
+
+
+if TYPE_CHECKING:  # the classes are made below
+    CPUAdamBuilder: type[OpBuilder]
+    CPUAdagradBuilder: type[OpBuilder]
+    CPULionBuilder: type[OpBuilder]
+    FusedAdamBuilder: type[OpBuilder]
+    FusedLambBuilder: type[OpBuilder]
+    FusedLionBuilder: type[OpBuilder]
+    SparseAttnBuilder: type[OpBuilder]
+    AsyncIOBuilder: type[OpBuilder]
+    GDSBuilder: type[OpBuilder]
+    UtilsBuilder: type[OpBuilder]
+    TransformerBuilder: type[OpBuilder]
+    StochasticTransformerBuilder: type[OpBuilder]
+    InferenceBuilder: type[OpBuilder]
+    SpatialInferenceBuilder: type[OpBuilder]
+    InferenceCoreBuilder: type[OpBuilder]
+    InferenceCutlassBuilder: type[OpBuilder]
+    RaggedOpsBuilder: type[OpBuilder]
+    RaggedUtilsBuilder: type[OpBuilder]
+    QuantizerBuilder: type[OpBuilder]
+    FPQuantizerBuilder: type[OpBuilder]
+    RandomLTDBuilder: type[OpBuilder]
+    EvoformerAttnBuilder: type[OpBuilder]
+    DeepCompileBuilder: type[OpBuilder]
+    ShareMemCommBuilder: type[OpBuilder]
+    CCLCommBuilder: type[OpBuilder]
 
 
 def _make(class_name: str) -> type[OpBuilder]:

@@ -6,25 +6,37 @@ In reading order: ``sparsity_config`` (patterns), ``plan`` (a pattern compiled i
 older programs), ``matmul`` and ``softmax`` (the two halves of attention on block-sparse matrices).
 """
 
+from typing import TYPE_CHECKING
+
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.ops.sparse_attention.sparsity_config": (
-            "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig "
-            "LocalSlidingWindowSparsityConfig SparsityConfig VariableSparsityConfig"
-        ),
-        "deepspeed.ops.sparse_attention.sparse_self_attention": "BertSparseSelfAttention SparseSelfAttention",
-        "deepspeed.ops.sparse_attention.matmul": "MatMul",
-        "deepspeed.ops.sparse_attention.softmax": "Softmax",
-        "deepspeed.ops.sparse_attention.sparse_attention_utils": "SparseAttentionUtils",
-        "deepspeed.ops.sparse_attention.attention": "attend",
-        "deepspeed.ops.sparse_attention.plan": "compile_layout",
-        "deepspeed.ops.sparse_attention.transformers_models": "use_sparse_attention",
-    },
-    submodules=(
-        "attention bert_sparse_self_attention bias matmul plan softmax "
-        "sparse_attention_utils sparse_self_attention sparsity_config transformers_models"
-    ),
-)
+if TYPE_CHECKING:
+    from deepspeed.ops.sparse_attention import attention as attention
+    from deepspeed.ops.sparse_attention import bert_sparse_self_attention as bert_sparse_self_attention
+    from deepspeed.ops.sparse_attention import bias as bias
+    from deepspeed.ops.sparse_attention import matmul as matmul
+    from deepspeed.ops.sparse_attention import plan as plan
+    from deepspeed.ops.sparse_attention import softmax as softmax
+    from deepspeed.ops.sparse_attention import sparse_attention_utils as sparse_attention_utils
+    from deepspeed.ops.sparse_attention import sparse_self_attention as sparse_self_attention
+    from deepspeed.ops.sparse_attention import sparsity_config as sparsity_config
+    from deepspeed.ops.sparse_attention import transformers_models as transformers_models
+    from deepspeed.ops.sparse_attention.attention import attend as attend
+    from deepspeed.ops.sparse_attention.matmul import MatMul as MatMul
+    from deepspeed.ops.sparse_attention.plan import compile_layout as compile_layout
+    from deepspeed.ops.sparse_attention.softmax import Softmax as Softmax
+    from deepspeed.ops.sparse_attention.sparse_attention_utils import SparseAttentionUtils as SparseAttentionUtils
+    from deepspeed.ops.sparse_attention.sparse_self_attention import BertSparseSelfAttention as BertSparseSelfAttention
+    from deepspeed.ops.sparse_attention.sparse_self_attention import SparseSelfAttention as SparseSelfAttention
+    from deepspeed.ops.sparse_attention.sparsity_config import BigBirdSparsityConfig as BigBirdSparsityConfig
+    from deepspeed.ops.sparse_attention.sparsity_config import BSLongformerSparsityConfig as BSLongformerSparsityConfig
+    from deepspeed.ops.sparse_attention.sparsity_config import DenseSparsityConfig as DenseSparsityConfig
+    from deepspeed.ops.sparse_attention.sparsity_config import FixedSparsityConfig as FixedSparsityConfig
+    from deepspeed.ops.sparse_attention.sparsity_config import (
+        LocalSlidingWindowSparsityConfig as LocalSlidingWindowSparsityConfig,
+    )
+    from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig as SparsityConfig
+    from deepspeed.ops.sparse_attention.sparsity_config import VariableSparsityConfig as VariableSparsityConfig
+    from deepspeed.ops.sparse_attention.transformers_models import use_sparse_attention as use_sparse_attention
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

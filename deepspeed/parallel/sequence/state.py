@@ -5,7 +5,7 @@ This module is an mpu: ``deepspeed.initialize(mpu=parallel_state_sp)``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.axes import DATA, SEQUENCE
 from deepspeed.comm.job import groups
@@ -17,10 +17,14 @@ is_part_of_the_mesh = True  # see comm.groups.set_mpu
 _ds_features = ("deepspeed.parallel.sequence.feature",)  # when this module is the mpu
 
 
-def __getattr__(name: str) -> Any:
-    if name == "mesh":  # deepspeed.initialize reads the groups from the mesh
-        return _mesh()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    mesh: Mesh | None
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name == "mesh":  # deepspeed.initialize reads the groups from the mesh
+            return _mesh()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class IndivisibleRanksError(DeepSpeedConfigError, RuntimeError):

@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "deepspeed.profiling.flops_profiler.profiler": (
-            "FlopsProfiler duration_to_string flops_to_string get_model_profile macs_to_string number_to_string "
-            "params_to_string"
-        ),
-    },
-    submodules="profile profiler",
-)
+if TYPE_CHECKING:
+    from deepspeed.profiling.flops_profiler import profile as profile
+    from deepspeed.profiling.flops_profiler import profiler as profiler
+    from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler as FlopsProfiler
+    from deepspeed.profiling.flops_profiler.profiler import duration_to_string as duration_to_string
+    from deepspeed.profiling.flops_profiler.profiler import flops_to_string as flops_to_string
+    from deepspeed.profiling.flops_profiler.profiler import get_model_profile as get_model_profile
+    from deepspeed.profiling.flops_profiler.profiler import macs_to_string as macs_to_string
+    from deepspeed.profiling.flops_profiler.profiler import number_to_string as number_to_string
+    from deepspeed.profiling.flops_profiler.profiler import params_to_string as params_to_string
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

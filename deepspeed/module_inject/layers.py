@@ -1,0 +1,32 @@
+"""Upstream's import path for names of 4 modules."""
+
+from typing import TYPE_CHECKING
+
+from deepspeed.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from deepspeed.parallel.tensor.gathering import GatherReplacedLayerParams
+    from deepspeed.parallel.tensor.linear import ColumnLinear as LinearLayer
+    from deepspeed.parallel.tensor.linear import GatedColumnLinear as GateUpPack_LinearLayer
+    from deepspeed.parallel.tensor.linear import PackedColumnLinear as SubParamLinearLayer
+    from deepspeed.parallel.tensor.linear import PackedRowLinear as SubParamLinearAllreduce
+    from deepspeed.parallel.tensor.linear import RowLinear as LinearAllreduce
+    from deepspeed.parallel.tensor.linear import WholeInputRowLinear as LinearAllreduceWithReplicatedInput
+    from deepspeed.parallel.tensor.request import set_autotp_mode
+    from deepspeed.parallel.tensor.vocabulary import VocabularyEmbedding as VocabParallelEmbedding
+    from deepspeed.parallel.tensor.vocabulary import WidthEmbedding as HiddenParallelEmbedding
+
+    __all__ = [
+        "GateUpPack_LinearLayer",
+        "GatherReplacedLayerParams",
+        "HiddenParallelEmbedding",
+        "LinearAllreduce",
+        "LinearAllreduceWithReplicatedInput",
+        "LinearLayer",
+        "SubParamLinearAllreduce",
+        "SubParamLinearLayer",
+        "VocabParallelEmbedding",
+        "set_autotp_mode",
+    ]
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,0 +1,3 @@
+"""Upstream's import path for names of ``monitor.monitor``."""
+
+from deepspeed.monitor.monitor import CometMonitor as CometMonitor

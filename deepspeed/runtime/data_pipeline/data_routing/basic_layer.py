@@ -1,0 +1,3 @@
+"""Upstream's import path for names of ``dropping.tokens``."""
+
+from deepspeed.dropping.tokens import RandomLayerTokenDrop as RandomLayerTokenDrop

@@ -1,0 +1,3 @@
+"""Upstream's import path for names of ``ops.onebit.zero_one``."""
+
+from deepspeed.ops.onebit.zero_one import ZeroOneAdam as ZeroOneAdam

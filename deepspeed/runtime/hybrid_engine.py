@@ -1,0 +1,3 @@
+"""Upstream's import path for names of ``engine.hybrid``."""
+
+from deepspeed.engine.hybrid import DeepSpeedHybridEngine as DeepSpeedHybridEngine

@@ -1,0 +1,12 @@
+"""Upstream's import path for names of ``plan.memory_estimates`` and ``zero.update.optimizer``."""
+
+from deepspeed.plan.memory_estimates import (
+    estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs,
+)
+from deepspeed.plan.memory_estimates import (
+    estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
+)
+from deepspeed.plan.memory_estimates import (
+    estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
+)
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer as DeepSpeedZeroOptimizer
