@@ -41,12 +41,12 @@ class FullTensor:
         dtype: Dtype that it will have.
     """
 
-    def __init__(self, source: CheckpointSource, name: str, dtype: torch.dtype | None) -> None:
+    def __init__(self, source: CheckpointSource, name: str, dtype: torch.dtype | None, kind: str | None = None) -> None:
         self._source = source
         self.name = name
         parameter = source.parameters.get(name)
         if parameter is not None:
-            self._kind = MASTER if MASTER in parameter.kinds else COMPUTE
+            self._kind = kind or (MASTER if MASTER in parameter.kinds else COMPUTE)
             self.shape, stored = torch.Size(parameter.shape), parameter.kinds[self._kind]
         else:
             self._kind = ""

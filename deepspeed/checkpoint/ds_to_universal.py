@@ -1,7 +1,8 @@
-"""``python -m deepspeed.checkpoint.ds_to_universal``: for scripts that call it; no conversion is needed.
+"""``python -m deepspeed.checkpoint.ds_to_universal``: writes a checkpoint in a layout for other programs.
 
-Checkpoints of this package and of upstream load at any number of ranks and any stage. The command writes the checkpoint
-under another name, in this package's format, and writes that name into ``latest_universal``.
+``--output_format`` chooses the layout: ``universal`` (the default) is upstream's universal layout, ``dcp`` that of
+``torch.distributed.checkpoint``, and ``native`` this package's own, under another name. The input may be a checkpoint
+of this package or of upstream. This package loads both without a conversion.
 """
 
 from __future__ import annotations
@@ -23,46 +24,84 @@ from deepspeed.checkpoint import disk, names, restricted
 from deepspeed.checkpoint.checkpoint_engine import path_for_engine
 from deepspeed.checkpoint.commit import SaveFolder
 from deepspeed.checkpoint.consolidate import open_source
+from deepspeed.checkpoint.dcp import write_dcp
 from deepspeed.checkpoint.directory import LATEST_UNIVERSAL, Format, check_tag, format_of
 from deepspeed.checkpoint.format import BUFFERS, MANIFEST, STORED_BY, Manifest, SavedFile
+from deepspeed.checkpoint.load import read_training_state
+from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.checkpoint.source import CheckpointSource, TrainingState, Wanted
 from deepspeed.checkpoint.upstream import UpstreamSource
+from deepspeed.checkpoint.upstream.universal import write_universal
 from deepspeed.checkpoint.writer import FileWriter
 from deepspeed.errors import CheckpointError
 from deepspeed.release import VERSION
 from deepspeed.zero.tiling.layout import BucketLayout, bucket_layout
 from deepspeed.zero.tiling.tiles import Tile
 
-_NOT_NEEDED = (
-    "Conversion is no longer needed: load_checkpoint reads {input} directly, at any number of ranks and any "
-    "ZeRO stage.\n"
-)
 _NO_OPTIMIZER = (
     "The optimizer states were left out: the checkpoint has none, or does not name them (stage 0). "
     "load_checkpoint on the original folder can restore them, because the model gives their names.\n"
 )
+FORMATS = ("universal", "native", "dcp")
+"""The layouts that can be written."""
 
 
-def convert_folder(source: Path, target: Path) -> None:
+def convert_folder(source: Path, target: Path, output_format: str = "universal", zero_stage: int | None = None) -> None:
     """Writes the tag folder ``source`` as ``target`` and lets ``latest_universal`` beside it name it.
 
+    Args:
+        source: A checkpoint of this package or of upstream.
+        target: The new tag folder.
+        output_format: One of :data:`FORMATS`. ``latest_universal`` is not written for ``dcp``.
+        zero_stage: The stage at which upstream will load the universal layout; None: the one that saved (0 becomes 1).
+
     Raises:
-        CheckpointError: ``source`` is no whole checkpoint.
+        CheckpointError: ``source`` is no whole checkpoint, or lacks what the layout needs.
         OSError: ``target`` cannot be written.
     """
     kind = format_of(source)
     if kind is None:
         raise CheckpointError(f"{source} is not a checkpoint; pass the folder of one tag, such as .../global_step10")
     root, tag = target.parent, check_tag(target.name)
-    if kind is Format.OURS:
+    if kind is Format.OURS and output_format == "native":
         _link(source, root, tag)
     else:
-        opened = open_source(source)
-        assert isinstance(opened, UpstreamSource)
-        if not opened.state.scalars:
+        _export(open_source(source), root, tag, output_format, zero_stage)
+    if output_format != "dcp":
+        disk.replace_file(root / LATEST_UNIVERSAL, tag.encode())
+
+
+def _export(source: CheckpointSource, root: Path, tag: str, output_format: str, zero_stage: int | None) -> None:
+    if isinstance(source, CheckpointReader):
+        state = read_training_state(source, -1, trust=False)
+        saved_stage = int(source.manifest.facts.get("zero_stage") or 1)
+    else:
+        assert isinstance(source, UpstreamSource)
+        state = source.state
+        config = state.model_states.get("ds_config")
+        zero = config.get("zero_optimization") if isinstance(config, dict) else None
+        saved_stage = int((zero.get("stage") if isinstance(zero, dict) else None) or 1)
+    if output_format == "native":
+        if not state.scalars:
             sys.stdout.write(_NO_OPTIMIZER)
-        convert(opened, opened.state, root, tag, VERSION)
-    disk.replace_file(root / LATEST_UNIVERSAL, tag.encode())
+        convert(source, state, root, tag, VERSION)
+        return
+    folder = SaveFolder(root, tag, secrets.token_hex(8))
+    folder.create()
+    try:
+        notes = []
+        if output_format == "dcp":
+            write_dcp(source, state, folder.folder)
+        else:
+            notes = write_universal(source, state, folder.folder, zero_stage or saved_stage)
+        disk.sync_folder(folder.folder)
+        folder.commit()
+    except BaseException:
+        folder.abandon()
+        raise
+    if state.withheld:
+        notes.append(f"left out, because reading it would run code: {', '.join(state.withheld)}")
+    sys.stdout.write("".join(f"{note}\n" for note in notes))
 
 
 def _link(source: Path, root: Path, tag: str) -> None:
@@ -106,6 +145,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m deepspeed.checkpoint.ds_to_universal", description=__doc__)
     parser.add_argument("--input_folder", required=True, help="the folder of one tag")
     parser.add_argument("--output_folder", required=True, help="folder for the converted checkpoint")
+    parser.add_argument("--output_format", choices=FORMATS, default="universal", help="layout (default: %(default)s)")
+    parser.add_argument(
+        "--zero_stage", type=int, choices=(1, 2, 3), help="stage at which upstream loads it (default: that which saved)"
+    )
     without = "accepted, without effect"
     parser.add_argument("--num_extract_workers", type=int, default=4, help=without)
     parser.add_argument("--num_merge_workers", type=int, default=2, help=without)
@@ -119,7 +162,8 @@ def main(arguments: list[str] | Any = None) -> int:
 
     Args:
         arguments: The words of the command line; None stands for those of the process. Or an object with the attributes
-            ``input_folder`` and ``output_folder``, such as :func:`parse_arguments` returns; others have no effect.
+            ``input_folder`` and ``output_folder``, such as :func:`parse_arguments` returns, and if wanted
+            ``output_format`` and ``zero_stage``; others have no effect.
 
     Returns:
         The exit code.
@@ -130,9 +174,9 @@ def main(arguments: list[str] | Any = None) -> int:
     """
     is_command = arguments is None or isinstance(arguments, list)
     given: Any = parse_arguments(arguments) if is_command else arguments
-    sys.stdout.write(_NOT_NEEDED.format(input=given.input_folder))
+    options = getattr(given, "output_format", "universal"), getattr(given, "zero_stage", None)
     try:
-        convert_folder(Path(given.input_folder), Path(given.output_folder))
+        convert_folder(Path(given.input_folder), Path(given.output_folder), *options)
     except (CheckpointError, OSError) as error:
         if not is_command:
             raise

@@ -68,15 +68,20 @@ def allow_list(further: list[Any] | None = None) -> Iterator[None]:
         yield
 
 
+def reduce_container(value: Any) -> Any:
+    """Reduces containers that the restricted loader will not fill entry by entry to one call of their class."""
+    if type(value) is collections.defaultdict:
+        return collections.defaultdict, (value.default_factory, dict(value))
+    if type(value) is collections.deque:
+        return collections.deque, (list(value), value.maxlen)
+    return NotImplemented
+
+
 class _Pickler(pickle.Pickler):
-    """Writes containers that the restricted loader will not fill entry by entry as one call of their class."""
+    """Writes files for the restricted loader."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is collections.defaultdict:
-            return collections.defaultdict, (value.default_factory, dict(value))
-        if type(value) is collections.deque:
-            return collections.deque, (list(value), value.maxlen)
-        return NotImplemented
+        return reduce_container(value)
 
 
 _pickle_module = types.ModuleType("deepspeed_checkpoint_pickle")

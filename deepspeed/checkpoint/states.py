@@ -38,7 +38,8 @@ ENGINE_KEYS = frozenset(
 """Keys of the model-states file that are the engine's own and never returned as client state."""
 CLIENT_ENTRIES = "client_entries"
 """Key of the model-states file: the caller's entries whose keys are among those that only this package reserves."""
-_RESERVED = frozenset({"data_position", "quantization_pace", CLIENT_ENTRIES})
+RESERVED_KEYS = frozenset({"data_position", "quantization_pace", CLIENT_ENTRIES})
+"""Keys of the model-states file that only this package has."""
 
 _CLIENT, _TRAINING = "client_state", "training"
 _PICKLED_DATA = "data_pickled"
@@ -62,8 +63,8 @@ def shared_files(
         merged: Param groups and learning-rate schedule of all ranks.
         position: :func:`position_of_all` ranks in the data.
     """
-    entries = {key: value for key, value in client_state.items() if key in _RESERVED}
-    others = {key: value for key, value in client_state.items() if key not in _RESERVED}
+    entries = {key: value for key, value in client_state.items() if key in RESERVED_KEYS}
+    others = {key: value for key, value in client_state.items() if key not in RESERVED_KEYS}
     top = {**_model_states(run_state, listed, merged), "data_position": position, **others}
     if entries:
         top[CLIENT_ENTRIES] = entries
@@ -88,7 +89,7 @@ def reserved_entries(client_state: dict[str, Any]) -> dict[str, Any]:
     A checkpoint of another release may have that key from the caller; it then stays.
     """
     found = client_state.get(CLIENT_ENTRIES)
-    if not isinstance(found, dict) or not found.keys() <= _RESERVED:
+    if not isinstance(found, dict) or not found.keys() <= RESERVED_KEYS:
         return {}
     del client_state[CLIENT_ENTRIES]
     return found

@@ -164,7 +164,7 @@ def _converted(folder, kind):
     train(run, range(1))
     run.save_checkpoint(folder, tag="one")
     saved = fragments(run)
-    convert_folder(Path(folder, "one"), Path(folder, "two"))
+    convert_folder(Path(folder, "one"), Path(folder, "two"), "native")
     train(run, range(1))
     run.load_checkpoint(folder, tag="two")
     return saved, fragments(run)

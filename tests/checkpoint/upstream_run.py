@@ -1,8 +1,8 @@
 """A training script as users of the original package write it; it runs under that package and under this one.
 
 ``python upstream_run.py write FOLDER STAGE PRECISION KIND`` trains three steps, saves, and trains two more; rank and
-number of ranks come from the environment. It imports nothing from the tests, so that an interpreter which has the
-original package can run it.
+number of ranks come from the environment. ``go_on FOLDER STAGE PRECISION TAG`` continues from a converted checkpoint.
+The script imports nothing from the tests, so that an interpreter which has the original package can run it.
 """
 
 from __future__ import annotations
@@ -117,6 +117,20 @@ def write(folder: str, stage: int, precision: str, kind: str) -> None:
             json.dump({name: tensor.double().flatten().tolist() for name, tensor in weights.items()}, file)
 
 
+def go_on(folder: str, stage: int, precision: str, tag: str) -> None:
+    """Loads a universal checkpoint into a model that has its frozen parameters and buffers, and trains two steps."""
+    import deepspeed
+
+    engine = build(stage, precision, checkpoint={"load_universal": True})
+    rank, ranks = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+    path, client_state = engine.load_checkpoint(folder, tag=tag)
+    held = {"path": path, "note": client_state["note"], "steps": engine.global_steps, "samples": engine.global_samples}
+    losses = train(engine, range(3, 5), rank, ranks)
+    scale = getattr(engine.optimizer, "cur_scale", None) or getattr(engine.optimizer, "loss_scale", 1.0)
+    with open(os.path.join(folder, f"went_on{rank}.json"), "w") as file:
+        json.dump({**held, "losses": losses, "scale": float(scale)}, file)
+
+
 if __name__ == "__main__":
-    assert sys.argv[1] == "write"
-    write(sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    command = {"write": write, "go_on": go_on}[sys.argv[1]]
+    command(sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5])

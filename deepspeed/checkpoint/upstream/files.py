@@ -68,7 +68,7 @@ class SubparamShape(UnpickledObject):
 SubparamShape.__module__ = "deepspeed.checkpoint.universal_checkpoint"  # so that files name it as upstream's do
 
 
-_STAND_INS: list[tuple[Any, str]] = [
+STAND_INS: list[tuple[Any, str]] = [
     (UnpickledLossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (UnpickledLossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScalerBase"),
     (UnpickledDynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
@@ -77,6 +77,7 @@ _STAND_INS: list[tuple[Any, str]] = [
     (SubparamShape, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
     (SubparamShape, "deepspeed.utils.bwc.SubparamShape"),
 ]
+"""Each stand-in with the full name of its class; of several names the first is written."""
 
 # What torch raises for a damaged file; the older format has no checksums.
 _UNREADABLE = (
@@ -109,7 +110,7 @@ def load(path: Path, *, trust: bool = False) -> Any:
             return torch.load(path, map_location="cpu", weights_only=False, pickle_module=pickles)
         with open(path, "rb") as file:
             check_file(file)
-        with allow_list(_STAND_INS):
+        with allow_list(STAND_INS):
             try:
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError as error:
@@ -131,7 +132,7 @@ class _TrustingUnpickler(pickle.Unpickler):
     """Everything is allowed, but classes of the original package are stand-ins anyway."""
 
     def find_class(self, module: str, name: str) -> Any:
-        for stand_in, full_name in _STAND_INS:
+        for stand_in, full_name in STAND_INS:
             if full_name == f"{module}.{name}":
                 return stand_in
         return super().find_class(module, name)
