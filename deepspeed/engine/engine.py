@@ -28,7 +28,7 @@ from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.progress import ProgressLog
 from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reminders import hint_for, watch_other_optimizers
-from deepspeed.engine.reports import state_text, summary
+from deepspeed.engine.reports import accumulation_note, state_text, summary
 from deepspeed.engine.resuming import resume_from, run_state_of
 from deepspeed.engine.train_step import TrainStep
 from deepspeed.engine.zero_settings import optimizer_class
@@ -142,6 +142,9 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             self._updater.attach_offloading(self._offloading.offload_states, self._offloading.reload_states)
         watch_other_optimizers()
         log_dist(summary(self._runtime, parts.placement, parts.coordinates, self._batches))
+        steps = self.gradient_accumulation_steps()
+        if note := accumulation_note(self._runtime, parts.placement, self._precision, steps):
+            log_dist(note)
         if self._root.dump_state:
             log_dist(state_text(self._root, self.device, self.precision_report(), self.memory_report()))
         self._stopped_gc = self._root.disable_python_gc and gc.isenabled()

@@ -177,6 +177,28 @@ def summary(runtime: ZeroRuntime, placement: Placement, ranks: RankCoordinates, 
     )
 
 
+def accumulation_note(
+    runtime: ZeroRuntime, placement: Placement, precision: PrecisionPolicy, accumulation_steps: int
+) -> str | None:
+    """Returns the line on fp32 sums of 16-bit gradients, which upstream keeps in 16 bits; None where there are none."""
+    compute, accumulate = precision.compute_dtype, precision.accumulate_dtype
+    if accumulation_steps == 1 or compute is None or accumulate.itemsize <= compute.itemsize:
+        return None
+    formula = MemoryFormula(runtime.layout, placement, host_is_device=runtime.host_is_device, placed=runtime.placed)
+    wide, narrow = (
+        formula.gradients(accumulation=True, reduced=False, accumulate_itemsize=dtype.itemsize)[0]
+        for dtype in (accumulate, compute)
+    )
+    if wide == narrow:
+        return None
+    names = {torch.float32: "fp32", torch.float64: "fp64"}
+    return (
+        f"gradients of {accumulation_steps} micro-batches are summed in {names[accumulate]}: {wide:,} bytes per rank, "
+        f"{wide - narrow:,} more than in {precision.name}, in which upstream sums them. "
+        f'data_types.grad_accum_dtype: "{precision.name}" does that too, and loses small gradients'
+    )
+
+
 def _sharding(runtime: ZeroRuntime, placement: Placement, numel: int) -> str:
     """Returns how many parameters are sharded between uses and, where none are, why; empty below stage 3."""
     sharded = sum(bucket.layout.used_numel for bucket in runtime.buckets if bucket.is_sharded)

@@ -75,3 +75,32 @@ def _notices_of_an_old_name(value):
 
 def test_an_old_name_whose_value_stays_shows_no_value():
     assert [line.split(" is an ")[1] for line in _notices_of_an_old_name(1.0)] == ["old name of gradient_clipping"]
+
+
+def _sums(steps, **settings):
+    lines = _first_lines(gradient_accumulation_steps=steps, **settings)
+    return [line for line in lines if "micro-batches are summed" in line]
+
+
+@pytest.mark.parametrize(("stage", "share"), [(1, 1), (2, 2)])
+def test_sums_wider_than_those_of_upstream_are_named(stage, share):
+    settings = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    ((line,), _) = run_ranks(_sums, 2, 4, **settings)
+    numel = 128 // share  # 16 * 4 and 4, each rounded up to 64
+    assert line == (
+        f"gradients of 4 micro-batches are summed in fp32: {4 * numel:,} bytes per rank, {2 * numel:,} more than in "
+        'bf16, in which upstream sums them. data_types.grad_accum_dtype: "bf16" does that too, and loses small '
+        "gradients"
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"steps": 1, "bf16": {"enabled": True}},
+        {"steps": 4},
+        {"steps": 4, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+    ],
+)
+def test_sums_of_the_same_size_are_not_named(settings):
+    assert run_ranks(_sums, 1, **settings) == [[]]
