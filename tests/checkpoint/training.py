@@ -36,7 +36,8 @@ class Net(nn.Module):
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor, late: bool) -> torch.Tensor:
-        x = self.embed(tokens) * self.gain + self.mean + self.empty.sum()
+        x = self.embed(tokens)
+        x = x * self.gain + self.mean.to(x.dtype) + self.empty.sum()
         for block in self.blocks:
             x = self.dropout(block(x))
         x = self.frozen(x)
