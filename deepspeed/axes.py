@@ -24,28 +24,21 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class AxisRow:
-    """Describes one axis.
+    """Describes one axis."""
 
-    Attributes:
-        name: Its name in a mesh, in traffic counters and in messages.
-        divides: What its ranks divide among themselves; see the table above.
-        aliases: Its other names in a torch ``DeviceMesh``, the usual short one first.
-        key: The configuration key of its size. None for ``data``, which has the remaining ranks, and for ``pipe``,
-            whose size is the number of the model's stages.
-        counts: What its size counts, for messages and help texts.
-        option: The keyword of ``deepspeed.plan`` and the option of ``ds_plan`` for its size; None: there is none.
-        feature: The module of its feature, loaded if the axis has several ranks; None: it has no feature.
-        advice: How to reduce the cost of its collectives, for reports of a run.
-    """
-
-    name: str
+    name: str  # its name in a mesh, in traffic counters and in messages
+    # what its ranks divide among themselves; see the table above
     divides: Literal["batch", "sample", "model", "nothing"]
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # its other names in a torch ``DeviceMesh``, the usual short one first
+    # The configuration key of its size. None for ``data``, which has the remaining ranks, and for ``pipe``, whose size
+    # is the number of the model's stages.
     key: str | None = None
-    counts: str = ""
+    counts: str = ""  # what its size counts, for messages and help texts
+    # the keyword of ``deepspeed.plan`` and the option of ``ds_plan`` for its size; None: there is none
     option: str | None = None
+    # the module of its feature, loaded if the axis has several ranks; None: it has no feature
     feature: str | None = None
-    advice: str = ""
+    advice: str = ""  # how to reduce the cost of its collectives, for reports of a run
 
 
 PIPE, DATA, EXPERT, SEQUENCE, TENSOR = "pipe", "data", "expert", "sequence", "tensor"

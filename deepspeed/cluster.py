@@ -17,27 +17,16 @@ from deepspeed.errors import CommunicationError
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """One machine among those that run the same command.
+    """One machine among those that run the same command."""
 
-    Attributes:
-        index: Number of the machine, from 0; rank 0 runs on machine 0.
-        count: Number of machines.
-        devices: Number of ranks per machine; None if unknown.
-        address: Name or address of machine 0.
-        port: Port where rank 0 listens; None if unknown.
-        hosts: Names or addresses of all machines in order; empty if unknown.
-        source: Whose variables these are, for messages.
-        run: Name of the run, the same on all its machines and for no other run; empty if unknown.
-    """
-
-    index: int
-    count: int
-    devices: int | None
-    address: str
-    port: int | None
-    hosts: tuple[str, ...]
-    source: str
-    run: str = ""
+    index: int  # number of the machine, from 0; rank 0 runs on machine 0
+    count: int  # number of machines
+    devices: int | None  # number of ranks per machine; None if unknown
+    address: str  # name or address of machine 0
+    port: int | None  # port where rank 0 listens; None if unknown
+    hosts: tuple[str, ...]  # names or addresses of all machines in order; empty if unknown
+    source: str  # whose variables these are, for messages
+    run: str = ""  # name of the run, the same on all its machines and for no other run; empty if unknown
 
 
 def find_cluster_node(environ: Mapping[str, str]) -> ClusterNode | None:

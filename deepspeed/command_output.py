@@ -13,15 +13,11 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _WatchedOutput:
-    """Passes all calls on to a stream, and keeps the last error of a write or flush.
-
-    Attributes:
-        failure: The error; None if all calls succeeded.
-    """
+    """Passes all calls on to a stream, and keeps the last error of a write or flush."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.failure: OSError | None = None
+        self.failure: OSError | None = None  # the error; None if all calls succeeded
 
     def write(self, text: str) -> int:
         try:

@@ -64,23 +64,14 @@ def marks_of(*things: Any) -> set[str]:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Describes the engine to be built, before anything is changed.
+    """Describes the engine to be built, before anything is changed."""
 
-    Attributes:
-        root: The configuration.
-        model: The model.
-        optimizer: The argument of ``initialize``.
-        ranks: The coordinates of this rank.
-        device: The device that the model is moved to.
-        mesh_is_ours: The configuration sets the ranks that share a sequence, not the caller's mpu.
-    """
-
-    root: Root
+    root: Root  # the configuration
     model: nn.Module
-    optimizer: Any
+    optimizer: Any  # the argument of ``initialize``
     ranks: RankCoordinates
-    device: torch.device
-    mesh_is_ours: bool = True
+    device: torch.device  # the device that the model is moved to
+    mesh_is_ours: bool = True  # the configuration sets the ranks that share a sequence, not the caller's mpu
 
     @property
     def has_stages(self) -> bool:
@@ -93,15 +84,10 @@ Test = Callable[[EngineSetup], bool]
 
 @dataclass(frozen=True)
 class ConflictKey:
-    """Something that features may conflict with, such as pipelines.
+    """Something that features may conflict with, such as pipelines."""
 
-    Attributes:
-        title: Its name in the table of the documentation.
-        words: Returns its description for messages if it is active, otherwise None.
-    """
-
-    title: str
-    words: Callable[[EngineSetup], str | None]
+    title: str  # its name in the table of the documentation
+    words: Callable[[EngineSetup], str | None]  # returns its description for messages if it is active, otherwise None
 
 
 def _shared_sequences(setup: EngineSetup) -> str | None:
@@ -146,21 +132,13 @@ OTHERS = (STAGES, TENSOR_RANKS, SEQUENCE_RANKS, EXPERTS, ISLANDS, STAGE_3)
 
 @dataclass(frozen=True)
 class Conflict:
-    """A setting that cannot be combined with something else; ``initialize`` refuses both together.
+    """A setting that cannot be combined with something else; ``initialize`` refuses both together."""
 
-    Attributes:
-        part: The setting of the feature, as messages name it.
-        is_on: Returns whether that setting is used.
-        other: What it cannot be combined with.
-        why: The reason, for messages.
-        instead: What to change, for messages.
-    """
-
-    part: str
-    is_on: Test
-    other: ConflictKey
-    why: str
-    instead: str
+    part: str  # the setting of the feature, as messages name it
+    is_on: Test  # returns whether that setting is used
+    other: ConflictKey  # what it cannot be combined with
+    why: str  # the reason, for messages
+    instead: str  # what to change, for messages
 
     def problem(self, setup: EngineSetup) -> str | None:
         """Returns the message if both are used, otherwise None."""
@@ -177,29 +155,17 @@ def takes_keyword(model: nn.Module, name: str, *, by_name: bool = False) -> bool
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Describes one update after it has run.
+    """Describes one update after it has run."""
 
-    Attributes:
-        step: Number of the update, from 1.
-        samples: Number of samples so far, over all ranks.
-        batch: Number of samples of this update, over all ranks.
-        own_batch: Number of samples of this update on this rank.
-        skipped: Number of skipped updates so far.
-        lr: Learning rate of each param group, after the schedule has advanced.
-        norm: Norm of the gradients before clipping; None if it was not computed.
-        loss_scale: The loss scale under fp16; None otherwise.
-        more: Names and values of further events.
-    """
-
-    step: int
-    samples: int
-    batch: int
-    own_batch: int
-    skipped: int
-    lr: list[float]
-    norm: float | None
-    loss_scale: float | None
-    more: Sequence[tuple[str, float]] = ()
+    step: int  # number of the update, from 1
+    samples: int  # number of samples so far, over all ranks
+    batch: int  # number of samples of this update, over all ranks
+    own_batch: int  # number of samples of this update on this rank
+    skipped: int  # number of skipped updates so far
+    lr: list[float]  # learning rate of each param group, after the schedule has advanced
+    norm: float | None  # norm of the gradients before clipping; None if it was not computed
+    loss_scale: float | None  # the loss scale under fp16; None otherwise
+    more: Sequence[tuple[str, float]] = ()  # names and values of further events
 
 
 SCHEDULE = "schedule"
@@ -274,17 +240,14 @@ class UnevenBatch(Protocol):
 
 
 class EngineHooks:
-    """Hooks of a feature in the steps of one engine; the methods of this base class do nothing.
+    """Hooks of a feature in the steps of one engine; the methods of this base class do nothing."""
 
-    Attributes:
-        tracker: Records the engine's phases and steps on this rank; None: they are not recorded.
-        exposed: Objects that attributes of the engine return, by the attribute's name.
-        gathers_alike: Whether the ranks of a pipeline stage gather sharded parameters in one order, whatever their
-            samples are, also where a backward computes the gradients of weights later than those of inputs.
-    """
-
+    # records the engine's phases and steps on this rank; None: they are not recorded
     tracker: StepTracker | None = None
+    # objects that attributes of the engine return, by the attribute's name
     exposed: Mapping[str, Any] = MappingProxyType({})
+    # whether the ranks of a pipeline stage gather sharded parameters in one order, whatever their samples are, also
+    # where a backward computes the gradients of weights later than those of inputs
     gathers_alike: bool = True
 
     def before_forward(self, *, is_training: bool, global_steps: int, micro_steps: int) -> dict[str, Any]:
@@ -366,18 +329,12 @@ class TrackingHooks(EngineHooks):
 
 
 class EngineFeature:
-    """A feature of an engine; the methods of this base class do nothing.
+    """A feature of an engine; the methods of this base class do nothing."""
 
-    Attributes:
-        title: Its name in the documentation.
-        setting: The setting that enables it.
-        conflicts: What it cannot be combined with.
-        only_watches: Whether it does not change the training, so that it can be combined with every other feature.
-    """
-
-    title: str
-    setting: str
-    conflicts: tuple[Conflict, ...] = ()
+    title: str  # its name in the documentation
+    setting: str  # the setting that enables it
+    conflicts: tuple[Conflict, ...] = ()  # what it cannot be combined with
+    # whether it does not change the training, so that it can be combined with every other feature
     only_watches: bool = False
 
     def read_config(self, config: Any, mpu: Any) -> Any:
@@ -440,6 +397,5 @@ class EngineFeature:
         """Called when the engine is complete. Every rank must call it.
 
         Args:
-            engine: The engine.
             training_data: The argument of ``initialize``.
         """

@@ -26,15 +26,11 @@ class DeepSpeedError(Exception):
 
 
 class DeepSpeedConfigError(DeepSpeedError, ValueError):
-    """The configuration cannot be used.
-
-    Attributes:
-        problems: One sentence per problem, in the order of the configuration.
-    """
+    """The configuration cannot be used."""
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.problems = problems or (message,)
+        self.problems = problems or (message,)  # one sentence per problem, in the order of the configuration
 
 
 class NotYetSupportedError(DeepSpeedError, NotImplementedError):
@@ -97,7 +93,6 @@ def require_state(holds: bool, subject: object, expected: str) -> None:
     Args:
         holds: Whether the state is right.
         subject: Named in the message by its ``repr``.
-        expected: What was expected.
 
     Raises:
         CallOrderError: It is not.

@@ -34,69 +34,43 @@ class DeviceEfficiency:
     """The constants of predicted times: shares of a device's figures that programs reach, and fixed costs.
 
     They are fitted to published runs (``benchmarks/scale_fit.py``), one set for each kind of device.
-
-    Attributes:
-        matmul: Share of ``flops`` that products of large matrices reach.
-        fp8: Share of ``fp8_flops`` that products of large matrices reach.
-        attention: Share of ``flops`` that a fused attention kernel reaches.
-        bandwidth: Share of ``memory_bandwidth`` that elementwise operations reach.
-        half_size: Length of a side of a matrix at which a product runs at half of its rate.
-        link: Share of ``link`` that collectives reach.
-        network: Share of the network's rate that collectives reach.
-        contention: Seconds added to computation per second of a concurrent collective, as both use the device's cores
-            and memory.
-        launch: Seconds that the host takes to start one operation.
-        start: Seconds to start a collective: its kernel and the first synchronization of the ranks.
-        shared_link: Bytes per second that a rank reads from shared memory, in sums and exchanges of activations
-            between CPU ranks of one host; 0: these take as long as other collectives.
-        shared_start: Seconds to start such a sum or exchange.
-        factor: Ratio of measured to predicted time of operations on this machine; 1 if not measured.
     """
 
-    matmul: float = 0.7
-    fp8: float = 0.57
-    attention: float = 0.4
-    bandwidth: float = 0.8
-    half_size: float = 84.0
-    link: float = 0.79
-    network: float = 0.65
+    matmul: float = 0.7  # share of ``flops`` that products of large matrices reach
+    fp8: float = 0.57  # share of ``fp8_flops`` that products of large matrices reach
+    attention: float = 0.4  # share of ``flops`` that a fused attention kernel reaches
+    bandwidth: float = 0.8  # share of ``memory_bandwidth`` that elementwise operations reach
+    half_size: float = 84.0  # length of a side of a matrix at which a product runs at half of its rate
+    link: float = 0.79  # share of ``link`` that collectives reach
+    network: float = 0.65  # share of the network's rate that collectives reach
+    # seconds added to computation per second of a concurrent collective, as both use the device's cores and memory
     contention: float = 0.18
-    launch: float = 6e-6
-    start: float = 12e-6
+    launch: float = 6e-6  # seconds that the host takes to start one operation
+    start: float = 12e-6  # seconds to start a collective: its kernel and the first synchronization of the ranks
+    # bytes per second that a rank reads from shared memory, in sums and exchanges of activations between CPU ranks of
+    # one host; 0: these take as long as other collectives
     shared_link: float = 0.0
-    shared_start: float = 0.0
-    factor: float = 1.0
+    shared_start: float = 0.0  # seconds to start such a sum or exchange
+    factor: float = 1.0  # ratio of measured to predicted time of operations on this machine; 1 if not measured
 
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of accelerator.
+    """One kind of accelerator."""
 
-    Attributes:
-        name: The name of ``--device`` and of :func:`find_device`.
-        memory: Bytes, as the driver reports them.
-        flops: bf16 operations per second, dense.
-        memory_bandwidth: Bytes per second of its own memory.
-        link: Bytes per second and direction to the other devices of the node.
-        host_link: Bytes per second and direction to the host.
-        source: Where the figures come from.
-        fp8_flops: fp8 operations per second, dense; 0: the device has no fp8.
-        domain: Number of devices that ``link`` joins, where that is more than one node; 0: one node.
-        efficiency: Shares of these figures that programs reach, for predicted times.
-        cores: Processor cores of a node, on which all of its ranks compute, one thread each; 0: each rank has a device
-            of its own. The other figures are those of a rank while all of the node compute.
-    """
-
-    name: str
-    memory: int
-    flops: float
-    memory_bandwidth: float
-    link: float
-    host_link: float
-    source: str
-    fp8_flops: float = 0.0
-    domain: int = 0
+    name: str  # the name of ``--device`` and of :func:`find_device`
+    memory: int  # bytes, as the driver reports them
+    flops: float  # bf16 operations per second, dense
+    memory_bandwidth: float  # bytes per second of its own memory
+    link: float  # bytes per second and direction to the other devices of the node
+    host_link: float  # bytes per second and direction to the host
+    source: str  # where the figures come from
+    fp8_flops: float = 0.0  # fp8 operations per second, dense; 0: the device has no fp8
+    domain: int = 0  # number of devices that ``link`` joins, where that is more than one node; 0: one node
+    # shares of these figures that programs reach, for predicted times
     efficiency: DeviceEfficiency = DeviceEfficiency()
+    # Processor cores of a node, on which all of its ranks compute, one thread each; 0: each rank has a device of its
+    # own. The other figures are those of a rank while all of the node compute.
     cores: int = 0
 
 

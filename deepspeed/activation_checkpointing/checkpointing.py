@@ -177,17 +177,11 @@ def reset() -> None:
 
 @dataclass(frozen=True)
 class ActivationShard:
-    """One rank's part of a saved tensor.
+    """One rank's part of a saved tensor."""
 
-    Attributes:
-        values: 1-D; the parts of all ranks have equal lengths, the last ones may end in padding.
-        shape: Shape of the full tensor.
-        device: Device on which backward needs the full tensor.
-    """
-
-    values: torch.Tensor
-    shape: torch.Size
-    device: torch.device
+    values: torch.Tensor  # 1-D; the parts of all ranks have equal lengths, the last ones may end in padding
+    shape: torch.Size  # shape of the full tensor
+    device: torch.device  # device on which backward needs the full tensor
 
 
 class Partition:
@@ -339,25 +333,16 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
 
 @dataclass
 class Settings:
-    """Holds the settings of :func:`configure`.
+    """Holds the settings of :func:`configure`."""
 
-    Attributes:
-        partition_activations: Split saved activations over the mpu's tensor ranks; without effect if there is one.
-        checkpoint_in_cpu: Keep the inputs that a block saves in host memory.
-        synchronize: Wait for the device before and after each block.
-        profile: Log the time of each block's forward and recomputation.
-        num_layers: Number of checkpointed blocks, as the program passes it; for information.
-        mpu: The program's model-parallel unit.
-        configured: Whether :func:`configure` was called.
-    """
-
+    # split saved activations over the mpu's tensor ranks; without effect if there is one
     partition_activations: bool = False
-    checkpoint_in_cpu: bool = False
-    synchronize: bool = False
-    profile: bool = False
-    num_layers: int | None = None
-    mpu: Any = None
-    configured: bool = False
+    checkpoint_in_cpu: bool = False  # keep the inputs that a block saves in host memory
+    synchronize: bool = False  # wait for the device before and after each block
+    profile: bool = False  # log the time of each block's forward and recomputation
+    num_layers: int | None = None  # number of checkpointed blocks, as the program passes it; for information
+    mpu: Any = None  # the program's model-parallel unit
+    configured: bool = False  # whether :func:`configure` was called
 
 
 settings = Settings()

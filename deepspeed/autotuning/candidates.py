@@ -22,17 +22,11 @@ _BUCKETS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class CandidateGroup:
-    """A candidate without its micro-batch.
+    """A candidate without its micro-batch."""
 
-    Attributes:
-        stage: The ZeRO stage.
-        changes: Differences from the user's configuration, without batch sizes.
-        words: Parts of its name besides stage and batch sizes.
-    """
-
-    stage: int
-    changes: Changes = field(default_factory=dict)
-    words: tuple[str, ...] = ()
+    stage: int  # the ZeRO stage
+    changes: Changes = field(default_factory=dict)  # differences from the user's configuration, without batch sizes
+    words: tuple[str, ...] = ()  # parts of its name besides stage and batch sizes
 
     def plus(self, word: str, changes: Changes) -> CandidateGroup:
         """Returns the group with further changes; ``word`` stands for them in its name."""
@@ -41,17 +35,11 @@ class CandidateGroup:
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """The global batch of all candidates and the limits of a micro-batch, in samples.
+    """The global batch of all candidates and the limits of a micro-batch, in samples."""
 
-    Attributes:
-        total: Samples of an update, over all ranks.
-        least: Smallest micro-batch.
-        most: Largest micro-batch.
-    """
-
-    total: int
-    least: int = 1
-    most: int = 1024
+    total: int  # samples of an update, over all ranks
+    least: int = 1  # smallest micro-batch
+    most: int = 1024  # largest micro-batch
 
 
 class CandidateSpace:

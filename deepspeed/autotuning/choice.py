@@ -21,27 +21,16 @@ WORTH_A_TRIAL = 0.03
 
 @dataclass(frozen=True)
 class CandidatePlan:
-    """A candidate and its predictions. The ranks of the script make it; the command chooses among all.
+    """A candidate and its predictions. The ranks of the script make it; the command chooses among all."""
 
-    Attributes:
-        name: The candidate's name, also of its folder.
-        changes: Differences from the script's configuration.
-        fits: Whether device and host memory suffice.
-        seconds: Predicted wall time of an update.
-        device_bytes: Predicted peak memory of a device.
-        usable_bytes: Usable memory of a device.
-        flops: Floating-point operations of one rank per update.
-        refusal: Why it cannot run; empty if it can.
-    """
-
-    name: str
-    changes: Mapping[str, Any]
-    fits: bool = False
-    seconds: float = 0.0
-    device_bytes: int = 0
-    usable_bytes: int = 0
-    flops: int = 0
-    refusal: str = ""
+    name: str  # the candidate's name, also of its folder
+    changes: Mapping[str, Any]  # differences from the script's configuration
+    fits: bool = False  # whether device and host memory suffice
+    seconds: float = 0.0  # predicted wall time of an update
+    device_bytes: int = 0  # predicted peak memory of a device
+    usable_bytes: int = 0  # usable memory of a device
+    flops: int = 0  # floating-point operations of one rank per update
+    refusal: str = ""  # why it cannot run; empty if it can
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> CandidatePlan:
@@ -51,23 +40,14 @@ class CandidatePlan:
 
 @dataclass
 class TrialQueue:
-    """All candidates and the results of those that were measured.
+    """All candidates and the results of those that were measured."""
 
-    Attributes:
-        rows: All candidates.
-        most: Maximum number of measured trials.
-        patience: Number of trials without gain after which the search stops.
-        measured: Measured seconds of an update, by name.
-        failed: Why a trial failed, by name.
-        micro_batches: Micro-batch sizes that the script can run; None: any, as far as is known.
-    """
-
-    rows: Sequence[CandidatePlan]
-    most: int = 3
-    patience: int = 5
-    measured: dict[str, float] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    micro_batches: set[int] | None = None
+    rows: Sequence[CandidatePlan]  # all candidates
+    most: int = 3  # maximum number of measured trials
+    patience: int = 5  # number of trials without gain after which the search stops
+    measured: dict[str, float] = field(default_factory=dict)  # measured seconds of an update, by name
+    failed: dict[str, str] = field(default_factory=dict)  # why a trial failed, by name
+    micro_batches: set[int] | None = None  # micro-batch sizes that the script can run; None: any, as far as is known
 
     def runnable(self) -> list[CandidatePlan]:
         """Returns the candidates that can still be tried, sorted by predicted time."""

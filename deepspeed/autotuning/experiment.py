@@ -27,29 +27,18 @@ Changes = dict[str, Any]
 
 @dataclass(frozen=True)
 class Experiment:
-    """One start of the user's script.
+    """One start of the user's script."""
 
-    Attributes:
-        name: The experiment's name, also of its folder.
-        kind: ``profile`` (the ranks plan all candidates), ``trial`` (one candidate is measured), or ``run`` (trains).
-        folder: Path of the folder with its files.
-        changes: Differences from the script's configuration.
-        choices: For a profile, the candidate values of each key, by dotted path; an empty list stands for ``"auto"``.
-        section: For a profile, the section ``autotuning``.
-        first_step: First update that is measured, counted from 1.
-        last_step: Last update that is measured; the script ends after it.
-        ranks_per_node: Ranks on each node of the job; 0: all ranks are on one node.
-    """
-
-    name: str
-    kind: str
-    folder: str
-    changes: Changes = field(default_factory=dict)
+    name: str  # the experiment's name, also of its folder
+    kind: str  # ``profile`` (the ranks plan all candidates), ``trial`` (one candidate is measured), or ``run`` (trains)
+    folder: str  # path of the folder with its files
+    changes: Changes = field(default_factory=dict)  # differences from the script's configuration
+    # for a profile, the candidate values of each key, by dotted path; an empty list stands for ``"auto"``
     choices: dict[str, list[Any]] = field(default_factory=dict)
-    section: dict[str, Any] = field(default_factory=dict)
-    first_step: int = 3
-    last_step: int = 12
-    ranks_per_node: int = 0
+    section: dict[str, Any] = field(default_factory=dict)  # for a profile, the section ``autotuning``
+    first_step: int = 3  # first update that is measured, counted from 1
+    last_step: int = 12  # last update that is measured; the script ends after it
+    ranks_per_node: int = 0  # ranks on each node of the job; 0: all ranks are on one node
 
     @property
     def path(self) -> Path:

@@ -59,19 +59,12 @@ _PHASES = {"forward": "fwd", "backward": "bwd", "step": "step"}
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """The configuration that the script passed to ``initialize``.
+    """The configuration that the script passed to ``initialize``."""
 
-    Attributes:
-        experiment: The experiment that this start of the script belongs to.
-        config: The script's configuration, with the first value of each list of candidates.
-        choices: Candidate values by dotted path.
-        changes: Changes that this start makes to ``config``.
-    """
-
-    experiment: Experiment
-    config: dict[str, Any]
-    choices: dict[str, list[Any]]
-    changes: Changes
+    experiment: Experiment  # the experiment that this start of the script belongs to
+    config: dict[str, Any]  # the script's configuration, with the first value of each list of candidates
+    choices: dict[str, list[Any]]  # candidate values by dotted path
+    changes: Changes  # changes that this start makes to ``config``
 
     @classmethod
     def of(cls, experiment: Experiment, config: Any) -> TuningConfig:

@@ -30,15 +30,10 @@ _WORTH_A_RANK = 2.0  # seconds of processor time that must be left for each furt
 
 @dataclass(frozen=True)
 class InputSpec:
-    """The inputs of one micro-batch of the script's model, without values.
+    """The inputs of one micro-batch of the script's model, without values."""
 
-    Attributes:
-        args: Positional arguments, with tensors on ``meta``.
-        kwargs: Keyword arguments, with tensors on ``meta``.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[Any, ...]  # positional arguments, with tensors on ``meta``
+    kwargs: dict[str, Any]  # keyword arguments, with tensors on ``meta``
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputSpec:
@@ -88,23 +83,14 @@ def _resized(value: Any, before: int, now: int) -> Any:
 
 @dataclass
 class CandidatePlanner:
-    """Plans candidates of one script.
+    """Plans candidates of one script."""
 
-    Attributes:
-        model: The script's model, on ``meta``.
-        inputs: The inputs of one micro-batch.
-        config: The script's configuration.
-        machine: The machine, with measured rates.
-        kind: Device type: ``cpu`` or ``cuda``.
-        outside: Seconds per update that the script spends outside of the engine.
-    """
-
-    model: nn.Module
-    inputs: InputSpec
-    config: dict[str, Any]
-    machine: Machine
-    kind: str
-    outside: float = 0.0
+    model: nn.Module  # the script's model, on ``meta``
+    inputs: InputSpec  # the inputs of one micro-batch
+    config: dict[str, Any]  # the script's configuration
+    machine: Machine  # the machine, with measured rates
+    kind: str  # device type: ``cpu`` or ``cuda``
+    outside: float = 0.0  # seconds per update that the script spends outside of the engine
     _source: ModelSource = field(init=False)
 
     def __post_init__(self) -> None:
@@ -187,7 +173,6 @@ class CandidatePlanner:
 
         Args:
             space: The space of candidates.
-            settings: The groups to plan.
             refine: Also plan the best candidates with other bucket sizes, if these change the prediction.
 
         Returns:

@@ -26,7 +26,6 @@ def metric_of(name: str, row: CandidatePlan, seconds: float, samples: int) -> fl
 
     Args:
         name: ``latency`` (milliseconds), ``flops`` (FLOP per second and device), else samples per second.
-        row: The candidate.
         seconds: Measured seconds of an update.
         samples: Samples of an update, over all ranks.
     """

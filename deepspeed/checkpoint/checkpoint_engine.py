@@ -33,17 +33,11 @@ _HEAD = 64  # bytes before the first tensor, since no tensor of a manifest begin
 
 @dataclass(frozen=True)
 class CheckpointCommitInfo:
-    """Names the checkpoint that ``save_checkpoint`` begins or ends; its text is the tag.
+    """Names the checkpoint that ``save_checkpoint`` begins or ends; its text is the tag."""
 
-    Attributes:
-        tag: Name of the checkpoint.
-        save_dir: Folder of checkpoints.
-        save_latest: Whether ``latest`` will name this one.
-    """
-
-    tag: str
-    save_dir: str
-    save_latest: bool
+    tag: str  # name of the checkpoint
+    save_dir: str  # folder of checkpoints
+    save_latest: bool  # whether ``latest`` will name this one
 
     def __str__(self) -> str:
         return self.tag
@@ -83,7 +77,6 @@ class CheckpointEngine:
         """Returns what :meth:`save` stored under ``path``.
 
         Args:
-            path: The path of the file.
             map_location: Device of the tensors, as in ``torch.load``; None: the host.
 
         Raises:

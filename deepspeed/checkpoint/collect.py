@@ -26,15 +26,11 @@ _COMPARED_NUMEL = 1 << 18  # stays in the cache
 
 @dataclass
 class RankCheckpoint:
-    """This rank's part of a checkpoint, as views of live tensors.
+    """This rank's part of a checkpoint, as views of live tensors."""
 
-    Attributes:
-        runs: By kind, in bucket order.
-        scalars: For each set of parameter names the optimizer states that are no per-element tensors, if no other rank
-            has the same.
-    """
-
-    runs: dict[str, list[BucketRun]] = field(default_factory=lambda: defaultdict(list))
+    runs: dict[str, list[BucketRun]] = field(default_factory=lambda: defaultdict(list))  # by kind, in bucket order
+    # for each set of parameter names the optimizer states that are no per-element tensors, if no other rank has the
+    # same
     scalars: list[tuple[tuple[str, ...], dict[str, Any]]] = field(default_factory=list)
 
 

@@ -45,15 +45,12 @@ class SaveFolder:
         root: The folder of checkpoints.
         tag: Name of the checkpoint.
         token: Makes the name of the folder unique; the same for all processes that write into it.
-
-    Attributes:
-        folder: The folder of the files.
     """
 
     def __init__(self, root: Path, tag: str, token: str) -> None:
         self._root = root
         self._tag = tag
-        self.folder = root / f"{SAVING}{token}"
+        self.folder = root / f"{SAVING}{token}"  # the folder of the files
         self._lock = disk.FolderLock(Path(f"{self.folder}{_LOCK}"))
         self._is_made = False
 

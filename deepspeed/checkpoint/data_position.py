@@ -15,19 +15,12 @@ from deepspeed.logging import log_dist
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Describes how the data loader of one rank can resume.
+    """Describes how the data loader of one rank can resume."""
 
-    Attributes:
-        is_same_layout: The checkpoint was saved by as many ranks along each axis.
-        has_loader: This rank has a loader with a state.
-        by_samples: Whether the position of all ranks together must be used, since each rank's state does not fit.
-        problem: Why the loader cannot go to the position of all ranks together, or None.
-    """
-
-    is_same_layout: bool
-    has_loader: bool
-    by_samples: bool
-    problem: str | None
+    is_same_layout: bool  # the checkpoint was saved by as many ranks along each axis
+    has_loader: bool  # this rank has a loader with a state
+    by_samples: bool  # whether the position of all ranks together must be used, since each rank's state does not fit
+    problem: str | None  # why the loader cannot go to the position of all ranks together, or None
 
 
 def plan_of(run_state: RunState, state: TrainingState) -> DataPlan:

@@ -40,12 +40,6 @@ class DeepSpeedCheckpoint:
         allow_pickled_objects: Also restore objects of the caller (Megatron's ``args``), which may run code. Only for
             files that you trust.
 
-    Attributes:
-        dir: The tag folder.
-        mp_rank_files: Model-states files of the stages and tensor-parallel ranks.
-        layer_keys: Names of a pipeline's layers, such as ``layer_03``.
-        global_state: Everything of the first model-states file but weights and optimizer.
-
     Raises:
         CheckpointError: There is no checkpoint, files are missing or damaged, or the degrees do not fit.
     """
@@ -61,7 +55,7 @@ class DeepSpeedCheckpoint:
         allow_pickled_objects: bool = False,
     ) -> None:
         folder, kind = _tag_folder(Path(dir))
-        self.dir = str(folder)
+        self.dir = str(folder)  # the tag folder
         self._trust = allow_pickled_objects
         self._is_ours = kind is Format.OURS
         self._layers: tuple[dict[int, Path], ...] = ()
@@ -74,8 +68,11 @@ class DeepSpeedCheckpoint:
             self._layers = find_layers(folder)
             self._ranks = tuple(find_stages(folder) if self._layers else find_files(folder))
             first = load(self._ranks[0].model[0], trust=allow_pickled_objects)
+        # everything of the first model-states file but weights and optimizer
         self.global_state: dict[str, Any] = {key: value for key, value in first.items() if key not in _LARGE}
+        # model-states files of the stages and tensor-parallel ranks
         self.mp_rank_files = [str(files.model[0]) for files in self._ranks]
+        # names of a pipeline's layers, such as ``layer_03``
         self.layer_keys = [f"layer_{number:02d}" for number in sorted(self._layers[0] if self._layers else ())]
         self.layer_count = len(self.layer_keys)
         self.pipeline_parallel = bool(self._layers)

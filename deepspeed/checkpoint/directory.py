@@ -47,17 +47,11 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """An existing checkpoint.
+    """An existing checkpoint."""
 
-    Attributes:
-        tag: Its name.
-        folder: Its folder.
-        format: Its format, which tells the program that wrote it.
-    """
-
-    tag: str
+    tag: str  # its name
     folder: Path
-    format: Format
+    format: Format  # its format, which tells the program that wrote it
 
 
 def check_tag(tag: object) -> str:

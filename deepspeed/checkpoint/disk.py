@@ -138,14 +138,10 @@ def remove_folder(folder: Path) -> None:
 
 
 class FolderLock:
-    """A lock of a process that works in a folder. The system releases it whenever the process ends.
-
-    Attributes:
-        path: The lock file.
-    """
+    """A lock of a process that works in a folder. The system releases it whenever the process ends."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path  # the lock file
         self._descriptor: int | None = None
 
     def take(self) -> bool:

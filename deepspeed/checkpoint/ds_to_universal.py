@@ -219,7 +219,6 @@ def convert(source: CheckpointSource, state: TrainingState, root: Path, tag: str
     """Converts a checkpoint of any supported layout to this package's.
 
     Args:
-        source: Any checkpoint.
         state: Its small states.
         root: Folder of checkpoints.
         tag: Name of the new one.

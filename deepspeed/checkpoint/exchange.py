@@ -23,18 +23,14 @@ class Exchange:
     Args:
         group: Their process group; None for all ranks.
         transport: A transport of objects to use instead of one of its own.
-
-    Attributes:
-        rank: This rank in the group.
-        size: Ranks in the group.
     """
 
     def __init__(self, group: Any = None, transport: Transport | None = None) -> None:
         if transport is None:
             transport = Job.current().axis_of(group).objects(patience=_PATIENCE, why="checkpoints")
         self._transport = transport
-        self.rank = transport.rank
-        self.size = transport.size
+        self.rank = transport.rank  # this rank in the group
+        self.size = transport.size  # ranks in the group
 
     def gather(self, value: Any, doing: str) -> list[Any]:
         """Gathers ``value`` of all ranks, by rank; ``doing`` names the operation in timeout messages."""

@@ -214,19 +214,12 @@ def _entries(listed: Roster, buffers: dict[str, torch.Tensor], exclude_frozen: b
 
 @dataclass(frozen=True)
 class Step:
-    """One tile in flight to rank 0.
+    """One tile in flight to rank 0."""
 
-    Attributes:
-        listed: Its bucket.
-        number: Its place there.
-        tile: What it holds.
-        completes: Whether all of its logical parameter is there afterwards.
-    """
-
-    listed: Listed
-    number: int
-    tile: Tile
-    completes: bool
+    listed: Listed  # its bucket
+    number: int  # its place there
+    tile: Tile  # what it holds
+    completes: bool  # whether all of its logical parameter is there afterwards
 
 
 def rounds(listed: Roster, *, exclude_frozen: bool, gathered_bytes: int = GATHERED_BYTES) -> Iterator[list[Step]]:

@@ -120,7 +120,6 @@ def load_buffers(source: CheckpointSource, names: Mapping[str, str], buffers: Ma
     """Copies buffers in place.
 
     Args:
-        source: The checkpoint.
         names: The checkpoint's name of each of the model's buffers.
         buffers: The model's, by name, in the shapes that the checkpoint has.
     """

@@ -117,21 +117,13 @@ def state_of_kind(kind: str) -> str | None:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Elements ``[start, stop)`` of the flat buffer of bucket ``bucket``.
+    """Elements ``[start, stop)`` of the flat buffer of bucket ``bucket``."""
 
-    Attributes:
-        bucket: Index in the manifest's layout.
-        start: First element.
-        stop: One past the last.
-        dtype: The dtype of the elements.
-        offset: First byte in the file.
-    """
-
-    bucket: int
-    start: int
-    stop: int
-    dtype: torch.dtype
-    offset: int
+    bucket: int  # index in the manifest's layout
+    start: int  # first element
+    stop: int  # one past the last
+    dtype: torch.dtype  # the dtype of the elements
+    offset: int  # first byte in the file
 
     @property
     def nbytes(self) -> int:
@@ -141,19 +133,12 @@ class SavedRun:
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor that is stored whole, under its own name (a buffer of the model).
+    """A tensor that is stored whole, under its own name (a buffer of the model)."""
 
-    Attributes:
-        name: Qualified name.
-        shape: Its shape.
-        dtype: The dtype of the elements.
-        offset: First byte in the file.
-    """
-
-    name: str
+    name: str  # qualified name
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
+    dtype: torch.dtype  # the dtype of the elements
+    offset: int  # first byte in the file
 
     @property
     def nbytes(self) -> int:
@@ -163,37 +148,22 @@ class NamedTensor:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """One file of a tag folder.
+    """One file of a tag folder."""
 
-    Attributes:
-        name: File name, without folders.
-        kind: What it holds; see the module.
-        size: Bytes.
-        checksums: CRC-32 of each :data:`CHUNK_BYTES` of the file.
-        runs: Runs of buckets in it.
-        tensors: Whole tensors in it.
-    """
-
-    name: str
-    kind: str
-    size: int
-    checksums: tuple[int, ...]
-    runs: tuple[SavedRun, ...] = ()
-    tensors: tuple[NamedTensor, ...] = ()
+    name: str  # file name, without folders
+    kind: str  # what it holds; see the module
+    size: int  # bytes
+    checksums: tuple[int, ...]  # CRC-32 of each :data:`CHUNK_BYTES` of the file
+    runs: tuple[SavedRun, ...] = ()  # runs of buckets in it
+    tensors: tuple[NamedTensor, ...] = ()  # whole tensors in it
 
 
 class SavedTile(NamedTuple):
-    """A tile of a parameter, and where its values lie.
+    """A tile of a parameter, and where its values lie."""
 
-    Attributes:
-        tile: What it holds.
-        bucket: Index of its bucket.
-        start: Its first element there.
-    """
-
-    tile: Tile
-    bucket: int
-    start: int
+    tile: Tile  # what it holds
+    bucket: int  # index of its bucket
+    start: int  # its first element there
 
     @property
     def stop(self) -> int:
@@ -203,25 +173,18 @@ class SavedTile(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describes a checkpoint: its layout, files and parameters.
+    """Describes a checkpoint: its layout, files and parameters."""
 
-    Attributes:
-        buckets: The layout that wrote it.
-        files: All files but the manifest itself.
-        facts: Numbers and names for people and for checks: ``tag``, ``written_by``, ``global_steps``, ``zero_stage``,
-            ``world_size``, ``precision``, ``optimizer``, ...
-        aliases: Further names of tied parameters and buffers, to the name they are stored under.
-        left_out: Parameters of the layout that were not saved (frozen ones, on request).
-        frozen: Parameters that had no gradient when saved.
-        tiles: By name of the parameter all tiles of it.
-    """
-
-    buckets: tuple[BucketLayout, ...]
-    files: tuple[SavedFile, ...]
+    buckets: tuple[BucketLayout, ...]  # the layout that wrote it
+    files: tuple[SavedFile, ...]  # all files but the manifest itself
+    # numbers and names for people and for checks: ``tag``, ``written_by``, ``global_steps``, ``zero_stage``,
+    # ``world_size``, ``precision``, ``optimizer``, ...
     facts: Mapping[str, Any]
+    # further names of tied parameters and buffers, to the name they are stored under
     aliases: Mapping[str, str] = field(default_factory=dict)
-    left_out: frozenset[str] = frozenset()
-    frozen: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()  # parameters of the layout that were not saved (frozen ones, on request)
+    frozen: frozenset[str] = frozenset()  # parameters that had no gradient when saved
+    # by name of the parameter all tiles of it
     tiles: Mapping[str, tuple[SavedTile, ...]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -25,38 +25,24 @@ _SHOWN_TILES = 4
 
 @dataclass
 class KindTotals:
-    """Tensors of one kind and dtype.
+    """Tensors of one kind and dtype."""
 
-    Attributes:
-        parameters: How many parameters have it.
-        numel: Elements.
-        nbytes: Bytes, padding not counted.
-    """
-
-    parameters: int = 0
-    numel: int = 0
-    nbytes: int = 0
+    parameters: int = 0  # how many parameters have it
+    numel: int = 0  # elements
+    nbytes: int = 0  # bytes, padding not counted
 
 
 @dataclass
 class Summary:
-    """Describes a checkpoint for users.
+    """Describes a checkpoint for users."""
 
-    Attributes:
-        folder: The tag folder.
-        format: Who wrote it.
-        facts: Name to text, for the first table.
-        kinds: By kind and dtype.
-        source: The open checkpoint.
-        problems: What is wrong with it; empty for a healthy one.
-    """
-
-    folder: Path
-    format: Format
-    facts: dict[str, str]
+    folder: Path  # the tag folder
+    format: Format  # who wrote it
+    facts: dict[str, str]  # name to text, for the first table
+    # by kind and dtype
     kinds: dict[tuple[str, str], KindTotals] = field(default_factory=lambda: defaultdict(KindTotals))
-    source: CheckpointSource | None = None
-    problems: list[str] = field(default_factory=list)
+    source: CheckpointSource | None = None  # the open checkpoint
+    problems: list[str] = field(default_factory=list)  # what is wrong with it; empty for a healthy one
 
 
 def summarize(path: Path, tag: str | None, *, verify: bool) -> Summary:

@@ -38,50 +38,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Holds the arguments of one call of ``load_checkpoint``.
+    """Holds the arguments of one call of ``load_checkpoint``."""
 
-    Attributes:
-        root: Folder of checkpoints.
-        tag: Name of one; None for the newest.
-        strict: Differences between model and checkpoint are an error.
-        optimizer_states: Restore the optimizer.
-        lr_scheduler_states: Restore the schedule.
-        module_only: Restore the model's weights and buffers and nothing else.
-        custom_load_fn: Called with ``(state_dict, module)`` instead of copying weights by name.
-        must_exist: A folder without any checkpoint is an error.
-        trust_objects: Unpickle what the restricted loader would not restore.
-        engine: The program's own checkpoint engine, or None.
-    """
-
-    root: Path
-    tag: str | None
-    strict: bool = True
-    optimizer_states: bool = True
-    lr_scheduler_states: bool = True
-    module_only: bool = False
+    root: Path  # folder of checkpoints
+    tag: str | None  # name of one; None for the newest
+    strict: bool = True  # differences between model and checkpoint are an error
+    optimizer_states: bool = True  # restore the optimizer
+    lr_scheduler_states: bool = True  # restore the schedule
+    module_only: bool = False  # restore the model's weights and buffers and nothing else
+    # called with ``(state_dict, module)`` instead of copying weights by name
     custom_load_fn: Callable[..., Any] | None = None
-    must_exist: bool = False
-    trust_objects: bool = False
-    engine: CheckpointEngine | None = None
+    must_exist: bool = False  # a folder without any checkpoint is an error
+    trust_objects: bool = False  # unpickle what the restricted loader would not restore
+    engine: CheckpointEngine | None = None  # the program's own checkpoint engine, or None
 
 
 @dataclass
 class LoadResult:
-    """Describes what ``load_checkpoint`` has loaded.
+    """Describes what ``load_checkpoint`` has loaded."""
 
-    Attributes:
-        folder: The tag folder.
-        client_state: The caller's own state and what else the ecosystem expects.
-        counters: The engine's new counters; empty if only weights were requested.
-        world_size: Data-parallel ranks that saved.
-        model_size: Ranks that held other parts of one copy of the model.
-    """
-
-    folder: Path
-    client_state: dict[str, Any]
-    counters: dict[str, int]
-    world_size: int
-    model_size: int
+    folder: Path  # the tag folder
+    client_state: dict[str, Any]  # the caller's own state and what else the ecosystem expects
+    counters: dict[str, int]  # the engine's new counters; empty if only weights were requested
+    world_size: int  # data-parallel ranks that saved
+    model_size: int  # ranks that held other parts of one copy of the model
 
 
 @dataclass

@@ -29,15 +29,10 @@ _PER_GROUP = frozenset(
 
 
 class RankGroups(NamedTuple):
-    """Param groups of one rank.
-
-    Attributes:
-        hyperparameters: The hyperparameters of each group.
-        scheduled: What the learning-rate schedule keeps for each group, by place in its state.
-    """
+    """Param groups of one rank."""
 
     hyperparameters: list[Group]
-    scheduled: list[dict[Path, Any]]
+    scheduled: list[dict[Path, Any]]  # what the learning-rate schedule keeps for each group, by place in its state
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer | None, schedule: Mapping[str, Any] | None) -> RankGroups:
@@ -71,14 +66,11 @@ class RankGroups(NamedTuple):
 
 @dataclass
 class MergedGroups:
-    """Param groups of all ranks.
+    """Param groups of all ranks."""
 
-    Attributes:
-        groups: Hyperparameters of each group; ``params`` lists names of logical parameters.
-        schedule: State of the learning-rate schedule, whose lists have one entry per group of ``groups``; or None.
-    """
-
+    # hyperparameters of each group; ``params`` lists names of logical parameters
     groups: list[Group] = field(default_factory=list)
+    # state of the learning-rate schedule, whose lists have one entry per group of ``groups``; or None
     schedule: dict[str, Any] | None = None
 
 
@@ -182,15 +174,11 @@ def _with_lists(
 
 
 class GroupChoice(NamedTuple):
-    """Names the saved param groups whose values a param group of the model takes over.
+    """Names the saved param groups whose values a param group of the model takes over."""
 
-    Attributes:
-        number: The saved group that most elements come from; None: none of its parameters was in a saved group.
-        sources: All saved groups that its parameters come from.
-    """
-
+    # the saved group that most elements come from; None: none of its parameters was in a saved group
     number: int | None
-    sources: list[int]
+    sources: list[int]  # all saved groups that its parameters come from
 
 
 def choose_groups(

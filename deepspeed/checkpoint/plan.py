@@ -28,26 +28,18 @@ _NAMES_IN_A_MESSAGE = 3
 
 @dataclass(frozen=True)
 class SavedNames:
-    """Lists the parameters and buffers of a checkpoint by the names to match.
+    """Lists the parameters and buffers of a checkpoint by the names to match."""
 
-    Attributes:
-        parameters: Each has the name that it has in the checkpoint.
-        buffers: Each has the name that it has in the checkpoint.
-        aliases: Further names of tied tensors.
-        left_out: Parameters that the checkpoint has not, on purpose.
-    """
-
-    parameters: Mapping[str, SavedParameter]
-    buffers: Mapping[str, SavedBuffer]
-    aliases: Mapping[str, str]
-    left_out: Collection[str]
+    parameters: Mapping[str, SavedParameter]  # each has the name that it has in the checkpoint
+    buffers: Mapping[str, SavedBuffer]  # each has the name that it has in the checkpoint
+    aliases: Mapping[str, str]  # further names of tied tensors
+    left_out: Collection[str]  # parameters that the checkpoint has not, on purpose
 
 
 def renamed(source: CheckpointSource, beginnings: Mapping[str, str]) -> SavedNames | None:
     """Returns the names of a checkpoint with replaced prefixes; None if a parameter has none of the prefixes.
 
     Args:
-        source: The checkpoint.
         beginnings: Maps its name prefixes to those in the model. The longest match counts.
     """
     in_order = sorted(beginnings, key=len, reverse=True)
@@ -85,19 +77,14 @@ _SHOWN = 40
 
 @dataclass
 class Mismatch:
-    """Lists the differences between a model and a checkpoint.
+    """Lists the differences between a model and a checkpoint."""
 
-    Attributes:
-        missing: Parameters and buffers that the model has and the checkpoint has not.
-        unexpected: The other way round.
-        shapes: Name to (shape in the model, shape in the checkpoint).
-        left_out: Those of ``missing`` that were left out on purpose when saving.
-    """
-
+    # parameters and buffers that the model has and the checkpoint has not
     missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)  # the other way round
+    # name to (shape in the model, shape in the checkpoint)
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    left_out: set[str] = field(default_factory=set)
+    left_out: set[str] = field(default_factory=set)  # those of ``missing`` that were left out on purpose when saving
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.shapes)
@@ -142,7 +129,6 @@ def match(
     """Pairs the model's tensors with the checkpoint's, by name; a tied tensor is found by each of its names.
 
     Args:
-        source: The checkpoint, or what it has by other names.
         shapes: Shape of each of the model's logical parameters.
         aliases: Further names of the model's tied tensors.
         buffers: The model's persistent buffers.

@@ -164,21 +164,13 @@ def _read_at(descriptor: int, out: memoryview, offset: int) -> int:
 
 
 class FileRun(NamedTuple):
-    """Elements ``[start, stop)`` of a wanted tile that are contiguous in a file.
+    """Elements ``[start, stop)`` of a wanted tile that are contiguous in a file."""
 
-    Attributes:
-        start: The first, in the flattened tile.
-        stop: One past the last.
-        saved: The run of the file in which they are.
-        reader: Its file.
-        offset: First byte there.
-    """
-
-    start: int
-    stop: int
-    saved: SavedRun
+    start: int  # the first, in the flattened tile
+    stop: int  # one past the last
+    saved: SavedRun  # the run of the file in which they are
     reader: FileReader
-    offset: int
+    offset: int  # first byte there
 
     @property
     def end(self) -> int:
@@ -195,9 +187,6 @@ class CheckpointReader(CheckpointSource):
         manifest: The manifest; None: read it from the folder.
         files: Readers of its files that are not in the folder; None: all of them are.
 
-    Attributes:
-        manifest: What the folder should hold.
-
     Raises:
         CheckpointError: Another checkpoint engine stored the tensors.
     """
@@ -212,7 +201,7 @@ class CheckpointReader(CheckpointSource):
     ) -> None:
         self.folder = folder
         self.label = str(folder)
-        self.manifest = Manifest.read(folder) if manifest is None else manifest
+        self.manifest = Manifest.read(folder) if manifest is None else manifest  # what the folder should hold
         self._verify = verify
         if files is None and STORED_BY in self.manifest.facts:
             name = self.manifest.facts[STORED_BY]

@@ -20,38 +20,25 @@ from deepspeed.zero.tiling.tiles import Tile, TileRegion
 
 @dataclass(frozen=True)
 class Listed:
-    """A bucket of the model.
+    """A bucket of the model."""
 
-    Attributes:
-        rank: The rank that stands for it, among those that save together.
-        layout: Its tiles; the index is that on its own ranks.
-        frozen: Whether each tile's parameter has no gradient.
-        is_trained: Whether there is a master.
-    """
-
-    rank: int
-    layout: BucketLayout
-    frozen: tuple[bool, ...]
-    is_trained: bool
+    rank: int  # the rank that stands for it, among those that save together
+    layout: BucketLayout  # its tiles; the index is that on its own ranks
+    frozen: tuple[bool, ...]  # whether each tile's parameter has no gradient
+    is_trained: bool  # whether there is a master
 
 
 @dataclass
 class Roster:
-    """All buckets of the model.
+    """All buckets of the model."""
 
-    Attributes:
-        listed: In the order of the checkpoint.
-        numbers: Index of each of this rank's buckets to its number there; those that other ranks stand for, along the
-            axes on which their tiles are whole, are left out.
-        aliases: Further names of tied parameters and buffers.
-        buffers: Names of persistent buffers that this rank writes.
-        extra_state: The extra state of modules that other ranks have, by state-dict key.
-    """
-
-    listed: tuple[Listed, ...]
+    listed: tuple[Listed, ...]  # in the order of the checkpoint
+    # index of each of this rank's buckets to its number there; those that other ranks stand for, along the axes on
+    # which their tiles are whole, are left out
     numbers: Mapping[int, int]
-    aliases: dict[str, str]
-    buffers: frozenset[str]
+    aliases: dict[str, str]  # further names of tied parameters and buffers
+    buffers: frozenset[str]  # names of persistent buffers that this rank writes
+    # the extra state of modules that other ranks have, by state-dict key
     extra_state: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -60,7 +47,6 @@ class Roster:
         return tuple(replace(entry.layout, index=number) for number, entry in enumerate(self.listed))
 
     def _tiles(self) -> Iterator[tuple[Tile, bool, Listed]]:
-        """Yields ``(tile, whether it is frozen, its bucket)``."""
         for entry in self.listed:
             for tile, is_frozen in zip(entry.layout.tiles, entry.frozen, strict=True):
                 yield tile, is_frozen, entry

@@ -21,44 +21,25 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 @dataclass
 class RunState:
-    """One training run on one rank.
+    """One training run on one rank."""
 
-    Attributes:
-        model: The wrapped model.
-        runtime: Its sharded parameters.
-        optimizer: The ZeRO optimizer, or None.
-        lr_scheduler: The schedule, or None.
-        dataloader: The engine's own loader, or None.
-        counters: Values of :data:`COUNTERS`.
-        config: The configuration as the caller gave it.
-        settings: The ``checkpoint`` section.
-        precision: ``fp32``, ``fp16`` or ``bf16``.
-        stage: ZeRO stage.
-        dp_world_size: Ranks with the same part of the model, among which ZeRO shards.
-        model_size: Ranks with other parts of one copy of the model.
-        version: The version of this package.
-        token_schedule: How many tokens random-LTD keeps, or None.
-        compression: The schedule of a compressed model, or None.
-        use_fp32_weights: Fill masters from saved masters, not from 16-bit values.
-        renamings: Returns beginnings of names in checkpoints of other kinds of this model, to its own.
-    """
-
-    model: nn.Module
-    runtime: ZeroRuntime
-    optimizer: DeepSpeedZeroOptimizer | None
-    lr_scheduler: Any
-    dataloader: Any
-    counters: dict[str, int]
-    config: dict[str, Any]
-    settings: Checkpoint
-    precision: str
-    stage: int
-    dp_world_size: int
-    model_size: int
-    version: str
-    token_schedule: Any = None
-    compression: Any = None
-    use_fp32_weights: bool = True
+    model: nn.Module  # the wrapped model
+    runtime: ZeroRuntime  # its sharded parameters
+    optimizer: DeepSpeedZeroOptimizer | None  # the ZeRO optimizer, or None
+    lr_scheduler: Any  # the schedule, or None
+    dataloader: Any  # the engine's own loader, or None
+    counters: dict[str, int]  # values of :data:`COUNTERS`
+    config: dict[str, Any]  # the configuration as the caller gave it
+    settings: Checkpoint  # the ``checkpoint`` section
+    precision: str  # ``fp32``, ``fp16`` or ``bf16``
+    stage: int  # ZeRO stage
+    dp_world_size: int  # ranks with the same part of the model, among which ZeRO shards
+    model_size: int  # ranks with other parts of one copy of the model
+    version: str  # the version of this package
+    token_schedule: Any = None  # how many tokens random-LTD keeps, or None
+    compression: Any = None  # the schedule of a compressed model, or None
+    use_fp32_weights: bool = True  # fill masters from saved masters, not from 16-bit values
+    # returns beginnings of names in checkpoints of other kinds of this model, to its own
     renamings: Callable[[], Iterable[Mapping[str, str]]] = tuple
 
     @property

@@ -43,51 +43,34 @@ from deepspeed.offload.pinned import may_pin, page_buffer
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Holds the arguments of one call of ``save_checkpoint``.
+    """Holds the arguments of one call of ``save_checkpoint``."""
 
-    Attributes:
-        root: Folder of checkpoints.
-        tag: Name of this one.
-        client_state: The caller's own state.
-        save_latest: Let ``latest`` name it.
-        exclude_frozen: Leave frozen parameters out.
-        in_background: Write concurrently with training.
-        engine: The program's own checkpoint engine, which stores the tensors; None: they go to files.
-    """
-
-    root: Path
-    tag: str
-    client_state: dict[str, Any]
-    save_latest: bool
-    exclude_frozen: bool
-    in_background: bool
+    root: Path  # folder of checkpoints
+    tag: str  # name of this one
+    client_state: dict[str, Any]  # the caller's own state
+    save_latest: bool  # let ``latest`` name it
+    exclude_frozen: bool  # leave frozen parameters out
+    in_background: bool  # write concurrently with training
+    # the program's own checkpoint engine, which stores the tensors; None: they go to files
     engine: CheckpointEngine | None = None
 
 
 @dataclass
 class _Job:
-    """Everything that the writing needs, so that it can run concurrently with training.
-
-    Attributes:
-        apart_is_meant: Whether the configuration states that not all ranks see one folder.
-        shared: On rank 0 the small files that are the same for all ranks, by name.
-        buffers: The model's buffers that this rank writes for the others.
-        private: This rank's private state, by name.
-        pace: Limits a save in the background; None: it writes as fast as it can.
-    """
+    """Everything that the writing needs, so that it can run concurrently with training."""
 
     options: SaveOptions
     token: str
     rank: int
-    apart_is_meant: bool
+    apart_is_meant: bool  # whether the configuration states that not all ranks see one folder
     collected: RankCheckpoint
-    shared: dict[str, bytes]
-    buffers: list[tuple[str, torch.Tensor]]
-    private: list[tuple[str, torch.Tensor]]
+    shared: dict[str, bytes]  # on rank 0 the small files that are the same for all ranks, by name
+    buffers: list[tuple[str, torch.Tensor]]  # the model's buffers that this rank writes for the others
+    private: list[tuple[str, torch.Tensor]]  # this rank's private state, by name
     rank_state: bytes
     manifest: Callable[[tuple[SavedFile, ...], list[int]], Manifest]
     keep_last: int | None
-    pace: SavePace | None = None
+    pace: SavePace | None = None  # limits a save in the background; None: it writes as fast as it can
 
 
 class Saver:

@@ -19,23 +19,15 @@ from deepspeed.zero.tiling.tiles import Tile, common_runs
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """A parameter of a checkpoint.
+    """A parameter of a checkpoint."""
 
-    Attributes:
-        name: Qualified name.
-        shape: Full shape.
-        kinds: Dtype by kind (see :mod:`deepspeed.checkpoint.format`), for kinds that hold the whole parameter.
-        is_frozen: It had no gradient when it was saved.
-        compute_dtype: The compute dtype of the model that was saved.
-        tiles: The tiles that it is saved in.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # qualified name
+    shape: tuple[int, ...]  # full shape
+    # dtype by kind (see :mod:`deepspeed.checkpoint.format`), for kinds that hold the whole parameter
     kinds: Mapping[str, torch.dtype]
-    is_frozen: bool
-    compute_dtype: torch.dtype
-    tiles: tuple[Tile, ...] = ()
+    is_frozen: bool  # it had no gradient when it was saved
+    compute_dtype: torch.dtype  # the compute dtype of the model that was saved
+    tiles: tuple[Tile, ...] = ()  # the tiles that it is saved in
 
     @property
     def numel(self) -> int:
@@ -53,74 +45,46 @@ class SavedBuffer:
 
 
 class Wanted(NamedTuple):
-    """Elements ``[start, stop)`` of a flattened tile of the parameter ``name``, of one kind.
+    """Elements ``[start, stop)`` of a flattened tile of the parameter ``name``, of one kind."""
 
-    Attributes:
-        kind: See :mod:`deepspeed.checkpoint.format`.
-        name: The checkpoint's name of the parameter.
-        start: The first element.
-        stop: One past the last.
-        tile: As the reader has it; None: the whole parameter.
-    """
-
-    kind: str
-    name: str
-    start: int
-    stop: int
-    tile: Tile | None = None
+    kind: str  # see :mod:`deepspeed.checkpoint.format`
+    name: str  # the checkpoint's name of the parameter
+    start: int  # the first element
+    stop: int  # one past the last
+    tile: Tile | None = None  # as the reader has it; None: the whole parameter
 
 
 @dataclass
 class TrainingState:
-    """Everything that is not a large tensor.
+    """Everything that is not a large tensor."""
 
-    Attributes:
-        counters: ``global_steps``, ``global_samples``, ``skipped_steps``, ``micro_steps``.
-        world_size: Data-parallel ranks that saved.
-        mesh: Sizes of the mesh's axes of the ranks that saved; empty if nothing belongs to single ranks.
-        optimizer: Name of the torch optimizer's class, or None.
-        param_groups: Hyperparameters of each group; ``params`` lists parameter names.
-        scalars: Per parameter name the optimizer states that are no per-element tensors, such as ``step``.
-        loss_scaler: State of the loss scaler, or None.
-        skipped_in_a_row: Non-finite steps at the end.
-        lr_scheduler: State of the schedule, or None.
-        extra_state: Extra state of modules, by state-dict key.
-        model_states: Top level of the model-states file: the caller's keys and the engine's.
-        rank_state: RNG and data position of this rank, or None where there is none.
-        withheld: Paths of objects that only an unrestricted loader would restore.
-    """
-
-    counters: dict[str, int]
-    world_size: int
+    counters: dict[str, int]  # ``global_steps``, ``global_samples``, ``skipped_steps``, ``micro_steps``
+    world_size: int  # data-parallel ranks that saved
+    # sizes of the mesh's axes of the ranks that saved; empty if nothing belongs to single ranks
     mesh: dict[str, int] = field(default_factory=dict)
-    optimizer: str | None = None
+    optimizer: str | None = None  # name of the torch optimizer's class, or None
+    # hyperparameters of each group; ``params`` lists parameter names
     param_groups: list[dict[str, Any]] = field(default_factory=list)
+    # per parameter name the optimizer states that are no per-element tensors, such as ``step``
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    loss_scaler: dict[str, Any] | None = None
-    skipped_in_a_row: int = 0
-    lr_scheduler: dict[str, Any] | None = None
-    extra_state: dict[str, Any] = field(default_factory=dict)
+    loss_scaler: dict[str, Any] | None = None  # state of the loss scaler, or None
+    skipped_in_a_row: int = 0  # non-finite steps at the end
+    lr_scheduler: dict[str, Any] | None = None  # state of the schedule, or None
+    extra_state: dict[str, Any] = field(default_factory=dict)  # extra state of modules, by state-dict key
+    # top level of the model-states file: the caller's keys and the engine's
     model_states: dict[str, Any] = field(default_factory=dict)
-    rank_state: dict[str, Any] | None = None
-    withheld: list[str] = field(default_factory=list)
+    rank_state: dict[str, Any] | None = None  # RNG and data position of this rank, or None where there is none
+    withheld: list[str] = field(default_factory=list)  # paths of objects that only an unrestricted loader would restore
 
 
 class CheckpointSource(ABC):
-    """A checkpoint that can be read.
+    """A checkpoint that can be read."""
 
-    Attributes:
-        label: Its path, for messages.
-        parameters: The parameters by name; tied ones occur once.
-        buffers: Persistent buffers by name.
-        aliases: Further names of tied tensors.
-        left_out: Parameters that the model had and the checkpoint has not (frozen ones, on request).
-    """
-
-    label: str
-    parameters: Mapping[str, SavedParameter]
-    buffers: Mapping[str, SavedBuffer]
-    aliases: Mapping[str, str]
-    left_out: Collection[str]
+    label: str  # its path, for messages
+    parameters: Mapping[str, SavedParameter]  # the parameters by name; tied ones occur once
+    buffers: Mapping[str, SavedBuffer]  # persistent buffers by name
+    aliases: Mapping[str, str]  # further names of tied tensors
+    left_out: Collection[str]  # parameters that the model had and the checkpoint has not (frozen ones, on request)
 
     @abstractmethod
     def check(self, wanted: Sequence[Wanted]) -> None:

@@ -42,19 +42,12 @@ def parse_size(size: int | str) -> int:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor that will be written.
+    """A tensor that will be written."""
 
-    Attributes:
-        name: Its key.
-        dtype: In the file.
-        shape: Full shape.
-        same_as: The key of the tensor that it is tied to, if that is written too.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    same_as: str | None = None
+    name: str  # its key
+    dtype: torch.dtype  # in the file
+    shape: tuple[int, ...]  # full shape
+    same_as: str | None = None  # the key of the tensor that it is tied to, if that is written too
 
     @property
     def nbytes(self) -> int:

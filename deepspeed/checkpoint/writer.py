@@ -34,19 +34,12 @@ _NICER = 10  # at equal niceness, three threads on two processors made steps 1.7
 
 @dataclass(frozen=True)
 class BucketRun:
-    """Values of elements ``[start, stop)`` of the flat buffer of bucket ``bucket``.
+    """Values of elements ``[start, stop)`` of the flat buffer of bucket ``bucket``."""
 
-    Attributes:
-        bucket: Index of the bucket.
-        start: First element.
-        stop: One past the last.
-        values: The elements, in order: 1-D contiguous tensors of one dtype, on any device.
-    """
-
-    bucket: int
-    start: int
-    stop: int
-    values: tuple[torch.Tensor, ...]
+    bucket: int  # index of the bucket
+    start: int  # first element
+    stop: int  # one past the last
+    values: tuple[torch.Tensor, ...]  # the elements, in order: 1-D contiguous tensors of one dtype, on any device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -201,19 +194,12 @@ class WritableRun(Protocol):
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor of a file that is being written.
+    """One tensor of a file that is being written."""
 
-    Attributes:
-        name: Its name in the file.
-        dtype: The dtype of the elements.
-        shape: Its shape.
-        values: Yields the elements in order, in parts.
-    """
-
-    name: str
-    dtype: torch.dtype
+    name: str  # its name in the file
+    dtype: torch.dtype  # the dtype of the elements
     shape: tuple[int, ...]
-    values: Iterable[torch.Tensor]
+    values: Iterable[torch.Tensor]  # yields the elements in order, in parts
 
     @property
     def nbytes(self) -> int:

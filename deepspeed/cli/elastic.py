@@ -24,15 +24,10 @@ from deepspeed.release import VERSION
 
 @dataclass(frozen=True)
 class ElasticBatch:
-    """A batch size and the numbers of ranks that can share it.
+    """A batch size and the numbers of ranks that can share it."""
 
-    Attributes:
-        train_batch_size: Samples per optimizer step.
-        micro_batch_size: Number of ranks -> the largest micro-batch that fits.
-    """
-
-    train_batch_size: int
-    micro_batch_size: dict[int, int]
+    train_batch_size: int  # samples per optimizer step
+    micro_batch_size: dict[int, int]  # number of ranks -> the largest micro-batch that fits
 
 
 def best_batch(section: Elasticity) -> ElasticBatch:

@@ -187,15 +187,10 @@ def _show(trials: Sequence[TuneTrial], best: TuneTrial, operations: tuple[str, .
 
 @dataclass(frozen=True)
 class TuneTrial:
-    """The speeds that were measured with one combination of I/O settings.
-
-    Attributes:
-        settings: The settings.
-        speeds: The speeds in each folder.
-    """
+    """The speeds that were measured with one combination of I/O settings."""
 
     settings: IoSettings
-    speeds: tuple[FileSpeed, ...]
+    speeds: tuple[FileSpeed, ...]  # the speeds in each folder
 
     @property
     def seconds_per_byte(self) -> float:

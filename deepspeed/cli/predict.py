@@ -116,17 +116,11 @@ def _passed(options: argparse.Namespace, names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class PredictionOutput:
-    """How results are printed and saved.
+    """How results are printed and saved."""
 
-    Attributes:
-        show: Prints a text.
-        width: Columns of the terminal.
-        save: Writes a text to the file of ``--picture``.
-    """
-
-    show: Callable[[str], None]
-    width: int
-    save: Callable[[str], None]
+    show: Callable[[str], None]  # prints a text
+    width: int  # columns of the terminal
+    save: Callable[[str], None]  # writes a text to the file of ``--picture``
 
 
 def run_prediction(
@@ -141,9 +135,7 @@ def run_prediction(
     Args:
         options: Options of the command line.
         shape: The model.
-        machine: The machine.
         config: The configuration.
-        output: The output.
 
     Returns:
         0 if the step, or any layout, fits; 1 if not.
@@ -205,7 +197,6 @@ def prediction_picture(step: PredictedStep, *, is_trace: bool) -> str:
     """Returns a picture of the streams of a predicted step.
 
     Args:
-        step: The step.
         is_trace: As a trace for Perfetto instead of SVG.
     """
     setup = step.setup

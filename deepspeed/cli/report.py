@@ -71,7 +71,6 @@ def show(facts: EnvironmentInfo, console: Console, *, features: bool = True, war
     """Prints ``facts`` as tables. The longest comes first, as a terminal shows the end.
 
     Args:
-        facts: The facts to show.
         console: The console to print to.
         features: Include features that work here, and those that this release lacks.
         warnings: Include the warnings.
@@ -106,36 +105,22 @@ def _usable(rows: Iterable[FeatureStatus]) -> Table:
 
 @dataclass(frozen=True)
 class FeatureStatus:
-    """Whether one feature works on this machine.
+    """Whether one feature works on this machine."""
 
-    Attributes:
-        feature: Name of the feature.
-        verdict: ``"yes"``, ``"slow"`` or ``"no"``.
-        reason: The reason, and what would change it.
-    """
-
-    feature: str
-    verdict: str
-    reason: str
+    feature: str  # name of the feature
+    verdict: str  # ``"yes"``, ``"slow"`` or ``"no"``
+    reason: str  # the reason, and what would change it
 
 
 @dataclass(frozen=True)
 class EnvironmentInfo:
-    """Everything the report shows.
+    """Everything the report shows."""
 
-    Attributes:
-        versions: Name and version of each program and package.
-        machine: Name and value of each property of this machine.
-        usable: Features and whether they work here.
-        missing: Features that this release lacks, with alternatives.
-        warnings: One sentence per likely problem.
-    """
-
-    versions: list[tuple[str, str]]
-    machine: list[tuple[str, str]]
-    usable: list[FeatureStatus]
-    missing: list[tuple[str, str]]
-    warnings: list[str] = field(default_factory=list)
+    versions: list[tuple[str, str]]  # name and version of each program and package
+    machine: list[tuple[str, str]]  # name and value of each property of this machine
+    usable: list[FeatureStatus]  # features and whether they work here
+    missing: list[tuple[str, str]]  # features that this release lacks, with alternatives
+    warnings: list[str] = field(default_factory=list)  # one sentence per likely problem
 
     def to_dict(self, *, features: bool = True, warnings: bool = True) -> dict[str, Any]:
         """Returns the facts for JSON; arguments as in :func:`show`."""

@@ -70,17 +70,11 @@ def _run(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class TraceRow:
-    """The times of one name in two traces.
+    """The times of one name in two traces."""
 
-    Attributes:
-        name: The name of a range or an operation.
-        before: Milliseconds per step and rank in the first trace.
-        after: The same in the second.
-    """
-
-    name: str
-    before: float
-    after: float
+    name: str  # the name of a range or an operation
+    before: float  # milliseconds per step and rank in the first trace
+    after: float  # the same in the second
 
 
 def merge_traces(folder: Path, target: Path | None = None) -> Path:

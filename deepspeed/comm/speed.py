@@ -24,21 +24,13 @@ _KEY = 9
 
 @dataclass(frozen=True)
 class CollectiveSpeed:
-    """One operation at one size.
+    """One operation at one size."""
 
-    Attributes:
-        operation: Its name.
-        nbytes: Bytes of the whole buffer, on each rank.
-        seconds: Median (or another statistic) over the trials of the slowest rank's time.
-        algorithm_gbps: Gigabits of the buffer per second.
-        bus_gbps: Gigabits per second that pass each rank's link, by the usual definition.
-    """
-
-    operation: str
-    nbytes: int
-    seconds: float
-    algorithm_gbps: float
-    bus_gbps: float
+    operation: str  # its name
+    nbytes: int  # bytes of the whole buffer, on each rank
+    seconds: float  # median (or another statistic) over the trials of the slowest rank's time
+    algorithm_gbps: float  # gigabits of the buffer per second
+    bus_gbps: float  # gigabits per second that pass each rank's link, by the usual definition
 
 
 Call = Callable[[torch.Tensor, Transport], object]

@@ -120,20 +120,16 @@ class QuantAct(nn.Module):
         symmetric: Quantize symmetrically around zero; otherwise from the least to the largest value.
         static: Use the running range; otherwise that of each token or image.
         by_image: A group is one image (all dimensions but the first) instead of one token.
-
-    Attributes:
-        x_min_max: ``[2]``, fp32, the running range; zeros until the first batch. Exists only if ``static``.
-        is_acting: Whether values are quantized; otherwise they pass unchanged.
     """
 
     keeps_buffer_dtype = True  # in 16 bits a running range would stop moving
 
-    x_min_max: torch.Tensor
+    x_min_max: torch.Tensor  # ``[2]``, fp32, the running range; zeros until the first batch. Exists only if ``static``.
 
     def __init__(self, bits: int, *, symmetric: bool = True, static: bool = False, by_image: bool = False) -> None:
         super().__init__()
         self.bits, self.symmetric, self.static, self.by_image = bits, symmetric, static, by_image
-        self.is_acting = False
+        self.is_acting = False  # whether values are quantized; otherwise they pass unchanged
         if static:
             self.register_buffer("x_min_max", torch.zeros(2, dtype=torch.float32))
 

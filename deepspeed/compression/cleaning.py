@@ -25,17 +25,11 @@ from deepspeed.zero.address import address_of
 
 @dataclass
 class CompressionReport:
-    """Reports how compression changed a model; the model's ``compression_report``.
+    """Reports how compression changed a model; the model's ``compression_report``."""
 
-    Attributes:
-        bytes_before: Bytes of all parameters and buffers before compression.
-        bytes_after: Bytes of all parameters and buffers now.
-        lines: A description of each compressed layer, by its name.
-    """
-
-    bytes_before: int
-    bytes_after: int = 0
-    lines: dict[str, str] = field(default_factory=dict)
+    bytes_before: int  # bytes of all parameters and buffers before compression
+    bytes_after: int = 0  # bytes of all parameters and buffers now
+    lines: dict[str, str] = field(default_factory=dict)  # a description of each compressed layer, by its name
 
     def line(self) -> str:
         """Returns the report in one line."""

@@ -23,17 +23,11 @@ Mean = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class PowerIteration:
-    """The parameters of a power iteration.
+    """The parameters of a power iteration."""
 
-    Attributes:
-        max_iter: Maximum number of Hessian-vector products.
-        tol: Relative change of the eigenvalue below which the iteration stops.
-        stability: Added to the norm by which a vector is divided.
-    """
-
-    max_iter: int = 100
-    tol: float = 1e-2
-    stability: float = 0.0
+    max_iter: int = 100  # maximum number of Hessian-vector products
+    tol: float = 1e-2  # relative change of the eigenvalue below which the iteration stops
+    stability: float = 0.0  # added to the norm by which a vector is divided
 
     def dominant(
         self,
@@ -123,7 +117,6 @@ def blocks_of(model: nn.Module, layer_name: str, layer_num: int) -> dict[str, nn
     """Returns the blocks of layers by name, in order.
 
     Args:
-        model: The model.
         layer_name: Name of the module that contains the blocks, such as an ``nn.ModuleList``.
         layer_num: Number of blocks, counted from the first; 0: all.
 

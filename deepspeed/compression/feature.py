@@ -253,9 +253,6 @@ class EnginePacing:
     Args:
         pace: The pace of the model's bit widths.
         transport: Between the ranks with other samples.
-
-    Attributes:
-        is_measuring: Whether the backward that runs now is part of a measurement, not of training.
     """
 
     def __init__(self, pace: Pace, transport: Transport) -> None:
@@ -263,7 +260,7 @@ class EnginePacing:
         self._transport = transport
         self._rounds = 0
         self._seen: int | None = None  # updates at the latest measurement
-        self.is_measuring = False
+        self.is_measuring = False  # whether the backward that runs now is part of a measurement, not of training
 
     def before_backward(self, loss: torch.Tensor, scale: float, global_steps: int, updates: int) -> None:
         """Measures if the update after this backward needs it. Every rank must call it.
@@ -315,10 +312,6 @@ class compression_scheduler:  # noqa: N801 - a published name
     Args:
         model: The model after ``init_compression``.
         compression_config: Ignored: the layers have their settings already.
-
-    Attributes:
-        training_steps: Updates so far; skipped ones do not count.
-        pace: Schedule of bit widths that depend on eigenvalues; None if all depend on the step alone.
     """
 
     def __init__(self, model: nn.Module, compression_config: Any = None) -> None:
@@ -327,8 +320,9 @@ class compression_scheduler:  # noqa: N801 - a published name
         self._state = compression_state(model)
         self._marks: list[object] = []
         self._snip = _snip_of(self._layers)
+        # schedule of bit widths that depend on eigenvalues; None if all depend on the step alone
         self.pace = pace_of(model)
-        self.training_steps = -1
+        self.training_steps = -1  # updates so far; skipped ones do not count
         self.at(0)
 
     def before_update(self) -> None:

@@ -22,15 +22,11 @@ ATTRIBUTE = "compression_pace"
 
 @dataclass(frozen=True)
 class PacedWidthSchedule(WidthSchedule):
-    """A schedule whose periods depend on eigenvalues, so it records each fall instead of computing it from the step.
+    """A schedule whose periods depend on eigenvalues, so it records each fall instead of computing it from the step."""
 
-    Attributes:
-        block: Number of the block that contains the weight.
-        falls: For each fall so far: the update of the fall, and the update at which the next one is due, both counted
-            from ``offset``.
-    """
-
-    block: int = 0
+    block: int = 0  # number of the block that contains the weight
+    # for each fall so far: the update of the fall, and the update at which the next one is due, both counted from
+    # ``offset``
     falls: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -68,18 +64,15 @@ class Pace:
         model: Prepared by ``init_compression`` or ``quantize_training``; the width schedules of its blocks are
             replaced by paced ones.
         section: The section ``eigenvalue``.
-
-    Attributes:
-        eigenvalues: Latest eigenvalues of the blocks, in order; empty before the first measurement.
-        widths: The paced schedules, by name of the layer.
     """
 
     def __init__(self, model: nn.Module, section: EigenvalueSection) -> None:
         self._power = PowerIteration(section.max_iter, section.tol, section.stability)
         self._resolution, self._verbose = section.gas_boundary_resolution, section.verbose
         self._blocks = blocks_of(model, section.layer_name, section.layer_num)
+        # latest eigenvalues of the blocks, in order; empty before the first measurement
         self.eigenvalues: list[float] = []
-        self.widths: dict[str, PacedWidthSchedule] = {}
+        self.widths: dict[str, PacedWidthSchedule] = {}  # the paced schedules, by name of the layer
         roundings: dict[int, WeightRounding] = {}  # by weight: tied layers share a width
         for number, block in enumerate(self._blocks.values()):
             for layer, techniques in compressed_layers(block):

@@ -21,21 +21,13 @@ _KERNEL_IS_WORTH = 1.25  # a format with a kernel may take this many times the b
 
 @dataclass(frozen=True)
 class QuantizationLevels:
-    """The values that a rounded weight can take.
+    """The values that a rounded weight can take."""
 
-    Attributes:
-        bits: Bits of a code.
-        least: The smallest code.
-        scale: ``[out, groups of a row]``, fp32.
-        offset: Like ``scale``; zeros if rounding was symmetric.
-        symmetric: Whether rounding was symmetric.
-    """
-
-    bits: int
-    least: int
-    scale: torch.Tensor
-    offset: torch.Tensor
-    symmetric: bool
+    bits: int  # bits of a code
+    least: int  # the smallest code
+    scale: torch.Tensor  # ``[out, groups of a row]``, fp32
+    offset: torch.Tensor  # like ``scale``; zeros if rounding was symmetric
+    symmetric: bool  # whether rounding was symmetric
 
     @classmethod
     def of(

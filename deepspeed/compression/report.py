@@ -18,19 +18,12 @@ from deepspeed.logging import log_dist
 
 @dataclass(frozen=True)
 class LayerState:
-    """The compression techniques that are active on one layer.
+    """The compression techniques that are active on one layer."""
 
-    Attributes:
-        name: The layer's name in the model.
-        bits: Bits of its weight; None: not rounded.
-        activation_bits: Bits of its input; None: not rounded.
-        kept: By kind of pruning, the fraction that is kept.
-    """
-
-    name: str
-    bits: int | None
-    activation_bits: int | None
-    kept: dict[str, float]
+    name: str  # the layer's name in the model
+    bits: int | None  # bits of its weight; None: not rounded
+    activation_bits: int | None  # bits of its input; None: not rounded
+    kept: dict[str, float]  # by kind of pruning, the fraction that is kept
 
 
 def compressed_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Techniques]]:

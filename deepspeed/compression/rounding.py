@@ -21,19 +21,12 @@ TERNARY_THRESHOLD = 0.7  # times the mean of absolute values
 
 
 class RoundedGroups(NamedTuple):
-    """Groups of values after rounding.
+    """Groups of values after rounding."""
 
-    Attributes:
-        codes: Integers in fp32, ``[groups, values of a group]``.
-        scale: ``[groups, 1]``, fp32.
-        offset: ``[groups, 1]``, fp32; zeros if rounding is symmetric.
-        least: The smallest code that can occur.
-    """
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    offset: torch.Tensor
-    least: int
+    codes: torch.Tensor  # integers in fp32, ``[groups, values of a group]``
+    scale: torch.Tensor  # ``[groups, 1]``, fp32
+    offset: torch.Tensor  # ``[groups, 1]``, fp32; zeros if rounding is symmetric
+    least: int  # the smallest code that can occur
 
     def values(self) -> torch.Tensor:
         """Returns the rounded values, ``[groups, values of a group]`` in fp32."""

@@ -52,34 +52,21 @@ def kind_of_class(found: type) -> str | None:
 
 
 class PatternMatch(NamedTuple):
-    """One pattern of a group with the layers that it matches.
+    """One pattern of a group with the layers that it matches."""
 
-    Attributes:
-        names: Matched layers, in the model's order.
-        related: For each related pattern, the related layer of each of ``names``, in the same order.
-    """
-
-    names: list[str]
-    related: list[list[str]]
+    names: list[str]  # matched layers, in the model's order
+    related: list[list[str]]  # for each related pattern, the related layer of each of ``names``, in the same order
 
 
 @dataclass
 class Selection:
-    """One group of one technique, with its layers.
+    """One group of one technique, with its layers."""
 
-    Attributes:
-        technique: Name of the technique's section.
-        group: Name of the group.
-        shared: The technique's shared settings.
-        params: The group's settings.
-        matches: The matched layers, one entry for each pattern.
-    """
-
-    technique: str
-    group: str
-    shared: Any
-    params: Any
-    matches: list[PatternMatch] = field(default_factory=list)
+    technique: str  # name of the technique's section
+    group: str  # name of the group
+    shared: Any  # the technique's shared settings
+    params: Any  # the group's settings
+    matches: list[PatternMatch] = field(default_factory=list)  # the matched layers, one entry for each pattern
 
     @property
     def is_snip(self) -> bool:

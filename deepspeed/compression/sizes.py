@@ -20,13 +20,10 @@ class LayerWeights:
 
     Args:
         model: The model, before or during the installation of techniques.
-
-    Attributes:
-        modules: Every module, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = dict(model.named_modules())
+        self.modules = dict(model.named_modules())  # every module, by name
         self._by_weight: dict[int, list[str]] = defaultdict(list)
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):

@@ -30,21 +30,13 @@ SCORES = "sparse_pruning_scores"
 
 @dataclass(frozen=True)
 class SnipPlan:
-    """The schedule of SNIP pruning.
+    """The schedule of SNIP pruning."""
 
-    Attributes:
-        block: Rows (outputs) and columns (inputs) of a block.
-        share: Fraction of the blocks that is kept in the end.
-        offset: Updates before the first pruning.
-        stride: Updates from one pruning to the next.
-        end: The last update after which blocks may be pruned.
-    """
-
-    block: tuple[int, int]
-    share: float
-    offset: int
-    stride: int
-    end: int
+    block: tuple[int, int]  # rows (outputs) and columns (inputs) of a block
+    share: float  # fraction of the blocks that is kept in the end
+    offset: int  # updates before the first pruning
+    stride: int  # updates from one pruning to the next
+    end: int  # the last update after which blocks may be pruned
 
     @classmethod
     def of(cls, shared: Any) -> SnipPlan:

@@ -20,19 +20,13 @@ ORDER: tuple[Kind, ...] = ("sparse", "row", "head", "channel")
 
 @dataclass(frozen=True)
 class WeightRounding:
-    """Fake quantization of a weight.
+    """Fake quantization of a weight."""
 
-    Attributes:
-        schedule: The bit width as a function of the step.
-        groups: Number of equal parts of the flattened weight with a scale each; None: one part for each row.
-        symmetric: Round symmetrically around zero.
-        stochastic: Round stochastically, with the same noise on every rank and in every forward of a step.
-    """
-
-    schedule: WidthSchedule
+    schedule: WidthSchedule  # the bit width as a function of the step
+    # number of equal parts of the flattened weight with a scale each; None: one part for each row
     groups: int | None = 1
-    symmetric: bool = True
-    stochastic: bool = False
+    symmetric: bool = True  # round symmetrically around zero
+    stochastic: bool = False  # round stochastically, with the same noise on every rank and in every forward of a step
 
     def round(self, weight: torch.Tensor, bits: int, generator: torch.Generator | None = None) -> RoundedGroups:
         """Returns the codes and scales of ``weight``, ``[out, in, ...]``; ``generator`` draws stochastic noise."""
@@ -42,23 +36,14 @@ class WeightRounding:
 
 @dataclass(frozen=True)
 class Pruning:
-    """A mask on a weight.
+    """A mask on a weight."""
 
-    Attributes:
-        kind: What is pruned: single weights (``sparse``), rows, heads or channels.
-        method: ``l1``, ``topk`` or ``snip_momentum``.
-        share: Fraction that is kept.
-        offset: Number of updates after which pruning starts.
-        heads: Number of heads, for the kind ``head``.
-        plan: The plan of ``snip_momentum``.
-    """
-
-    kind: Kind
-    method: str
-    share: float
-    offset: int
-    heads: int | None = None
-    plan: SnipPlan | None = None
+    kind: Kind  # what is pruned: single weights (``sparse``), rows, heads or channels
+    method: str  # ``l1``, ``topk`` or ``snip_momentum``
+    share: float  # fraction that is kept
+    offset: int  # number of updates after which pruning starts
+    heads: int | None = None  # number of heads, for the kind ``head``
+    plan: SnipPlan | None = None  # the plan of ``snip_momentum``
 
     @property
     def has_mask(self) -> bool:
@@ -78,31 +63,19 @@ class Pruning:
 
 @dataclass
 class Techniques:
-    """The techniques of one layer.
+    """The techniques of one layer."""
 
-    Attributes:
-        name: The layer's name in the model.
-        is_transposed: Whether its weight is stored as ``[in, out]``.
-        rounding: How the weight is rounded; None: not at all.
-        prunings: The prunings of the weight, by kind.
-        related: By kind of pruning, names of the layers that lose inputs or outputs with this one.
-        activation_offset: Number of updates after which the input is rounded; None: never.
-        width: Present bit width of the weight; None: not rounded.
-        acting: The kinds of pruning that are active now.
-        step: Number of updates, which seeds stochastic rounding.
-        original_class: The layer's class before compression, to be restored.
-    """
-
-    name: str
-    is_transposed: bool = False
+    name: str  # the layer's name in the model
+    is_transposed: bool = False  # whether its weight is stored as ``[in, out]``
     rounding: WeightRounding | None = None
-    prunings: dict[Kind, Pruning] = field(default_factory=dict)
+    prunings: dict[Kind, Pruning] = field(default_factory=dict)  # the prunings of the weight, by kind
+    # by kind of pruning, names of the layers that lose inputs or outputs with this one
     related: dict[Kind, list[str]] = field(default_factory=dict)
-    activation_offset: int | None = None
-    width: BitWidth | None = None
-    acting: frozenset[Kind] = frozenset()
-    step: int = 0
-    original_class: Any = None
+    activation_offset: int | None = None  # number of updates after which the input is rounded; None: never
+    width: BitWidth | None = None  # present bit width of the weight; None: not rounded
+    acting: frozenset[Kind] = frozenset()  # the kinds of pruning that are active now
+    step: int = 0  # number of updates, which seeds stochastic rounding
+    original_class: Any = None  # the layer's class before compression, to be restored
 
     def at(self, step: int) -> None:
         """Activates the techniques that are due after ``step`` updates."""

@@ -7,34 +7,23 @@ from typing import NamedTuple
 
 
 class BitWidth(NamedTuple):
-    """The bit width of a weight at some step.
+    """The bit width of a weight at some step."""
 
-    Attributes:
-        bits: Bits of its codes.
-        whole_share: Fraction of the unrounded weight in its mixture with the rounded one.
-    """
-
-    bits: int
-    whole_share: float
+    bits: int  # bits of its codes
+    whole_share: float  # fraction of the unrounded weight in its mixture with the rounded one
 
 
 @dataclass(frozen=True)
 class WidthSchedule:
-    """Lowers the bits from ``start`` to ``target``, one at a time; each fall comes after twice as many updates.
+    """Lowers the bits from ``start`` to ``target``, one at a time; each fall comes after twice as many updates."""
 
-    Attributes:
-        offset: Number of updates after which rounding starts.
-        start: First bit width.
-        target: Final bit width.
-        period: Updates from ``offset`` to the first fall. The n-th fall is ``2 ** (n - 1) * period`` after ``offset``.
-        mixing: Amount by which the fraction of the unrounded weight falls at each update; it starts at 1 at each new
-            width. None: the weight is not mixed with the unrounded one.
-    """
-
-    offset: int
-    start: int
-    target: int
+    offset: int  # number of updates after which rounding starts
+    start: int  # first bit width
+    target: int  # final bit width
+    # Updates from ``offset`` to the first fall. The n-th fall is ``2 ** (n - 1) * period`` after ``offset``.
     period: int = 1
+    # Amount by which the fraction of the unrounded weight falls at each update; it starts at 1 at each new width. None:
+    # the weight is not mixed with the unrounded one.
     mixing: float | None = None
 
     def at(self, step: int) -> BitWidth | None:

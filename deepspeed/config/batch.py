@@ -13,19 +13,12 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The three sizes, in samples and micro-batches.
+    """The three sizes, in samples and micro-batches."""
 
-    Attributes:
-        train_batch_size: Samples per optimizer step over all data-parallel ranks.
-        micro_batch_size: Samples of one forward pass on one rank.
-        accumulation_steps: Micro-batches per optimizer step.
-        is_uneven: Ranks may have different numbers of micro-batches; ``accumulation_steps`` is the largest.
-    """
-
-    train_batch_size: int
-    micro_batch_size: int
-    accumulation_steps: int
-    is_uneven: bool = False
+    train_batch_size: int  # samples per optimizer step over all data-parallel ranks
+    micro_batch_size: int  # samples of one forward pass on one rank
+    accumulation_steps: int  # micro-batches per optimizer step
+    is_uneven: bool = False  # ranks may have different numbers of micro-batches; ``accumulation_steps`` is the largest
 
     @property
     def data_ranks(self) -> int:

@@ -14,25 +14,16 @@ from deepspeed.logging import warn_once
 
 @dataclass(frozen=True)
 class OldKey:
-    """An old spelling.
-
-    Attributes:
-        old: Its path.
-        new: The keys that get its value; several get the same value.
-        about: Its replacement, in words, for the reference.
-        convert: Makes the new value; raises ValueError for a value the old key could not have.
-        expects: Valid values of the old key, for the message when ``convert`` refuses.
-        neutral: New values that mean the same as the default; no warning is logged for them.
-        same_section: Whether the old name held a whole section of the same shape.
-    """
+    """An old spelling."""
 
     old: Path
-    new: tuple[Path, ...]
-    about: str
+    new: tuple[Path, ...]  # the keys that get its value; several get the same value
+    about: str  # its replacement, in words, for the reference
+    # makes the new value; raises ValueError for a value the old key could not have
     convert: Callable[[Any], Any] | None = None
-    expects: str = ""
-    neutral: tuple[Any, ...] = ()
-    same_section: bool = False
+    expects: str = ""  # valid values of the old key, for the message when ``convert`` refuses
+    neutral: tuple[Any, ...] = ()  # new values that mean the same as the default; no warning is logged for them
+    same_section: bool = False  # whether the old name held a whole section of the same shape
 
 
 _ZERO = "zero_optimization"

@@ -17,15 +17,10 @@ from deepspeed.config.section import KeyInfo, Section, facts_of
 
 @dataclass(frozen=True)
 class NestedSection:
-    """A section inside a section: alone, in a list, or by names of the caller's own.
-
-    Attributes:
-        kind: ``section``, ``list`` or ``map``.
-        model: The inner section.
-    """
+    """A section inside a section: alone, in a list, or by names of the caller's own."""
 
     kind: Literal["section", "list", "map"]
-    model: type[Section]
+    model: type[Section]  # the inner section
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -70,17 +65,11 @@ def spellings(model: type[Section]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """One declared key.
+    """One declared key."""
 
-    Attributes:
-        path: Its path; ``<name>`` stands for a name of the caller's own, ``[]`` for an entry of a list.
-        field: The declaration.
-        facts: Its description.
-    """
-
-    path: Path
-    field: FieldInfo
-    facts: KeyInfo
+    path: Path  # its path; ``<name>`` stands for a name of the caller's own, ``[]`` for an entry of a list
+    field: FieldInfo  # the declaration
+    facts: KeyInfo  # its description
 
     @property
     def nested(self) -> NestedSection | None:
@@ -125,7 +114,6 @@ def type_words(annotation: Any, interval: str = "", plural: bool = False) -> str
     """Returns a type in words, null left out unless it is all there is.
 
     Args:
-        annotation: The type.
         interval: Text after its numbers, such as ``> 0``.
         plural: Whether the words are to stand for several.
     """

@@ -22,16 +22,11 @@ _LARGEST = 720_720
 
 @dataclass(frozen=True)
 class ElasticChoice:
-    """A batch and the numbers of ranks that can share it.
+    """A batch and the numbers of ranks that can share it."""
 
-    Attributes:
-        train_batch_size: Samples per optimizer step.
-        data_ranks: Numbers of data-parallel ranks that share it in whole micro-batches, ascending.
-        micro_batch_size: Samples of one forward pass on one rank; None where the number of ranks is not known.
-    """
-
-    train_batch_size: int
-    data_ranks: tuple[int, ...]
+    train_batch_size: int  # samples per optimizer step
+    data_ranks: tuple[int, ...]  # numbers of data-parallel ranks that share it in whole micro-batches, ascending
+    # samples of one forward pass on one rank; None where the number of ranks is not known
     micro_batch_size: int | None = None
 
 

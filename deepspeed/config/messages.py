@@ -28,19 +28,13 @@ def shown(value: Any) -> str:
 
 
 class ConfigMessages:
-    """Collects problems and notices while a configuration is read.
-
-    Attributes:
-        notices: One line each, in the order found.
-        warnings: Those of them for requests that have no effect.
-        failed: Paths whose value was refused; rules that depend on one of them stay silent.
-        spelled: For a path that the caller wrote differently (old name, alias), the path as written.
-    """
+    """Collects problems and notices while a configuration is read."""
 
     def __init__(self, lines: dict[Path, int], order: dict[Path, int], source: str | None) -> None:
-        self.notices: list[str] = []
-        self.warnings: list[str] = []
-        self.failed: set[Path] = set()
+        self.notices: list[str] = []  # one line each, in the order found
+        self.warnings: list[str] = []  # those of them for requests that have no effect
+        self.failed: set[Path] = set()  # paths whose value was refused; rules that depend on one of them stay silent
+        # for a path that the caller wrote differently (old name, alias), the path as written
         self.spelled: dict[Path, Path] = {}
         self._lines = lines
         self._order = order

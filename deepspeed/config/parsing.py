@@ -43,22 +43,15 @@ PURPOSES = {"zero_init": ZERO_INIT_KEYS, "compression": frozenset({"compression_
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """A valid configuration.
+    """A valid configuration."""
 
-    Attributes:
-        root: All keys, by their names; sections that were not given have their defaults.
-        raw: The caller's dict, untouched (for a file, what was read from it).
-        notices: One line each, for the log: what ``"auto"`` became, old names, values without effect, and unknown keys
-            where these are only warned of.
-        batch: The three batch sizes; None where the number of data-parallel ranks was not given.
-        warnings: Those of ``notices`` that belong in the log as warnings.
-    """
-
-    root: Root
-    raw: dict[str, Any]
+    root: Root  # all keys, by their names; sections that were not given have their defaults
+    raw: dict[str, Any]  # the caller's dict, untouched (for a file, what was read from it)
+    # one line each, for the log: what ``"auto"`` became, old names, values without effect, and unknown keys where these
+    # are only warned of
     notices: list[str]
-    batch: BatchSizes | None
-    warnings: list[str] = field(default_factory=list)
+    batch: BatchSizes | None  # the three batch sizes; None where the number of data-parallel ranks was not given
+    warnings: list[str] = field(default_factory=list)  # those of ``notices`` that belong in the log as warnings
 
 
 def parse(

@@ -22,44 +22,25 @@ from deepspeed.config.types import to_bool
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """Describes a configuration key, besides its name, type and default.
+    """Describes a configuration key, besides its name, type and default."""
 
-    Attributes:
-        about: What the key does, with its interactions.
-        unit: Unit of the value (elements, bytes, steps, ...).
-        minimum: Least value, inclusive.
-        above: Bound that the value must exceed.
-        maximum: Greatest value, inclusive.
-        below: Bound that the value must stay under.
-        infinite: Whether infinity is a value.
-        length: Number of entries of a list.
-        aliases: Other spellings, equally good.
-        since: Release that brought the key.
-        removed: Release that dropped it; such keys are still accepted.
-        no_effect: Why the key changes nothing here; None for keys that work.
-        min_stage: The ZeRO stage from which the key has an effect.
-        own_auto: ``"auto"`` is a value of the key rather than a request for the default.
-        null_means: What null stands for.
-        must_fill: ``"auto"`` that nothing has filled in is refused: the default would be a guess.
-        per_rank: Ranks may differ in it: it changes only what a rank writes, shows or measures, or where its files are.
-    """
-
-    about: str
-    unit: str | None = None
-    minimum: float | None = None
-    above: float | None = None
-    maximum: float | None = None
-    below: float | None = None
-    infinite: bool = False
-    length: int | None = None
-    aliases: tuple[str, ...] = ()
-    since: str | None = None
-    removed: str | None = None
-    no_effect: str | None = None
-    min_stage: int = 0
-    own_auto: bool = False
-    null_means: str | None = None
-    must_fill: bool = False
+    about: str  # what the key does, with its interactions
+    unit: str | None = None  # unit of the value (elements, bytes, steps, ...)
+    minimum: float | None = None  # least value, inclusive
+    above: float | None = None  # bound that the value must exceed
+    maximum: float | None = None  # greatest value, inclusive
+    below: float | None = None  # bound that the value must stay under
+    infinite: bool = False  # whether infinity is a value
+    length: int | None = None  # number of entries of a list
+    aliases: tuple[str, ...] = ()  # other spellings, equally good
+    since: str | None = None  # release that brought the key
+    removed: str | None = None  # release that dropped it; such keys are still accepted
+    no_effect: str | None = None  # why the key changes nothing here; None for keys that work
+    min_stage: int = 0  # the ZeRO stage from which the key has an effect
+    own_auto: bool = False  # ``"auto"`` is a value of the key rather than a request for the default
+    null_means: str | None = None  # what null stands for
+    must_fill: bool = False  # ``"auto"`` that nothing has filled in is refused: the default would be a guess
+    # ranks may differ in it: it changes only what a rank writes, shows or measures, or where its files are
     per_rank: bool = False
 
     def range_text(self) -> str:

@@ -20,21 +20,13 @@ from deepspeed.config.messages import Path, configuration_error, dotted
 
 @dataclass
 class Document:
-    """A configuration as read, before validation.
+    """A configuration as read, before validation."""
 
-    Attributes:
-        data: The caller's dict, or what was read.
-        lines: Line of each key, for files.
-        name: File name, if there is one.
-        problems: Duplicate keys.
-        notices: Lines about oddities that were accepted.
-    """
-
-    data: dict[str, Any]
-    lines: dict[Path, int] = field(default_factory=dict)
-    name: str | None = None
-    problems: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    data: dict[str, Any]  # the caller's dict, or what was read
+    lines: dict[Path, int] = field(default_factory=dict)  # line of each key, for files
+    name: str | None = None  # file name, if there is one
+    problems: list[str] = field(default_factory=list)  # duplicate keys
+    notices: list[str] = field(default_factory=list)  # lines about oddities that were accepted
 
 
 # The key of the value that begins at the end of a text.
@@ -54,14 +46,11 @@ class _PositionDecoder(HjsonDecoder):  # type: ignore[misc]
 
     The package hands every object to ``parse_object`` together with the function that reads one value; wrapping that
     function gives the position of each value, without a parser of our own.
-
-    Attributes:
-        unclosed: After an error, the beginnings of the objects that were open, outermost first.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.unclosed: list[int] = []
+        self.unclosed: list[int] = []  # after an error, the beginnings of the objects that were open, outermost first
         self.parse_object = self._parse_object
         from hjson.decoder import make_scanner
 

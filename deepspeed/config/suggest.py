@@ -266,7 +266,6 @@ def meant_by(name: str, section: tuple[object, ...], valid: set[str]) -> tuple[s
 
     Args:
         name: As written.
-        section: The section that it is in.
         valid: The keys of that section.
 
     Returns:

@@ -43,13 +43,6 @@ class DeepSpeedDataLoader:
         shuffle: Whether the default sampler shuffles.
         drop_last: The same as ``dataloader_drop_last``, by torch's name.
 
-    Attributes:
-        dataset: The dataset.
-        batch_size: Samples per batch and rank.
-        data_sampler: The sampler in use; None for an iterable dataset.
-        epoch: Number of passes started; the shuffling of the next pass depends on it.
-        post_process_func: Called with each batch and :meth:`sampler_state` or ``{}``; returns the batch to yield.
-
     Raises:
         ValueError: ``data_sampler`` is given together with an iterable dataset.
     """
@@ -73,9 +66,10 @@ class DeepSpeedDataLoader:
         drop_last: bool = False,
     ) -> None:
         self.dataset = dataset
-        self.batch_size = batch_size
+        self.batch_size = batch_size  # samples per batch and rank
         self.tput_timer = tput_timer
-        self.epoch = 0
+        self.epoch = 0  # number of passes started; the shuffling of the next pass depends on it
+        # called with each batch and :meth:`sampler_state` or ``{}``; returns the batch to yield
         self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
         self._returned_before = 0  # micro-batches of a stateful sampler in earlier passes
         self._iterator: Iterator[Any] | None = None
@@ -108,7 +102,7 @@ class DeepSpeedDataLoader:
             data_sampler = DistributedSampler(
                 dataset, num_replicas=ranks, rank=rank, shuffle=shuffle, drop_last=drop_last
             )
-        self.data_sampler = data_sampler
+        self.data_sampler = data_sampler  # the sampler in use; None for an iterable dataset
         if isinstance(data_sampler, BatchSampler):
             self.dataloader = DataLoader(dataset, batch_sampler=data_sampler, **self._options)
         else:

@@ -13,16 +13,11 @@ from deepspeed.data.orders import indices_after, order_of, why_not_shared
 
 
 class _RestOfPass(Sampler):
-    """Yields the indices of ``share``; the first pass starts after ``passed`` samples of all ranks.
-
-    Attributes:
-        share: The loader's own sampler.
-        passed: Samples of all ranks that the present pass leaves out.
-    """
+    """Yields the indices of ``share``; the first pass starts after ``passed`` samples of all ranks."""
 
     def __init__(self, share: DistributedSampler, passed: int) -> None:
-        self.share = share
-        self.passed = passed
+        self.share = share  # the loader's own sampler
+        self.passed = passed  # samples of all ranks that the present pass leaves out
         self._was_read = False
 
     def __iter__(self) -> Iterator[int]:

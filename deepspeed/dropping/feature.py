@@ -155,16 +155,11 @@ class TokenDropHooks:
 
 
 class DroppingHooks(EngineHooks):
-    """Drops blocks or tokens in one engine's forwards.
-
-    Attributes:
-        layers: Draws the skipped layers; None if progressive layer drop is disabled.
-        tokens: Sets the number of kept tokens; None if random-LTD is disabled.
-    """
+    """Drops blocks or tokens in one engine's forwards."""
 
     def __init__(self, layers: LayerDropHooks | None, tokens: TokenDropHooks | None) -> None:
-        self.layers = layers
-        self.tokens = tokens
+        self.layers = layers  # draws the skipped layers; None if progressive layer drop is disabled
+        self.tokens = tokens  # sets the number of kept tokens; None if random-LTD is disabled
         exposed: dict[str, Any] = {}
         if layers is not None:
             exposed["progressive_layer_drop"] = layers.theta

@@ -118,7 +118,6 @@ def progressive_layer_drop(
     and each block stays an instance of its class.
 
     Args:
-        model: The model.
         blocks: The blocks in order: the name of a ``ModuleList`` or ``Sequential`` of the model, that module, or a list
             of modules. A block takes hidden states of any shape as its first argument and returns hidden states of that
             shape, alone or as the first of a tuple whose other values are None.
@@ -211,17 +210,12 @@ class ProgressiveLayerDrop:
     Args:
         theta: The final ratio, between 0 and 1.
         gamma: Rate of the exponential decay; the authors suggest 100 / (total steps).
-
-    Attributes:
-        theta: The final ratio.
-        gamma: Rate of the exponential decay.
-        current_theta: The ratio set by the latest :meth:`update_state`; 1 before the first call.
     """
 
     def __init__(self, theta: float = 0.5, gamma: float = 0.001) -> None:
-        self.theta = theta
-        self.gamma = gamma
-        self.current_theta = 1.0
+        self.theta = theta  # the final ratio
+        self.gamma = gamma  # rate of the exponential decay
+        self.current_theta = 1.0  # the ratio set by the latest :meth:`update_state`; 1 before the first call
 
     def get_state(self) -> dict[str, Any]:
         """Returns the keyword arguments for a training forward."""

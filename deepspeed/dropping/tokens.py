@@ -23,17 +23,12 @@ _CACHE_POSITION = "cache_position"  # argument of Transformers layers: consecuti
 
 @dataclass
 class TokenDrop:
-    """State that the dropping layers of one model share.
+    """State that the dropping layers of one model share."""
 
-    Attributes:
-        kept: Number of tokens per sequence that the layers process; None: all.
-        mask_name: Name of a layer's mask argument; None: every argument with ``mask`` in its name is a mask.
-        sequence_first: Hidden states are [positions, samples, ...].
-    """
-
-    kept: int | None = None
+    kept: int | None = None  # number of tokens per sequence that the layers process; None: all
+    # name of a layer's mask argument; None: every argument with ``mask`` in its name is a mask
     mask_name: str | None = None
-    sequence_first: bool = False
+    sequence_first: bool = False  # hidden states are [positions, samples, ...]
 
 
 class RandomLayerTokenDrop(nn.Module):
@@ -156,19 +151,12 @@ def _cut(drop: TokenDrop, name: str, value: Any, positions: Positions) -> Any:
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions of each sample that a layer processes.
+    """The positions of each sample that a layer processes."""
 
-    Attributes:
-        kept: [B, k], int64, sorted along k.
-        length: S, the number of positions.
-        is_shared: Whether all samples keep the same positions.
-        sequence_first: Hidden states are [S, B, ...] instead of [B, S, ...].
-    """
-
-    kept: torch.Tensor
-    length: int
-    is_shared: bool
-    sequence_first: bool
+    kept: torch.Tensor  # [B, k], int64, sorted along k
+    length: int  # s, the number of positions
+    is_shared: bool  # whether all samples keep the same positions
+    sequence_first: bool  # hidden states are [S, B, ...] instead of [B, S, ...]
 
     @classmethod
     def draw(
@@ -310,7 +298,6 @@ def attach(model: nn.Module, numbers: list[int], drop: TokenDrop) -> None:
     """Sets the shared state of the converted layers with these numbers.
 
     Args:
-        model: The model.
         numbers: Numbers of layers. A layer's number is the last one in its name (``model.layers.3`` is layer 3).
         drop: The state that they share.
 

@@ -39,16 +39,7 @@ _LOSS_SECONDS = 3.0
 
 
 class Continuation:
-    """Copies an engine's states and rebuilds the engine after a change of ranks. Made by :meth:`open`.
-
-    Attributes:
-        run: The state of the elastic run, which outlives the engine's job.
-        step: The open step of ``ElasticSteps``; None if none is open.
-        is_replaced: The engine has loaded a checkpoint, so the copies hold states that it no longer has.
-        fill_seconds: Duration of filling the engine from copies, in seconds.
-        received_bytes: Bytes of copies received from other ranks.
-        loaded: The checkpoint from which the engine was filled; None if it was filled from copies.
-    """
+    """Copies an engine's states and rebuilds the engine after a change of ranks. Made by :meth:`open`."""
 
     def __init__(self, engine: EngineBase, run: ElasticRun, transport: Transport) -> None:
         section = engine._root.elasticity
@@ -57,13 +48,14 @@ class Continuation:
         self._transport = transport
         self._every = section.copy_every
         self._patience = section.patience
-        self.run = run
+        self.run = run  # the state of the elastic run, which outlives the engine's job
         run.members.links.expect_beats(section.heartbeat)
-        self.step: UnevenBatch | None = None
-        self.is_replaced = False
+        self.step: UnevenBatch | None = None  # the open step of ``ElasticSteps``; None if none is open
+        self.is_replaced = False  # the engine has loaded a checkpoint, so the copies hold states that it no longer has
         self._forward: tuple[int, ForwardStates] | None = None  # updates before the step, states at its start
-        self.fill_seconds = 0.0
-        self.received_bytes = 0
+        self.fill_seconds = 0.0  # duration of filling the engine from copies, in seconds
+        self.received_bytes = 0  # bytes of copies received from other ranks
+        # the checkpoint from which the engine was filled; None if it was filled from copies
         self.loaded: str | None = None
         self._is_valid = False  # the engine's states are those of a whole number of updates
         plan = run.members.plan

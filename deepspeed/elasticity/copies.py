@@ -42,28 +42,19 @@ _RESERVED = 32  # bytes of address space per element; optimizer states are made 
 
 @dataclass(frozen=True)
 class CopyLayout:
-    """Describes the layout of the copies of one job; equal on all of its ranks.
+    """Describes the layout of the copies of one job; equal on all of its ranks."""
 
-    Attributes:
-        epoch: The epoch of the job.
-        owners: Numbers of its members, by rank.
-        buckets: The buckets of the model.
-        left_out: Names of parameters that are not copied because every rank has them: frozen, unsharded ones.
-        frozen: Names of parameters without gradient.
-        aliases: Further names of tied parameters.
-        is_whole: Whether each copy holds all states, so that one copy is enough.
-        parts: By rank, the number of its part of the model states; ranks with the same number hold the same slices.
-        model_parts: Number of parts of the model (tensor- or expert-parallel). Consecutive ranks hold different parts.
-    """
-
-    epoch: int
-    owners: tuple[int, ...]
-    buckets: tuple[BucketLayout, ...]
+    epoch: int  # the epoch of the job
+    owners: tuple[int, ...]  # numbers of its members, by rank
+    buckets: tuple[BucketLayout, ...]  # the buckets of the model
+    # names of parameters that are not copied because every rank has them: frozen, unsharded ones
     left_out: frozenset[str]
-    frozen: frozenset[str]
-    aliases: dict[str, str]
-    is_whole: bool
+    frozen: frozenset[str]  # names of parameters without gradient
+    aliases: dict[str, str]  # further names of tied parameters
+    is_whole: bool  # whether each copy holds all states, so that one copy is enough
+    # by rank, the number of its part of the model states; ranks with the same number hold the same slices
     parts: tuple[int, ...]
+    # Number of parts of the model (tensor- or expert-parallel). Consecutive ranks hold different parts.
     model_parts: int = 1
 
     @property
@@ -150,17 +141,11 @@ def layout_of_parts(
 
 @dataclass(frozen=True)
 class ForwardStates:
-    """States of one rank that forwards change. They are restored after an interrupted step.
+    """States of one rank that forwards change. They are restored after an interrupted step."""
 
-    Attributes:
-        buffers: Persistent buffers by name, on the host; expanded dimensions have size 1.
-        random: States of the random number generators.
-        extra_state: Extra state of modules.
-    """
-
-    buffers: dict[str, torch.Tensor]
-    random: dict[str, Any]
-    extra_state: dict[str, Any]
+    buffers: dict[str, torch.Tensor]  # persistent buffers by name, on the host; expanded dimensions have size 1
+    random: dict[str, Any]  # states of the random number generators
+    extra_state: dict[str, Any]  # extra state of modules
 
     @classmethod
     def of(cls, run_state: RunState) -> ForwardStates:
@@ -172,48 +157,29 @@ class ForwardStates:
 
 @dataclass
 class SmallStates:
-    """States of one rank other than large tensors.
+    """States of one rank other than large tensors."""
 
-    Attributes:
-        counters: The counters of the engine.
-        optimizer: Name of the torch optimizer's class.
-        groups: Hyperparameters of each param group, with the names of its parameters.
-        scalars: Scalar optimizer states of this rank's runs, with the names of their parameters.
-        loss_scaler: State of the loss scaler, or None.
-        skipped_in_a_row: Updates skipped since the last applied one.
-        lr_scheduler: State of the learning-rate schedule, or None.
-        forward: The states that forwards change.
-    """
-
-    counters: dict[str, int]
-    optimizer: str | None
-    groups: list[dict[str, Any]]
+    counters: dict[str, int]  # the counters of the engine
+    optimizer: str | None  # name of the torch optimizer's class
+    groups: list[dict[str, Any]]  # hyperparameters of each param group, with the names of its parameters
+    # scalar optimizer states of this rank's runs, with the names of their parameters
     scalars: list[tuple[tuple[str, ...], dict[str, Any]]]
-    loss_scaler: dict[str, Any] | None
-    skipped_in_a_row: int
-    lr_scheduler: dict[str, Any] | None
-    forward: ForwardStates
+    loss_scaler: dict[str, Any] | None  # state of the loss scaler, or None
+    skipped_in_a_row: int  # updates skipped since the last applied one
+    lr_scheduler: dict[str, Any] | None  # state of the learning-rate schedule, or None
+    forward: ForwardStates  # the states that forwards change
 
 
 @dataclass
 class StateCopy:
-    """A copy of the states of one rank.
+    """A copy of the states of one rank."""
 
-    Attributes:
-        generation: The number of updates after which it was made.
-        owner: Number of the member that owns the states.
-        layout: The layout of its job.
-        runs: The position of each run in ``data``, by kind.
-        small: Pickled :class:`SmallStates`.
-        data: The values as bytes, in host memory.
-    """
-
-    generation: int
-    owner: int
-    layout: CopyLayout
-    runs: dict[str, tuple[SavedRun, ...]]
-    small: bytes
-    data: torch.Tensor
+    generation: int  # the number of updates after which it was made
+    owner: int  # number of the member that owns the states
+    layout: CopyLayout  # the layout of its job
+    runs: dict[str, tuple[SavedRun, ...]]  # the position of each run in ``data``, by kind
+    small: bytes  # pickled :class:`SmallStates`
+    data: torch.Tensor  # the values as bytes, in host memory
 
 
 class RankCopyBuffer:

@@ -25,19 +25,12 @@ _NOTHING = -1
 
 
 class MemoryAddress(NamedTuple):
-    """Describes where another process finds a :class:`CopyMemory`.
+    """Describes where another process finds a :class:`CopyMemory`."""
 
-    Attributes:
-        host: Name of the host.
-        pid: The process that made the memory.
-        file: File descriptor of the memory in that process.
-        token: Random bytes in the header; another container may have a process and descriptor with equal numbers.
-    """
-
-    host: str
-    pid: int
-    file: int
-    token: bytes
+    host: str  # name of the host
+    pid: int  # the process that made the memory
+    file: int  # file descriptor of the memory in that process
+    token: bytes  # random bytes in the header; another container may have a process and descriptor with equal numbers
 
 
 class CopyMemory:

@@ -27,35 +27,21 @@ from deepspeed.ports import address_towards
 
 @dataclass
 class Recovery:
-    """The timeline of one change of ranks, in seconds, as measured on this rank.
+    """The timeline of one change of ranks, in seconds, as measured on this rank."""
 
-    Attributes:
-        step: The interrupted step, or the next one.
-        ranks: Number of ranks before and after.
-        lost: A message about each lost member.
-        joined: Number of new members.
-        repeated: Updates that are repeated, without the interrupted step.
-        detected: From the time at which the links recorded the loss until the training thread noticed; 0 for a join.
-        regrouped: Until the remaining members had agreed and their process group was made.
-        rebuilt: Until the engine was rebuilt.
-        moved: Until the engine was filled with model states.
-        nbytes: Bytes of model states that this rank received.
-        first_step: Duration of the first step afterwards; 0 until it has ended.
-        loaded: The checkpoint that was loaded because copies were lost; None if none was.
-    """
-
-    step: int
-    ranks: tuple[int, int]
-    lost: tuple[str, ...] = ()
-    joined: int = 0
-    repeated: int = 0
+    step: int  # the interrupted step, or the next one
+    ranks: tuple[int, int]  # number of ranks before and after
+    lost: tuple[str, ...] = ()  # a message about each lost member
+    joined: int = 0  # number of new members
+    repeated: int = 0  # updates that are repeated, without the interrupted step
+    # from the time at which the links recorded the loss until the training thread noticed; 0 for a join
     detected: float = 0.0
-    regrouped: float = 0.0
-    rebuilt: float = 0.0
-    moved: float = 0.0
-    nbytes: int = 0
-    first_step: float = 0.0
-    loaded: str | None = None
+    regrouped: float = 0.0  # until the remaining members had agreed and their process group was made
+    rebuilt: float = 0.0  # until the engine was rebuilt
+    moved: float = 0.0  # until the engine was filled with model states
+    nbytes: int = 0  # bytes of model states that this rank received
+    first_step: float = 0.0  # duration of the first step afterwards; 0 until it has ended
+    loaded: str | None = None  # the checkpoint that was loaded because copies were lost; None if none was
 
     @property
     def total(self) -> float:
@@ -65,50 +51,32 @@ class Recovery:
 
 @dataclass
 class CopyCost:
-    """Cost of the copies on this rank so far.
+    """Cost of the copies on this rank so far."""
 
-    Attributes:
-        count: Number of copies made.
-        nbytes: Bytes copied.
-        sent: Bytes sent to the buddy; 0 if the buddy is on the same host, where it opens the memory itself.
-        seconds: Seconds spent on making and sending copies, waits for neighbors included.
-        processor: Processor time of this process meanwhile, in seconds.
-        held: Bytes of host memory of its copies and of those of the previous rank, at the latest copy.
-    """
-
-    count: int = 0
-    nbytes: int = 0
-    sent: int = 0
-    seconds: float = 0.0
-    processor: float = 0.0
-    held: int = 0
+    count: int = 0  # number of copies made
+    nbytes: int = 0  # bytes copied
+    sent: int = 0  # bytes sent to the buddy; 0 if the buddy is on the same host, where it opens the memory itself
+    seconds: float = 0.0  # seconds spent on making and sending copies, waits for neighbors included
+    processor: float = 0.0  # processor time of this process meanwhile, in seconds
+    held: int = 0  # bytes of host memory of its copies and of those of the previous rank, at the latest copy
 
 
 @dataclass
 class ElasticRun:
-    """The state of an elastic run in one process, kept between jobs.
+    """The state of an elastic run in one process, kept between jobs."""
 
-    Attributes:
-        members: Links and the plan of the present job.
-        held: Copies of model states.
-        recoveries: All changes of the ranks so far.
-        cost: The cost of the copies.
-        checkpoints: The checkpoint folder to load from if copies are lost; None: the last one in ``used``.
-        used: Checkpoint folders that the run has saved to or loaded from, the latest one last.
-        engine: Returns the engine that the copies belong to; None if it no longer exists.
-        filled: Epoch of the latest plan by which an engine was filled.
-        lost: Members lost since the latest recovery.
-    """
-
-    members: RunMembership
-    held: CopyStore
-    recoveries: list[Recovery] = field(default_factory=list)
-    cost: CopyCost = field(default_factory=CopyCost)
+    members: RunMembership  # links and the plan of the present job
+    held: CopyStore  # copies of model states
+    recoveries: list[Recovery] = field(default_factory=list)  # all changes of the ranks so far
+    cost: CopyCost = field(default_factory=CopyCost)  # the cost of the copies
+    # the checkpoint folder to load from if copies are lost; None: the last one in ``used``
     checkpoints: str | os.PathLike[str] | None = None
+    # checkpoint folders that the run has saved to or loaded from, the latest one last
     used: list[Path] = field(default_factory=list)
+    # returns the engine that the copies belong to; None if it no longer exists
     engine: Callable[[], EngineBase | None] = lambda: None
-    filled: int = 0
-    lost: list[RunMember] = field(default_factory=list)
+    filled: int = 0  # epoch of the latest plan by which an engine was filled
+    lost: list[RunMember] = field(default_factory=list)  # members lost since the latest recovery
 
     @classmethod
     def present(cls) -> ElasticRun | None:

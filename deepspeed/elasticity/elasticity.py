@@ -166,9 +166,6 @@ class ElasticityConfig:
     Args:
         param_dict: The section as a dict.
 
-    Attributes:
-        section: The values, with the names of their configuration keys.
-
     Raises:
         ElasticityConfigError: A value is invalid, or a key that an enabled section needs is missing.
     """
@@ -181,7 +178,7 @@ class ElasticityConfig:
         except DeepSpeedConfigError as error:
             raise ElasticityConfigError(str(error), error.problems) from None
         assert section is not None, "it was given"
-        self.section: Elasticity = section
+        self.section: Elasticity = section  # the values, with the names of their configuration keys
 
     enabled = _at(lambda section: section.enabled, "Whether the section chooses the batch.")
     max_acceptable_batch_size = _at(

@@ -26,13 +26,10 @@ _AXES = (DATA, EXPERT, TENSOR)
 
 
 class ElasticHooks(EngineHooks):
-    """Refuses updates outside of a step of ``ElasticSteps``, and records when a checkpoint is loaded.
-
-    Attributes:
-        continuation: Continues the engine after a loss; None until the engine is built.
-    """
+    """Refuses updates outside of a step of ``ElasticSteps``, and records when a checkpoint is loaded."""
 
     def __init__(self) -> None:
+        # continues the engine after a loss; None until the engine is built
         self.continuation: Continuation | None = None
 
     @property

@@ -49,21 +49,13 @@ _WHERE = Path("copies in host memory")
 
 @dataclass(frozen=True)
 class CopyOnRank:
-    """A copy that some rank of the new job holds.
+    """A copy that some rank of the new job holds."""
 
-    Attributes:
-        kept_by: The rank that holds the copy.
-        owner: Number of the member that owns the states.
-        runs: The position of each run in its bytes, by kind.
-        small: Pickled small states.
-        is_own: Whether the rank is the owner.
-    """
-
-    kept_by: int
-    owner: int
-    runs: dict[str, tuple[SavedRun, ...]]
-    small: bytes
-    is_own: bool
+    kept_by: int  # the rank that holds the copy
+    owner: int  # number of the member that owns the states
+    runs: dict[str, tuple[SavedRun, ...]]  # the position of each run in its bytes, by kind
+    small: bytes  # pickled small states
+    is_own: bool  # whether the rank is the owner
 
 
 class MemoryFile(FileReader):

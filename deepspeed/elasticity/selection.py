@@ -17,18 +17,13 @@ _MOST_OF_A_PART = 32  # sets of members of one part that are tried
 
 @dataclass(frozen=True)
 class RunShape:
-    """Constraints on the ranks of the jobs of a run.
+    """Constraints on the ranks of the jobs of a run."""
 
-    Attributes:
-        parts: Number of parts of the model; consecutive ranks hold different parts. A process keeps its part as long as
-            each of the other parts has a process.
-        multiple: The number of ranks that hold a part must be a multiple of this (the sequence-parallel size).
-        sharing: Number of consecutive ranks that share layers (the tensor-parallel size) and draw the same random
-            numbers.
-    """
-
+    # Number of parts of the model; consecutive ranks hold different parts. A process keeps its part as long as each of
+    # the other parts has a process.
     parts: int = 1
-    multiple: int = 1
+    multiple: int = 1  # the number of ranks that hold a part must be a multiple of this (the sequence-parallel size)
+    # number of consecutive ranks that share layers (the tensor-parallel size) and draw the same random numbers
     sharing: int = 1
 
     def replicas(self, counts: Sequence[int]) -> int:

@@ -20,15 +20,10 @@ from deepspeed.logging import warn_once
 
 
 class AssignedMicroBatch(NamedTuple):
-    """One micro-batch of a rank.
+    """One micro-batch of a rank."""
 
-    Attributes:
-        number: Number of the micro-batch in the update, over all ranks.
-        counts: Whether its loss counts. False for a repeated micro-batch, run because other ranks have one more.
-    """
-
-    number: int
-    counts: bool
+    number: int  # number of the micro-batch in the update, over all ranks
+    counts: bool  # Whether its loss counts. False for a repeated micro-batch, run because other ranks have one more.
 
 
 def assign_micro_batches(micro_batches: int, ranks: int, rank: int) -> list[AssignedMicroBatch]:
@@ -50,29 +45,21 @@ def assign_micro_batches(micro_batches: int, ranks: int, rank: int) -> list[Assi
 
 
 class ElasticStep:
-    """One update. Entered as a context manager; iterated over, it yields this rank's micro-batches.
-
-    Attributes:
-        number: Number of updates before it.
-        is_done: Whether all ranks have made the update. False after a loss: the step is then repeated.
-        loss: Mean over the micro-batches of all ranks once the update was made; else None.
-        must_regroup: Whether the ranks change after this step, because processes join.
-        must_open_copies: Whether a rank's copies have moved to other memory, which its buddy opens after this step.
-        was_entered: Whether the step was entered by ``with``.
-    """
+    """One update. Entered as a context manager; iterated over, it yields this rank's micro-batches."""
 
     def __init__(self, steps: ElasticSteps, number: int, assigned: Sequence[AssignedMicroBatch]) -> None:
-        self.number = number
-        self.is_done = False
-        self.loss: float | None = None
+        self.number = number  # number of updates before it
+        self.is_done = False  # Whether all ranks have made the update. False after a loss: the step is then repeated.
+        self.loss: float | None = None  # mean over the micro-batches of all ranks once the update was made; else None
         self._steps = steps
         self._assigned = assigned
         self._weight = 0.0
         self._sum: torch.Tensor | None = None
         self._started = 0.0
-        self.must_regroup = False
+        self.must_regroup = False  # whether the ranks change after this step, because processes join
+        # whether a rank's copies have moved to other memory, which its buddy opens after this step
         self.must_open_copies = False
-        self.was_entered = False
+        self.was_entered = False  # whether the step was entered by ``with``
 
     def __enter__(self) -> ElasticStep:
         self._started = time.monotonic()
@@ -252,7 +239,6 @@ class ElasticSteps:
         """Ends a step; returns True if ``error`` was caused by a lost rank, and so was handled.
 
         Args:
-            step: The step.
             error: The exception raised inside of it; None if there was none.
 
         Raises:

@@ -33,17 +33,11 @@ from deepspeed.zero.update.masters import group_indices
 
 @dataclass(frozen=True)
 class AgreedSetup:
-    """Holds the configuration and the features on which the ranks have agreed.
+    """Holds the configuration and the features on which the ranks have agreed."""
 
-    Attributes:
-        parsed: The configuration.
-        features: The features that it and the model request.
-        setup: What these features look at.
-    """
-
-    parsed: ParsedConfig
-    features: FeatureSet
-    setup: EngineSetup
+    parsed: ParsedConfig  # the configuration
+    features: FeatureSet  # the features that it and the model request
+    setup: EngineSetup  # what these features look at
 
 
 def start_ranks(distributed_port: int, dist_init_required: bool | None) -> None:

@@ -9,9 +9,6 @@ from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 class Batches:
     """Sizes of batches, and the count of micro-steps.
 
-    Attributes:
-        micro_steps: Micro-batches so far.
-
     Args:
         sizes: The configured sizes.
         data_size: Data-parallel ranks.
@@ -24,7 +21,7 @@ class Batches:
         self._accumulation_steps = sizes.accumulation_steps
         self._data_size = data_size
         self._is_counted = is_counted
-        self.micro_steps = 0
+        self.micro_steps = 0  # micro-batches so far
         self._counted_from = 0  # ``micro_steps`` from which on the present accumulation steps are counted
 
     def train_batch_size(self) -> int:

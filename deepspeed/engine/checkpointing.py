@@ -36,9 +36,6 @@ class EngineCheckpoints:
         run_state: Gives the engine's present state.
         resume: Called with what was loaded, so that the engine continues from there.
         sums_are_open: Whether micro-steps have run since the last update.
-
-    Attributes:
-        used: Folders that were saved to or loaded from, absolute, the last one last.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class EngineCheckpoints:
         self._sums_are_open = sums_are_open
         self._made_saver: Saver | None = None
         self._own_engine: CheckpointEngine | None = None
-        self.used: list[Path] = []
+        self.used: list[Path] = []  # folders that were saved to or loaded from, absolute, the last one last
         self._writes_for_all = False
 
     def save_checkpoint(

@@ -75,7 +75,6 @@ class FeatureSet:
         """Adds the features that sections of the configuration and axes of the job's mesh request.
 
         Args:
-            root: The configuration.
             mesh: The mesh of the job.
             has_dtensors: The model has ``DTensor`` parameters, possibly on a mesh of one rank.
         """
@@ -167,7 +166,6 @@ class FeatureSet:
         """Calls each feature's ``finish``, which needs the engine. Every rank must call it.
 
         Args:
-            engine: The engine.
             training_data: What the caller of ``initialize`` gave.
         """
         for feature in self._features.values():

@@ -74,13 +74,11 @@ class FlopsCounter:
 
     Args:
         is_wanted: Whether this rank shows the MFU.
-
-    Attributes:
-        peak: bf16 operations per second of this rank's device; None: MFU is not known.
     """
 
     def __init__(self, is_wanted: bool) -> None:
         device = device_of_product(get_accelerator().device_name()) if is_wanted else None
+        # bf16 operations per second of this rank's device; None: MFU is not known
         self.peak = None if device is None else device.flops
         self._per_unit: float | None = None
         self._units = 0

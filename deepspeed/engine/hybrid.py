@@ -147,49 +147,32 @@ def _part(module: Any) -> None:
 
 @dataclass
 class RolloutRequest:
-    """Prompts of this rank.
+    """Prompts of this rank."""
 
-    Attributes:
-        prompt_ids: int64 ``[prompts, length]``, padded on the left.
-        prompt_attention_mask: ``[prompts, length]``, 0 where there is padding.
-    """
-
-    prompt_ids: torch.Tensor
-    prompt_attention_mask: torch.Tensor
+    prompt_ids: torch.Tensor  # int64 ``[prompts, length]``, padded on the left
+    prompt_attention_mask: torch.Tensor  # ``[prompts, length]``, 0 where there is padding
 
 
 @dataclass
 class SamplingConfig:
-    """Holds the settings of sampling.
+    """Holds the settings of sampling."""
 
-    Attributes:
-        max_new_tokens: Longest response, in tokens.
-        temperature: Divides logits; 0 or less: the most likely token.
-        top_p: Draw from the fewest tokens whose probabilities sum to at least this (nucleus sampling); 1: all.
-        top_k: Number of the most likely tokens to draw from; -1: all.
-        n_samples_per_prompt: Responses to every prompt, side by side in the result.
-    """
-
-    max_new_tokens: int
-    temperature: float = 1.0
+    max_new_tokens: int  # longest response, in tokens
+    temperature: float = 1.0  # divides logits; 0 or less: the most likely token
+    # draw from the fewest tokens whose probabilities sum to at least this (nucleus sampling); 1: all
     top_p: float = 1.0
-    top_k: int = -1
-    n_samples_per_prompt: int = 1
+    top_k: int = -1  # number of the most likely tokens to draw from; -1: all
+    n_samples_per_prompt: int = 1  # responses to every prompt, side by side in the result
 
 
 @dataclass
 class RolloutBatch:
-    """Prompts with responses.
+    """Prompts with responses."""
 
-    Attributes:
-        input_ids: int64 ``[prompts x samples, length]``; after the end of a response there is padding.
-        attention_mask: int64 of the same shape, 1 for tokens of prompts and responses, the end token included.
-        response_start_idx: Index in dimension 1 at which all responses begin.
-    """
-
-    input_ids: torch.Tensor
+    input_ids: torch.Tensor  # int64 ``[prompts x samples, length]``; after the end of a response there is padding
+    # int64 of the same shape, 1 for tokens of prompts and responses, the end token included
     attention_mask: torch.Tensor
-    response_start_idx: int
+    response_start_idx: int  # index in dimension 1 at which all responses begin
 
 
 class HybridEngineRollout:

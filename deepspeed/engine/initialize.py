@@ -58,7 +58,6 @@ def initialize(
 
     Args:
         args: Command-line arguments; ``deepspeed_config`` and ``device_rank`` (the number of the device) are read.
-        model: The model.
         optimizer: A torch optimizer, a callable that builds one from the parameters, or None for the configuration's.
         model_parameters: Parameters or group dicts to train; None means all that require gradients.
         training_data: Data set; the third member of the result is a loader over this rank's share.

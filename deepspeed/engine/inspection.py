@@ -21,26 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineInspection:
-    """The parts of an engine whose memory and traffic can be counted.
+    """The parts of an engine whose memory and traffic can be counted."""
 
-    Attributes:
-        root: The configuration.
-        precision: Dtypes.
-        groups: The ranks that share parameters, gradients and decisions.
-        buckets: The buckets of parameters.
-        memory_tracker: Bytes that are held, by kind and tier.
-        updater: The ZeRO optimizer, or None.
-        driver: The update driver: what updates exchange.
-        reducer: The buckets of gradients, and how they are reduced; None where nothing is trained.
-        interpreter: The interpreter of a pipeline stage, or None.
-    """
-
-    root: Root
-    precision: PrecisionPolicy
-    groups: Groups
-    buckets: Sequence[Bucket]
-    memory_tracker: MemoryTracker
-    updater: DeepSpeedZeroOptimizer | None
-    driver: UpdateDriver
-    reducer: GradientReducer | None
-    interpreter: Interpreter | None = None
+    root: Root  # the configuration
+    precision: PrecisionPolicy  # dtypes
+    groups: Groups  # the ranks that share parameters, gradients and decisions
+    buckets: Sequence[Bucket]  # the buckets of parameters
+    memory_tracker: MemoryTracker  # bytes that are held, by kind and tier
+    updater: DeepSpeedZeroOptimizer | None  # the ZeRO optimizer, or None
+    driver: UpdateDriver  # the update driver: what updates exchange
+    reducer: GradientReducer | None  # the buckets of gradients, and how they are reduced; None where nothing is trained
+    interpreter: Interpreter | None = None  # the interpreter of a pipeline stage, or None

@@ -32,16 +32,11 @@ from deepspeed.zero.update.outer_step import OuterStep, bits_sent
 
 
 class IslandTraining:
-    """The islands of a job, seen from one rank.
-
-    Attributes:
-        inside: This rank's coordinates if its island were the whole job.
-        number: The number of the island.
-    """
+    """The islands of a job, seen from one rank."""
 
     def __init__(self, section: Islands, inside: RankCoordinates, number: int, across: Transport) -> None:
-        self.inside = inside
-        self.number = number
+        self.inside = inside  # this rank's coordinates if its island were the whole job
+        self.number = number  # the number of the island
         self._section = section
         self._across = across
         self._outer: OuterStep | None = None

@@ -86,7 +86,6 @@ def choose_optimizer(
 
     Args:
         root: The configuration.
-        model: The model.
         optimizer: What the caller gave.
         model_parameters: What the caller gave.
         placement: Where masters live: where they are updated on the host, a configured optimizer is of the CPU kind.

@@ -36,10 +36,6 @@ class ProgressLog:
         monitor: Receives the events.
         is_rank_0: Whether this is rank 0.
         trackers: The trackers of features, on every rank.
-
-    Attributes:
-        is_silent: Whether this rank writes and logs nothing, so that :meth:`step` need not be called.
-        uses_events: Whether anything reads the events of features.
     """
 
     def __init__(
@@ -59,7 +55,9 @@ class ProgressLog:
         self._throughput = root.timers.throughput
         tracks_loss = any(tracker.uses_loss for tracker in trackers)
         self._needs_loss = is_rank_0 and (monitor.writes or self._every > 0 or tracks_loss)
+        # whether anything reads the events of features
         self.uses_events = monitor.writes or any(tracker.uses_events for tracker in trackers)
+        # whether this rank writes and logs nothing, so that :meth:`step` need not be called
         self.is_silent = not trackers and not (is_rank_0 and (monitor.writes or self._every or self._breakdown))
         self._watches = EngineTimers()
         self.timers: EngineTimers | NoopTimer = self._watches if self._breakdown else NoopTimer()

@@ -50,15 +50,12 @@ class MissingStep:
 class RowCheck:
     """Compares the batch dimension of the first training batch with the configured micro-batch.
 
-    Attributes:
-        is_done: Whether nothing is left to compare.
-
     Args:
         is_done: Compare nothing, because the batches have other sizes on purpose.
     """
 
     def __init__(self, *, is_done: bool = False) -> None:
-        self.is_done = is_done
+        self.is_done = is_done  # whether nothing is left to compare
 
     def compare(self, inputs: Any, micro_batch_size: int) -> None:
         """Warns unless some tensor of ``inputs`` has ``micro_batch_size`` rows (its first dimension).

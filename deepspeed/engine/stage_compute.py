@@ -47,16 +47,6 @@ class PipelineCompute:
             by the backward that closes them.
         splits_backward: The gradients of weights may be computed after those of inputs.
         after_update: Called at the end of each update.
-
-    Attributes:
-        feed: The iterator of this rank's items.
-        is_last: Whether the last chunk of the model is on this stage.
-        pulls_data: Whether this stage needs items: it has the first or the last chunk.
-        agg_train_loss: Mean loss of the last step over micro-batches and copies of the model: 0-dim, fp32.
-        total_loss: Mean loss of the last step over micro-batches, on the last stage.
-        loss: The loss of the last micro-batch, on the last stage.
-        fwd_outputs: What the last evaluation computed for each micro-batch, on the last stage.
-        metrics: Means over micro-batches and copies of what the loss function returned beside the loss.
     """
 
     def __init__(
@@ -74,13 +64,17 @@ class PipelineCompute:
         splits_backward: bool,
         after_update: Callable[[], None],
     ) -> None:
-        self.feed = DataFeed()
+        self.feed = DataFeed()  # the iterator of this rank's items
+        # whether the last chunk of the model is on this stage
         self.is_last = len(module.stage_of_chunks) - 1 in module.chunks
+        # whether this stage needs items: it has the first or the last chunk
         self.pulls_data = 0 in module.chunks or self.is_last
+        # mean loss of the last step over micro-batches and copies of the model: 0-dim, fp32
         self.agg_train_loss: torch.Tensor | None = None
-        self.total_loss: torch.Tensor | None = None
-        self.loss: torch.Tensor | None = None
-        self.fwd_outputs: list[Any] = []
+        self.total_loss: torch.Tensor | None = None  # mean loss of the last step over micro-batches, on the last stage
+        self.loss: torch.Tensor | None = None  # the loss of the last micro-batch, on the last stage
+        self.fwd_outputs: list[Any] = []  # what the last evaluation computed for each micro-batch, on the last stage
+        # means over micro-batches and copies of what the loss function returned beside the loss
         self.metrics: dict[str, float] = {}
         self._module, self._step, self._batches, self._progress = module, step, batches, progress
         self._job, self._mesh, self._rank, self._device = job, module.mesh, rank, device
@@ -385,15 +379,11 @@ class StageFailures:
 
 
 class MicroBatchLosses:
-    """Losses of one step on one rank, and the metrics returned with them.
-
-    Attributes:
-        losses: Mean loss of each micro-batch: 0-dim, fp32.
-        counts: By micro-batch, the tokens of a loss that is a sum; None for one that is a mean.
-    """
+    """Losses of one step on one rank, and the metrics returned with them."""
 
     def __init__(self) -> None:
-        self.losses: list[torch.Tensor] = []
+        self.losses: list[torch.Tensor] = []  # mean loss of each micro-batch: 0-dim, fp32
+        # by micro-batch, the tokens of a loss that is a sum; None for one that is a mean
         self.counts: dict[int, Any] = {}
         self._metrics: dict[str, tuple[torch.Tensor, int]] = {}  # sum and number of micro-batches per metric
 

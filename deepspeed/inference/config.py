@@ -22,29 +22,18 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 
 @dataclass(frozen=True)
 class InferenceSettings:
-    """The configuration of ``init_inference``, validated.
+    """The configuration of ``init_inference``, validated."""
 
-    Attributes:
-        config: All keys.
-        dtype: Dtype in which the model computes.
-        weight_bits: Width of the weights of linear layers: 4 or 8; None: they have ``dtype``.
-        parts: Settings of quantized weights, by a part of the names of layers; other layers have ``dtype``.
-        zero: The section ``zero`` as written, for :func:`deepspeed.initialize`; None without one.
-        checkpoint: Where weights are read from; None: the model has them.
-        save_path: Folder in which each rank writes its weights; None: they are not written.
-        longest_prompt: Largest number of tokens in a prompt; None if the configuration does not set it.
-        notices: Lines for the log.
-    """
-
-    config: DeepSpeedInferenceConfig
-    dtype: torch.dtype
-    weight_bits: int | None
+    config: DeepSpeedInferenceConfig  # all keys
+    dtype: torch.dtype  # dtype in which the model computes
+    weight_bits: int | None  # width of the weights of linear layers: 4 or 8; None: they have ``dtype``
+    # settings of quantized weights, by a part of the names of layers; other layers have ``dtype``
     parts: dict[str, Any]
-    zero: dict[str, Any] | None
-    checkpoint: str | dict[str, Any] | None
-    save_path: str | None
-    longest_prompt: int | None
-    notices: tuple[str, ...]
+    zero: dict[str, Any] | None  # the section ``zero`` as written, for :func:`deepspeed.initialize`; None without one
+    checkpoint: str | dict[str, Any] | None  # where weights are read from; None: the model has them
+    save_path: str | None  # folder in which each rank writes its weights; None: they are not written
+    longest_prompt: int | None  # largest number of tokens in a prompt; None if the configuration does not set it
+    notices: tuple[str, ...]  # lines for the log
 
 
 def read_settings(config: Any, keywords: dict[str, Any]) -> InferenceSettings:

@@ -21,20 +21,15 @@ class InferenceEngine(nn.Module):
     """Runs a model for inference.
 
     The model's attributes are available on the engine: ``engine.config``, ``engine.device``.
-
-    Attributes:
-        module: The model.
-        mp_group: Torch process group of the ranks that share every layer; None for one rank.
-        is_compiled: Whether :meth:`compile` was called.
     """
 
     def __init__(
         self, module: nn.Module, settings: InferenceSettings, *, mp_group: Any = None, runner: nn.Module | None = None
     ) -> None:
         super().__init__()
-        self.module = module
-        self.mp_group = mp_group
-        self.is_compiled = False
+        self.module = module  # the model
+        self.mp_group = mp_group  # torch process group of the ranks that share every layer; None for one rank
+        self.is_compiled = False  # whether :meth:`compile` was called
         self._config = settings.config
         self._longest = settings.longest_prompt
         # What forward calls: the model, or an engine of ZeRO. In a tuple, so that it is not registered as a submodule.

@@ -42,16 +42,11 @@ _PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.pt")
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in an open file.
+    """A tensor in an open file."""
 
-    Attributes:
-        tile: Its name, its shape, and which part of the named tensor it is.
-        is_part: Whether other files hold the other parts of the named tensor.
-        read: Takes one slice per dimension and returns these elements; ``()`` returns all.
-    """
-
-    tile: Tile
-    is_part: bool
+    tile: Tile  # its name, its shape, and which part of the named tensor it is
+    is_part: bool  # whether other files hold the other parts of the named tensor
+    # takes one slice per dimension and returns these elements; ``()`` returns all
     read: Callable[[tuple[slice, ...]], torch.Tensor]
 
     @property
@@ -111,17 +106,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Lists the weight files of a checkpoint.
+    """Lists the weight files of a checkpoint."""
 
-    Attributes:
-        whole: Files of whole tensors.
-        parts: Files of parts, one per rank that wrote.
-        training: A folder of ``save_checkpoint``, instead of both.
-    """
-
-    whole: tuple[Path, ...]
-    parts: tuple[Path, ...] = ()
-    training: Path | None = None
+    whole: tuple[Path, ...]  # files of whole tensors
+    parts: tuple[Path, ...] = ()  # files of parts, one per rank that wrote
+    training: Path | None = None  # a folder of ``save_checkpoint``, instead of both
 
     def __str__(self) -> str:
         if self.training is not None:

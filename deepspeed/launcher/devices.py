@@ -38,18 +38,12 @@ _DEVICE_FILES = (
 
 @dataclass(frozen=True)
 class LocalDevices:
-    """The devices of one kind on this machine.
+    """The devices of one kind on this machine."""
 
-    Attributes:
-        kind: The accelerator's name; ``"cpu"`` if there is none.
-        ids: One per device, as the visible-device variable spells it; empty on the CPU, which takes any number of
-            ranks.
-        visible_variables: The variables that select the devices a process sees.
-    """
-
-    kind: str
+    kind: str  # the accelerator's name; ``"cpu"`` if there is none
+    # one per device, as the visible-device variable spells it; empty on the CPU, which takes any number of ranks
     ids: tuple[int | str, ...] = ()
-    visible_variables: tuple[str, ...] = ()
+    visible_variables: tuple[str, ...] = ()  # the variables that select the devices a process sees
 
     @property
     def is_cpu(self) -> bool:

@@ -22,28 +22,17 @@ class LaunchWorld:
     """Which of all ranks one launcher starts.
 
     A launcher starts all ranks of its machine, or a single one where MPI or Slurm starts a launcher per rank.
-
-    Attributes:
-        sizes: Ranks that each launcher of the run starts.
-        launcher: Index of this launcher among them.
-        first_local_rank: Local rank of the first rank it starts.
-        local_size: Ranks on this machine.
-        node_rank: Index of this machine.
-        num_nodes: Total number of machines.
-        master_addr: Address of rank 0.
-        master_port: Its port.
-        run_id: Name of the run, the same for all its launchers; empty if they were started by hand.
     """
 
-    sizes: tuple[int, ...]
-    launcher: int
-    first_local_rank: int
-    local_size: int
-    node_rank: int
-    num_nodes: int
-    master_addr: str
+    sizes: tuple[int, ...]  # ranks that each launcher of the run starts
+    launcher: int  # index of this launcher among them
+    first_local_rank: int  # local rank of the first rank it starts
+    local_size: int  # ranks on this machine
+    node_rank: int  # index of this machine
+    num_nodes: int  # total number of machines
+    master_addr: str  # address of rank 0
     master_port: int
-    run_id: str = ""
+    run_id: str = ""  # name of the run, the same for all its launchers; empty if they were started by hand
 
     @property
     def world_size(self) -> int:

@@ -54,17 +54,13 @@ _SAGEMAKER = Path("/opt/ml/output")
 
 
 class ErrorStream(RankStream):
-    """The stderr of one rank, with tracebacks held back until the first failure is known.
-
-    Attributes:
-        report_time: When the newest traceback started (monotonic seconds); None if there was none.
-        hold_seconds: How long a traceback is held while its rank still runs.
-    """
+    """The stderr of one rank, with tracebacks held back until the first failure is known."""
 
     def __init__(self, rank: int, label: bytes, screen: Screen) -> None:
         super().__init__(rank, 2, label, screen)
+        # when the newest traceback started (monotonic seconds); None if there was none
         self.report_time: float | None = None
-        self.hold_seconds = HOLD_SECONDS
+        self.hold_seconds = HOLD_SECONDS  # how long a traceback is held while its rank still runs
         self._tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
         self._held_lines: list[bytes] | None = None
         self._hold_for_good = False
@@ -150,17 +146,12 @@ def _is_chained(lines: list[bytes]) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """The parsed content of a traceback.
+    """The parsed content of a traceback."""
 
-    Attributes:
-        exception: Its exception line, such as ``b"ValueError: no"``, and the indented lines that continue it.
-        place: File, line and function of its innermost frame outside installed packages; if none is, of its innermost.
-        is_native: Whether it is an error of native code, not a Python exception.
-    """
-
-    exception: bytes
+    exception: bytes  # its exception line, such as ``b"ValueError: no"``, and the indented lines that continue it
+    # file, line and function of its innermost frame outside installed packages; if none is, of its innermost
     place: str | None
-    is_native: bool = False
+    is_native: bool = False  # whether it is an error of native code, not a Python exception
 
 
 def _clip(text: bytes, most: int = _CLIPPED_BYTES) -> bytes:
@@ -218,23 +209,14 @@ def _is_library(file: bytes) -> bool:
 
 @dataclass
 class RankState:
-    """The launcher's record of one rank.
+    """The launcher's record of one rank."""
 
-    Attributes:
-        rank: Global rank.
-        errors: Its stderr.
-        pid: Process id; None before it was started.
-        status: As from ``subprocess``: exit code, or minus a signal's number; None while it runs.
-        ended: When it ended (monotonic seconds).
-        refusal: Why it could not be started.
-    """
-
-    rank: int
-    errors: ErrorStream = field(repr=False)
-    pid: int | None = None
-    status: int | None = None
-    ended: float = 0.0
-    refusal: str | None = None
+    rank: int  # global rank
+    errors: ErrorStream = field(repr=False)  # its stderr
+    pid: int | None = None  # process id; None before it was started
+    status: int | None = None  # as from ``subprocess``: exit code, or minus a signal's number; None while it runs
+    ended: float = 0.0  # when it ended (monotonic seconds)
+    refusal: str | None = None  # why it could not be started
 
     @property
     def has_failed(self) -> bool:
@@ -304,22 +286,14 @@ class RankState:
 
 @dataclass(frozen=True)
 class Failure:
-    """Describes the failure that ended a run; all machines of the run report it.
+    """Describes the failure that ended a run; all machines of the run report it."""
 
-    Attributes:
-        sentence: Who failed, where and why.
-        exit_code: Exit code of every launcher of the run.
-        rank: Global rank; -1 if it was no rank.
-        lost_a_peer: Whether it looks like the consequence of another failure.
-        time: When it happened, in monotonic seconds of this machine.
-        was_seen_from_outside: Reported by another machine, as no launcher was left on the machine of the failure.
-    """
-
-    sentence: str
-    exit_code: int
-    rank: int = -1
-    lost_a_peer: bool = False
-    time: float = field(default_factory=time.monotonic)
+    sentence: str  # who failed, where and why
+    exit_code: int  # exit code of every launcher of the run
+    rank: int = -1  # global rank; -1 if it was no rank
+    lost_a_peer: bool = False  # whether it looks like the consequence of another failure
+    time: float = field(default_factory=time.monotonic)  # when it happened, in monotonic seconds of this machine
+    # reported by another machine, as no launcher was left on the machine of the failure
     was_seen_from_outside: bool = False
 
     def to_message(self) -> dict[str, Any]:

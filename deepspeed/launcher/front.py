@@ -125,7 +125,6 @@ def run_commands(
     as SIGTERM. SIGUSR1, SIGUSR2 and ``stop_signal`` are forwarded unchanged, and do not end the run by themselves.
 
     Args:
-        commands: The commands.
         grace: Seconds until they must have ended after a signal to stop; None: the default.
         stop_signal: An additional signal to forward to the ranks; None: none.
         launchers: Identity of this process towards the launchers that the commands start, and the hub's address:

@@ -44,24 +44,15 @@ def nonce_of(message: dict[str, Any] | None) -> str | None:
 
 @dataclass(frozen=True)
 class LauncherInfo:
-    """Describes one launcher to the hub.
+    """Describes one launcher to the hub."""
 
-    Attributes:
-        index: Number of the launcher in the run; 0 is the hub, and :data:`FRONT` the command that started them.
-        host: Its machine.
-        sizes: Ranks that each launcher of the run starts.
-        master_port: Port of the rendezvous; distinguishes runs on the same machines.
-        version: The version of this package.
-        run: Name of the run; empty where its launchers were started by hand.
-        secret: The secret of the launchers of the run; empty if none was given. It is never sent.
-    """
-
-    index: int
-    host: str
-    sizes: tuple[int, ...]
-    master_port: int
-    version: str
-    run: str = ""
+    index: int  # number of the launcher in the run; 0 is the hub, and :data:`FRONT` the command that started them
+    host: str  # its machine
+    sizes: tuple[int, ...]  # ranks that each launcher of the run starts
+    master_port: int  # port of the rendezvous; distinguishes runs on the same machines
+    version: str  # the version of this package
+    run: str = ""  # name of the run; empty where its launchers were started by hand
+    # The secret of the launchers of the run; empty if none was given. It is never sent.
     secret: str = field(default="", repr=False)
 
     def hello(self, hub_nonce: str, own_nonce: str) -> dict[str, Any]:
@@ -99,15 +90,10 @@ class LauncherInfo:
 
 @dataclass(frozen=True)
 class HandshakeMessage:
-    """A hello with every value of the right type.
+    """A hello with every value of the right type."""
 
-    Attributes:
-        me: The launcher that sent it; its secret is unknown.
-        nonce: Its random number, which the hub's answer must sign.
-    """
-
-    me: LauncherInfo
-    nonce: str
+    me: LauncherInfo  # the launcher that sent it; its secret is unknown
+    nonce: str  # its random number, which the hub's answer must sign
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> HandshakeMessage | None:

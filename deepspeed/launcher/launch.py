@@ -466,7 +466,6 @@ def agent_command(
         nodes: The least and the greatest number of machines.
         local_size: Ranks per machine.
         address: Address of the rendezvous: the first machine.
-        port: Its port.
         run_id: Name of the run: agents of other runs are rejected.
         script: The script and its arguments.
         flags: ``--module`` or ``--no_python``.

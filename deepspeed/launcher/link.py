@@ -59,20 +59,13 @@ _PAUSE_SECONDS = 0.05
 
 
 class JsonConnection:
-    """One connected socket.
-
-    Attributes:
-        peer: The socket.
-        name: Description of the other launcher, once it is known.
-        index: Its number in the run, once it is known.
-        nonce: The random number that this side has sent.
-    """
+    """One connected socket."""
 
     def __init__(self, peer: socket.socket) -> None:
-        self.peer = peer
-        self.name = ""
-        self.index = 0
-        self.nonce = ""
+        self.peer = peer  # the socket
+        self.name = ""  # description of the other launcher, once it is known
+        self.index = 0  # its number in the run, once it is known
+        self.nonce = ""  # the random number that this side has sent
         self._received = b""
         self._waiting: list[dict[str, Any]] = []  # messages that arrived together with an awaited one
         peer.settimeout(REPLY_SECONDS)
@@ -363,7 +356,6 @@ class LauncherLink:
                     notice_at += _NOTICE_SECONDS
 
     def _report_missing(self) -> None:
-        """Reports the launchers that have not connected yet."""
         self._post(event="notice", text=f"still waiting for {launchers_of(self.missing)}: not connected yet")
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:

@@ -28,9 +28,6 @@ class MultiNodeRunner:
         args: Result of ``deepspeed.launcher.runner.parse_args``.
         world_info_base64: Slots of each machine, from ``encode_world_info``.
         resource_pool: Slots of each machine, if known; not needed before :meth:`get_cmd`.
-
-    Attributes:
-        exports: Variables of the ranks.
     """
 
     launcher: ClassVar[str]
@@ -43,7 +40,7 @@ class MultiNodeRunner:
         self.resource_pool = resource_pool
         self.user_arguments = list(args.user_args)
         self.user_script = args.user_script
-        self.exports: dict[str, str] = {}
+        self.exports: dict[str, str] = {}  # variables of the ranks
 
     @property
     def name(self) -> str:

@@ -24,17 +24,11 @@ PROGRAMS = tuple(_VARIABLES)
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """One process started by MPI or Slurm.
+    """One process started by MPI or Slurm."""
 
-    Attributes:
-        rank: Its number.
-        world_size: The number of processes.
-        local_rank: Its number on its machine; None where the program does not pass it.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int | None
+    rank: int  # its number
+    world_size: int  # the number of processes
+    local_rank: int | None  # its number on its machine; None where the program does not pass it
 
 
 def find_placed(program: str, environment: Mapping[str, str]) -> LaunchedProcess:

@@ -22,9 +22,6 @@ class PortClaim:
     no file, and disappears with the last process that has it open. Bound sockets keep it from programs that get any
     free port. A program that wants this very port may still take it: rank 0 then moves to another one
     (:mod:`deepspeed.comm.start.rendezvous`).
-
-    Attributes:
-        port: The port.
     """
 
     port: int
@@ -40,15 +37,10 @@ class PortClaim:
 
 @dataclass(frozen=True)
 class RequestedPort:
-    """The port that the user requested.
+    """The port that the user requested."""
 
-    Attributes:
-        port: The number of the port.
-        source: How it was given: ``--master_port 29600`` or ``MASTER_PORT=29600``.
-    """
-
-    port: int
-    source: str
+    port: int  # the number of the port
+    source: str  # how it was given: ``--master_port 29600`` or ``MASTER_PORT=29600``
 
     @classmethod
     def of(cls, option: int | None, environ: Mapping[str, str] = os.environ) -> RequestedPort | None:
@@ -131,7 +123,6 @@ def _claim(port: int, *, is_marked: bool = False) -> PortClaim | None:
     """Marks and holds a port; returns None if another process has it, or has marked it.
 
     Args:
-        port: The port.
         is_marked: Whether another process has marked it for this one.
     """
     mark: list[socket.socket] = []

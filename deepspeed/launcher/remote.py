@@ -32,36 +32,22 @@ _HYDRA_ENVIRONMENT = ("-genvall", "-genvnone", "-genvlist")
 class RemoteRun:
     """All settings of a run on several machines.
 
-    Attributes:
-        hosts: Slots of each machine, in the order of the ranks.
-        master_addr: Address of rank 0; empty to let Slurm choose.
-        master_port: Its port.
-        exports: Variables of the ranks.
-        folder: The working directory.
-        options: Further options of ``deepspeed.launcher.launch``.
-        script: The script and its arguments.
-        run_id: Name of the run.
-        secret: The secret of its launchers.
-        launcher_args: Further arguments of the program that starts the launchers.
-        ssh_port: Port of the ssh servers; None for their own choice.
-        venv_script: Sourced on each machine before anything else.
-
     Raises:
         LauncherError: The name of a host or variable has characters that a program or shell would interpret.
     """
 
-    hosts: dict[str, list[int | str]]
-    master_addr: str
+    hosts: dict[str, list[int | str]]  # slots of each machine, in the order of the ranks
+    master_addr: str  # address of rank 0; empty to let Slurm choose
     master_port: int
-    exports: dict[str, str]
-    folder: str
-    options: tuple[str, ...]
-    script: tuple[str, ...]
-    run_id: str
-    secret: str = field(default="", repr=False)
-    launcher_args: tuple[str, ...] = ()
-    ssh_port: int | None = None
-    venv_script: str | None = None
+    exports: dict[str, str]  # variables of the ranks
+    folder: str  # the working directory
+    options: tuple[str, ...]  # further options of ``deepspeed.launcher.launch``
+    script: tuple[str, ...]  # the script and its arguments
+    run_id: str  # name of the run
+    secret: str = field(default="", repr=False)  # the secret of its launchers
+    launcher_args: tuple[str, ...] = ()  # further arguments of the program that starts the launchers
+    ssh_port: int | None = None  # port of the ssh servers; None for their own choice
+    venv_script: str | None = None  # sourced on each machine before anything else
 
     def __post_init__(self) -> None:
         for host in self.hosts:
@@ -103,19 +89,12 @@ class RemoteRun:
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a run.
+    """One command of a run."""
 
-    Attributes:
-        program: Its program and arguments.
-        variables: Added to its environment.
-        host: The machine it is for; None for all of them.
-        script: Its standard input; None: empty.
-    """
-
-    program: tuple[str, ...]
-    variables: dict[str, str] = field(default_factory=dict)
-    host: str | None = None
-    script: str | None = None
+    program: tuple[str, ...]  # its program and arguments
+    variables: dict[str, str] = field(default_factory=dict)  # added to its environment
+    host: str | None = None  # the machine it is for; None for all of them
+    script: str | None = None  # its standard input; None: empty
 
     def __str__(self) -> str:
         """Returns the command as it would be typed into a shell."""

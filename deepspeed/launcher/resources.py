@@ -32,7 +32,6 @@ def check_host_name(host: str, source: str) -> None:
     """Raises unless ``host`` is safe as the name of a machine for programs such as ssh.
 
     Args:
-        host: The name.
         source: Where the name was found, for the message.
 
     Raises:

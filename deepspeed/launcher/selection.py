@@ -28,15 +28,10 @@ _COUNTS = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE",
 
 @dataclass(frozen=True)
 class RankSelection:
-    """Lists the devices that get a rank.
+    """Lists the devices that get a rank."""
 
-    Attributes:
-        hosts: Devices or slots of each machine, in the order of the ranks.
-        needs_launcher: Whether a machine other than this one is among them.
-    """
-
-    hosts: dict[str, list[int | str]]
-    needs_launcher: bool = False
+    hosts: dict[str, list[int | str]]  # devices or slots of each machine, in the order of the ranks
+    needs_launcher: bool = False  # whether a machine other than this one is among them
 
 
 def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]) -> RankSelection:

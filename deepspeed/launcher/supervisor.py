@@ -46,23 +46,14 @@ def handed_on_signals(stop_signal: int | None) -> set[int]:
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank to start.
+    """One rank to start."""
 
-    Attributes:
-        rank: Global rank.
-        local_rank: Rank on this machine.
-        command: Program and arguments.
-        environment: The complete environment.
-        cores: The processor cores it may use; None for all that this process may.
-        name: Its name in messages; empty: its rank.
-    """
-
-    rank: int
-    local_rank: int
-    command: tuple[str, ...]
-    environment: dict[str, str] = field(repr=False)
-    cores: tuple[int, ...] | None = None
-    name: str = ""
+    rank: int  # global rank
+    local_rank: int  # rank on this machine
+    command: tuple[str, ...]  # program and arguments
+    environment: dict[str, str] = field(repr=False)  # the complete environment
+    cores: tuple[int, ...] | None = None  # the processor cores it may use; None for all that this process may
+    name: str = ""  # its name in messages; empty: its rank
 
 
 class Supervisor:

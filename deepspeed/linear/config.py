@@ -14,29 +14,25 @@ from deepspeed.logging import log_dist_once
 class LoRAConfig:
     """Settings of low-rank adapters beside a frozen base.
 
-    Attributes:
-        lora_r: Rank of the adapters.
-        lora_alpha: The output of the adapters is multiplied by ``lora_alpha / lora_r``.
-        base_weight_sharding: Number of ranks that share the base weight, at every ZeRO stage: all data-parallel ranks.
-            1: only stage 3 shards it. ``deepspeed.initialize`` cuts the weight; until then every rank has all of it, so
-            that it can be loaded and used. A model built inside ``deepspeed.zero.Init`` is cut from the start.
-        offload: Base weights live in host memory at every ZeRO stage, and are copied to the device where they are
-            used. Offloaded weights are sharded over all data-parallel ranks, regardless of ``base_weight_sharding``.
-        offload_ratio: Share of the bytes of base weights that is offloaded, 0 to 1, from the first layers on. 0: all
-            with ``offload``, otherwise none.
-        delay_lora_init: Adapters are made by :meth:`LoRAOptimizedLinear.init_lora` instead of with the layer.
-        target_mods: Layers whose names contain one of these get adapters.
-
     Raises:
         DeepSpeedConfigError: A number is outside its range.
     """
 
-    lora_r: int = 64
-    lora_alpha: float = 16.0
+    lora_r: int = 64  # rank of the adapters
+    lora_alpha: float = 16.0  # the output of the adapters is multiplied by ``lora_alpha / lora_r``
+    # Number of ranks that share the base weight, at every ZeRO stage: all data-parallel ranks. 1: only stage 3 shards
+    # it. ``deepspeed.initialize`` cuts the weight; until then every rank has all of it, so that it can be loaded and
+    # used. A model built inside ``deepspeed.zero.Init`` is cut from the start.
     base_weight_sharding: int = 1
+    # Base weights live in host memory at every ZeRO stage, and are copied to the device where they are used. Offloaded
+    # weights are sharded over all data-parallel ranks, regardless of ``base_weight_sharding``.
     offload: bool = False
+    # Share of the bytes of base weights that is offloaded, 0 to 1, from the first layers on. 0: all with ``offload``,
+    # otherwise none.
     offload_ratio: float = 0.0
+    # adapters are made by :meth:`LoRAOptimizedLinear.init_lora` instead of with the layer
     delay_lora_init: bool = False
+    # layers whose names contain one of these get adapters
     target_mods: list[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
@@ -66,20 +62,14 @@ class LoRAConfig:
 class QuantizationConfig:
     """Holds the settings by which a weight is quantized.
 
-    Attributes:
-        q_bits: 8 (one scale per output feature) or 4 (a scale and an offset per group).
-        mantissa_bits: Has no effect: codes are integers here, which torch's kernels multiply.
-        group_size: Input features of a group at 4 bits: 32, 64, 128 or 256. No effect at 8 bits.
-        q_dtype: Has no effect: ``q_bits`` decides the dtype of the codes.
-
     Raises:
         DeepSpeedConfigError: ``q_bits`` is not 4 or 8. ``group_size`` is checked when a weight is quantized.
     """
 
-    q_bits: int = 8
-    mantissa_bits: int = 3
-    group_size: int = 64
-    q_dtype: torch.dtype | None = None
+    q_bits: int = 8  # 8 (one scale per output feature) or 4 (a scale and an offset per group)
+    mantissa_bits: int = 3  # has no effect: codes are integers here, which torch's kernels multiply
+    group_size: int = 64  # Input features of a group at 4 bits: 32, 64, 128 or 256. No effect at 8 bits.
+    q_dtype: torch.dtype | None = None  # has no effect: ``q_bits`` decides the dtype of the codes
 
     def __post_init__(self) -> None:
         if self.q_bits not in (4, 8):

@@ -26,38 +26,24 @@ from deepspeed.zero.address import address_of, full_shape
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """Reports the quantization of one layer.
+    """Reports the quantization of one layer."""
 
-    Attributes:
-        name: Its name in the model.
-        bytes_before: Bytes of its weight.
-        bytes_after: Bytes of codes and scales.
-        error: Norm of the quantization error divided by the norm of the weight; NaN for a weight on meta.
-    """
-
-    name: str
-    bytes_before: int
-    bytes_after: int
-    error: float
+    name: str  # its name in the model
+    bytes_before: int  # bytes of its weight
+    bytes_after: int  # bytes of codes and scales
+    error: float  # norm of the quantization error divided by the norm of the weight; NaN for a weight on meta
 
 
 @dataclass
 class QuantizationReport:
-    """Reports the quantization of a model.
+    """Reports the quantization of a model."""
 
-    Attributes:
-        bits: Width of the weights.
-        layers: The layers that were replaced.
-        kept: Linear layers that were not replaced, by name, each with the reason.
-        bytes_before: Bytes of all parameters and buffers of the model.
-        bytes_after: The same afterwards.
-    """
-
-    bits: int
-    layers: list[QuantizedLayer] = field(default_factory=list)
+    bits: int  # width of the weights
+    layers: list[QuantizedLayer] = field(default_factory=list)  # the layers that were replaced
+    # linear layers that were not replaced, by name, each with the reason
     kept: dict[str, str] = field(default_factory=dict)
-    bytes_before: int = 0
-    bytes_after: int = 0
+    bytes_before: int = 0  # bytes of all parameters and buffers of the model
+    bytes_after: int = 0  # the same afterwards
 
     def line(self) -> str:
         """Returns the report in one line."""

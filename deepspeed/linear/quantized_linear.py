@@ -29,10 +29,6 @@ class QuantizedLinear(nn.Module):
         quantization_config: Width and, at 4 bits, group size.
         dtype: The dtype of the bias, and of :attr:`weight`.
 
-    Attributes:
-        codes: The codes of the weight: a frozen parameter of int8 or uint8, so that ZeRO stage 3 can shard it.
-        scales: Their scales, a frozen parameter in bfloat16.
-
     Raises:
         DeepSpeedConfigError: ``input_dim`` is not a whole number of groups.
         ValueError: There is no format with the group size.
@@ -54,7 +50,9 @@ class QuantizedLinear(nn.Module):
             raise DeepSpeedConfigError(f"QuantizedLinear({input_dim}, {output_dim}): {refusal}; choose a smaller group")
         codes, scales = self.format.shapes(output_dim, input_dim)
         code_dtype = torch.int8 if self.format.bits == 8 else torch.uint8
+        # the codes of the weight: a frozen parameter of int8 or uint8, so that ZeRO stage 3 can shard it
         self.codes = nn.Parameter(torch.zeros(codes, dtype=code_dtype), requires_grad=False)
+        # their scales, a frozen parameter in bfloat16
         self.scales = nn.Parameter(torch.zeros(scales, dtype=torch.bfloat16), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(output_dim, dtype=dtype)) if bias else None
 
@@ -92,7 +90,6 @@ class QuantizedLinear(nn.Module):
         Args:
             codes: As ``how`` makes them.
             scales: As ``how`` makes them; fp32 ones are used as they are.
-            how: The format.
             sizes: Output and input features.
             bias: The bias, or None.
             dtype: The dtype of :attr:`weight`.

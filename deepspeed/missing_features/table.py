@@ -12,17 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Key:
-    """A configuration key that would switch a missing feature on. A file may have it switched off.
+    """A configuration key that would switch a missing feature on. A file may have it switched off."""
 
-    Attributes:
-        name: The key, with dots.
-        switched_on: Returns whether a value switches the feature on; not called if the section is absent.
-        off: How to switch it off, for messages.
-    """
-
-    name: str
+    name: str  # the key, with dots
+    # returns whether a value switches the feature on; not called if the section is absent
     switched_on: Callable[[Any], bool]
-    off: str
+    off: str  # how to switch it off, for messages
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -43,21 +38,13 @@ def section(name: str) -> Key:
 
 @dataclass(frozen=True)
 class Feature:
-    """A missing feature.
+    """A missing feature."""
 
-    Attributes:
-        title: What is missing, as the subject of a sentence.
-        instead: One sentence that says what to use instead.
-        names: Its public names, by module.
-        keys: The configuration keys that would switch it on.
-        modules: Which of the names are modules of upstream, with their paths.
-    """
-
-    title: str
-    instead: str
-    names: dict[str, str] = field(default_factory=dict)
-    keys: tuple[Key, ...] = ()
-    modules: str = ""
+    title: str  # what is missing, as the subject of a sentence
+    instead: str  # one sentence that says what to use instead
+    names: dict[str, str] = field(default_factory=dict)  # its public names, by module
+    keys: tuple[Key, ...] = ()  # the configuration keys that would switch it on
+    modules: str = ""  # which of the names are modules of upstream, with their paths
 
     @property
     def heading(self) -> str:

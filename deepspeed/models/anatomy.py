@@ -18,33 +18,19 @@ _AFTER_NORM = ("project_out",)  # of OPT, where vectors of tokens are narrower t
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The parts of a model. Paths are qualified names in ``model``.
+    """The parts of a model. Paths are qualified names in ``model``."""
 
-    Attributes:
-        model: The model, without PEFT's wrappers.
-        decoder: The module that calls the blocks; None where no module with a list of blocks was found.
-        decoder_path: Its path.
-        is_whole_base: Whether the decoder is all that the model has beside its head.
-        block_lists: Names in the decoder of the lists of blocks; one for decoder-only models.
-        norms: Names in the decoder of the last norm; at most one for decoder-only models.
-        after_norm: Names in the decoder of what follows the last norm.
-        embedding_path: Path of the embedding of tokens; empty where there is none.
-        head: The layer that makes logits; None where there is none.
-        head_path: Its path.
-        is_tied: Whether the head has the weight of the embedding.
-    """
-
-    model: Any
-    decoder: Any
+    model: Any  # the model, without PEFT's wrappers
+    decoder: Any  # the module that calls the blocks; None where no module with a list of blocks was found
     decoder_path: str
-    is_whole_base: bool
-    block_lists: tuple[str, ...]
-    norms: tuple[str, ...]
-    after_norm: tuple[str, ...]
-    embedding_path: str
-    head: Any
+    is_whole_base: bool  # whether the decoder is all that the model has beside its head
+    block_lists: tuple[str, ...]  # names in the decoder of the lists of blocks; one for decoder-only models
+    norms: tuple[str, ...]  # names in the decoder of the last norm; at most one for decoder-only models
+    after_norm: tuple[str, ...]  # names in the decoder of what follows the last norm
+    embedding_path: str  # path of the embedding of tokens; empty where there is none
+    head: Any  # the layer that makes logits; None where there is none
     head_path: str
-    is_tied: bool
+    is_tied: bool  # whether the head has the weight of the embedding
 
     @property
     def blocks(self) -> tuple[nn.Module, ...]:

@@ -27,17 +27,11 @@ WIDTH_OF_ALL_HEADS = (
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """The heads of an attention module before any cut.
+    """The heads of an attention module before any cut."""
 
-    Attributes:
-        query: Query heads.
-        key_value: Key/value heads.
-        width: Width of one head; 0 if the module does not state it.
-    """
-
-    query: int
-    key_value: int
-    width: int
+    query: int  # query heads
+    key_value: int  # key/value heads
+    width: int  # width of one head; 0 if the module does not state it
 
 
 def attention_of(module: nn.Module, config: Any) -> AttentionHeads | None:
@@ -69,7 +63,6 @@ def change_heads(module: nn.Module, whole: AttentionHeads, query: int, key_value
     """Sets the numbers of an attention module to those of a part of its heads, in place.
 
     Args:
-        module: The module.
         whole: Its heads before the cut.
         query: Query heads of the part.
         key_value: Key/value heads of the part.

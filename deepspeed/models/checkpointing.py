@@ -14,7 +14,6 @@ def switch_of(model: nn.Module, verb: str) -> Callable[..., Any] | None:
     """Returns the model's method that switches checkpointing; None where it has none.
 
     Args:
-        model: Any module.
         verb: "enable" or "disable".
     """
     names = (f"activation_checkpointing_{verb}", f"gradient_checkpointing_{verb}")

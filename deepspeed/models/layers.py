@@ -64,7 +64,6 @@ def modules_in_fp32(model: Any, dtype: torch.dtype = torch.float16) -> list[str]
     """Returns parts of the names of modules that a model keeps in fp32, such as "norm" or "mlp.gate".
 
     Args:
-        model: The model.
         dtype: Of the other weights. The library keeps more in fp32 beside fp16 than beside bf16.
     """
     names = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")[: _FP32_LISTS.get(dtype, 0)]

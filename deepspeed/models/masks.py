@@ -18,15 +18,10 @@ _COVERED_ELSEWHERE = ("packed_sequence_mask_function", "padding_mask_function")
 
 @dataclass(frozen=True)
 class MaskKind:
-    """Describes which tokens a mask function makes visible.
+    """Describes which tokens a mask function makes visible."""
 
-    Attributes:
-        is_causal: Tokens see none that come later.
-        window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them; None: all.
-    """
-
-    is_causal: bool = True
-    window: int | None = None
+    is_causal: bool = True  # tokens see none that come later
+    window: int | None = None  # with ``is_causal``: tokens see themselves and the ``window - 1`` before them; None: all
 
 
 class UnknownMaskError(ValueError):

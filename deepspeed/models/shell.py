@@ -31,13 +31,10 @@ class Shell:
 
     Args:
         found: Its anatomy; the head must lie in the model itself.
-
-    Attributes:
-        head_path: Name of the head in the model.
     """
 
     def __init__(self, found: Anatomy) -> None:
-        self.head_path = found.head_path
+        self.head_path = found.head_path  # name of the head in the model
         self._decoder = base_prefix_of(found.model)
         self._model = copy.copy(found.model)
         self._model._modules = {**found.model._modules, self._decoder: None, self.head_path: None}
@@ -144,13 +141,10 @@ class Recording:
         decoder: Not changed.
         blocks: Name of its list of blocks.
         child: Takes the name of another child and returns the module that replaces it.
-
-    Attributes:
-        decoder: The copy, for a module that holds its parameters.
     """
 
     def __init__(self, decoder: nn.Module, blocks: str, child: Callable[[str], nn.Module]) -> None:
-        self.decoder: Any = copy.copy(decoder)
+        self.decoder: Any = copy.copy(decoder)  # the copy, for a module that holds its parameters
         for name, value in vars(self.decoder).items():  # hooks on the copy must not become the model's
             if isinstance(value, OrderedDict):
                 vars(self.decoder)[name] = value.copy()

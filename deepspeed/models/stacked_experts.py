@@ -22,25 +22,16 @@ _TAKE_ALL = frozenset({"Llama4TextExperts"})
 
 @dataclass(frozen=True)
 class ExpertParts:
-    """Holds the weights of one module's experts.
+    """Holds the weights of one module's experts."""
 
-    Attributes:
-        up: Weight of the first product, three-dimensional; gate and up together where the experts have a gate.
-        up_bias: Its bias, or None.
-        down: Weight of the second product.
-        down_bias: Its bias, or None.
-        is_transposed: Weights are ``[E, in, out]``, not ``[E, out, in]``.
-        between: The function between the two products.
-        after: The function after the second product, or None.
-    """
-
+    # weight of the first product, three-dimensional; gate and up together where the experts have a gate
     up: torch.Tensor
     up_bias: torch.Tensor | None
-    down: torch.Tensor
+    down: torch.Tensor  # weight of the second product
     down_bias: torch.Tensor | None
-    is_transposed: bool
-    between: Callable[[torch.Tensor], torch.Tensor]
-    after: Callable[[torch.Tensor], torch.Tensor] | None
+    is_transposed: bool  # weights are ``[E, in, out]``, not ``[E, out, in]``
+    between: Callable[[torch.Tensor], torch.Tensor]  # the function between the two products
+    after: Callable[[torch.Tensor], torch.Tensor] | None  # the function after the second product, or None
 
 
 @contextmanager

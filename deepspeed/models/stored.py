@@ -24,9 +24,6 @@ def stored_tensors_of(model: nn.Module) -> StoredTensors | None:
 class StoredTensors:
     """The library's rules that convert tensors in files to those of one model.
 
-    Attributes:
-        rules: All rules, those of models inside the model too.
-
     Args:
         model: A model of the library, with values or without.
     """
@@ -38,7 +35,7 @@ class StoredTensors:
         mapping = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        self.rules: list[Any] = mapping
+        self.rules: list[Any] = mapping  # all rules, those of models inside the model too
         self._by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
         self._prefix = base_prefix_of(model)
         self._known = model.state_dict()

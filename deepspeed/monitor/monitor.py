@@ -88,7 +88,6 @@ class Monitor:
         """Opens files or connections."""
 
     def _write(self, events: Sequence[Event]) -> None:
-        """Writes events."""
         raise NotImplementedError
 
     def _flush(self) -> None:
@@ -396,10 +395,6 @@ class MonitorMaster:
         monitor_config: A ``ds_config`` (dict, path, base64 or parsed), or any object with the attributes
             ``tensorboard``, ``csv_monitor``, ``wandb`` and ``comet``.
 
-    Attributes:
-        enabled: Whether any monitor is enabled in the configuration; the same on every rank.
-        tb_monitor: The TensorBoard monitor, or None; likewise ``csv_monitor``, ``wandb_monitor`` and ``comet_monitor``.
-
     Raises:
         DeepSpeedConfigError: The package of a monitor is not installed; raised on every rank.
     """
@@ -407,9 +402,10 @@ class MonitorMaster:
     def __init__(self, monitor_config: Any) -> None:
         sections = {name: _section(monitor_config, name) for name in _KINDS}
         enabled = {name: section for name, section in sections.items() if section is not None and section.enabled}
-        self.enabled = bool(enabled)
+        self.enabled = bool(enabled)  # whether any monitor is enabled in the configuration; the same on every rank
         # Built on every rank to check their packages; only rank 0 writes.
         built: dict[str, Monitor] = {name: _KINDS[name](section) for name, section in enabled.items()}
+        # the TensorBoard monitor, or None; likewise ``csv_monitor``, ``wandb_monitor`` and ``comet_monitor``
         self.tb_monitor = built.get("tensorboard")
         self.csv_monitor = built.get("csv_monitor")
         self.wandb_monitor = built.get("wandb")

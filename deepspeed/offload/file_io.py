@@ -26,19 +26,13 @@ _LACK_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class IoSettings:
-    """The settings of reads and writes, from the section ``aio``.
+    """The settings of reads and writes, from the section ``aio``."""
 
-    Attributes:
-        block_size: Bytes of one request, rounded up to pages.
-        queue_depth: Number of requests in flight, per unit of ``threads``.
-        threads: Factor of ``queue_depth``: ``queue_depth * threads`` requests are in flight, each on its own thread.
-        direct: Bypass the page cache if the file system supports it.
-    """
-
-    block_size: int = 1 << 20
-    queue_depth: int = 8
+    block_size: int = 1 << 20  # bytes of one request, rounded up to pages
+    queue_depth: int = 8  # number of requests in flight, per unit of ``threads``
+    # factor of ``queue_depth``: ``queue_depth * threads`` requests are in flight, each on its own thread
     threads: int = 1
-    direct: bool = True
+    direct: bool = True  # bypass the page cache if the file system supports it
 
 
 class Transfer:
@@ -132,7 +126,6 @@ class BlockFile:
             offset: In bytes, a multiple of the page size.
             nbytes: Size of the mapping, whole pages.
             numel: Number of elements.
-            dtype: Their dtype.
 
         Raises:
             OSError: The system cannot map the file.

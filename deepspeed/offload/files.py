@@ -43,17 +43,12 @@ BufferSize = Callable[[Sequence[tuple[int, int]]], int]
 
 @dataclass(frozen=True)
 class CachePolicy:
-    """Decides whether the page cache is used.
+    """Decides whether the page cache is used."""
 
-    Attributes:
-        requested: ``offload_param.page_cache``; None: use the cache if the values fit.
-        is_trained: Whether the values are updated; then cached pages would be written to the disk at every step.
-        ranks: Number of ranks on this host, which are taken to need equal amounts.
-    """
-
-    requested: bool | None = False
+    requested: bool | None = False  # ``offload_param.page_cache``; None: use the cache if the values fit
+    # whether the values are updated; then cached pages would be written to the disk at every step
     is_trained: bool = True
-    ranks: int = 1
+    ranks: int = 1  # number of ranks on this host, which are taken to need equal amounts
 
     def choose(self, nbytes: int) -> tuple[bool, str]:
         """Returns whether the ``nbytes`` of this rank are cached, and the reason for the log, which may be empty."""
@@ -71,25 +66,16 @@ class CachePolicy:
 
 @dataclass(frozen=True)
 class FileSettings:
-    """Holds the configuration of one set of files.
+    """Holds the configuration of one set of files."""
 
-    Attributes:
-        parent: The folder ``nvme_path``.
-        purpose: ``parameters`` or ``optimizer``.
-        rank: Global rank.
-        io: Sizes and numbers of requests.
-        pin: Lock the buffers' pages.
-        zeros_are_written: Whether zeros are written to new files; False: reserved space reads as zeros anyway.
-        cache: Decides whether the page cache is used.
-    """
-
-    parent: str
-    purpose: str
-    rank: int
-    io: IoSettings
-    pin: bool
+    parent: str  # the folder ``nvme_path``
+    purpose: str  # ``parameters`` or ``optimizer``
+    rank: int  # global rank
+    io: IoSettings  # sizes and numbers of requests
+    pin: bool  # lock the buffers' pages
+    # whether zeros are written to new files; False: reserved space reads as zeros anyway
     zeros_are_written: bool = True
-    cache: CachePolicy = CachePolicy()
+    cache: CachePolicy = CachePolicy()  # decides whether the page cache is used
 
 
 class FileMemory(Memory):

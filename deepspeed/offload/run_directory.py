@@ -45,9 +45,6 @@ class RunDirectory:
         rank: Global rank, for the name.
         purpose: Its content, for the name.
 
-    Attributes:
-        path: Its absolute path.
-
     Raises:
         OffloadError: The directory cannot be created.
     """
@@ -55,7 +52,7 @@ class RunDirectory:
     def __init__(self, parent: str | os.PathLike[str], *, rank: int, purpose: str) -> None:
         folder = Path(parent).expanduser().absolute()
         name = f"{_PREFIX}-{_host()}-{_boot()}-{os.getpid()}-rank{rank}-{purpose}"
-        self.path = folder / name
+        self.path = folder / name  # its absolute path
         lock = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -23,19 +23,12 @@ _FIO_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class FileSpeed:
-    """Holds the measured speed of reading and writing files.
+    """Holds the measured speed of reading and writing files."""
 
-    Attributes:
-        nbytes: Size of the file; each pass reads or writes all of it sequentially.
-        is_direct: Whether the page cache is bypassed.
-        ours: Bytes per second of this package's fastest pass, by operation.
-        fio: Bytes per second of fio's fastest pass, by operation; empty without fio.
-    """
-
-    nbytes: int
-    is_direct: bool
-    ours: dict[str, float]
-    fio: dict[str, float]
+    nbytes: int  # size of the file; each pass reads or writes all of it sequentially
+    is_direct: bool  # whether the page cache is bypassed
+    ours: dict[str, float]  # bytes per second of this package's fastest pass, by operation
+    fio: dict[str, float]  # bytes per second of fio's fastest pass, by operation; empty without fio
 
     def against_fio(self, operation: str) -> float | None:
         """Returns the ratio of this package's speed to fio's; None without fio."""

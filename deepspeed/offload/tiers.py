@@ -35,17 +35,11 @@ _FILE_CHUNK = 1 << 22  # largest chunk in staging buffers, in elements: 16 MiB o
 
 @dataclass
 class OffloadTiers:
-    """The tiers of one engine.
+    """The tiers of one engine."""
 
-    Attributes:
-        param_memories: The memories of compute shards, by tier.
-        master_memories: The memories of masters and optimizer states, by tier.
-        strategies: The strategies that update masters, by tier.
-    """
-
-    param_memories: Mapping[Tier, Memory]
-    master_memories: Mapping[Tier, Memory]
-    strategies: Mapping[Tier, UpdateStrategy]
+    param_memories: Mapping[Tier, Memory]  # the memories of compute shards, by tier
+    master_memories: Mapping[Tier, Memory]  # the memories of masters and optimizer states, by tier
+    strategies: Mapping[Tier, UpdateStrategy]  # the strategies that update masters, by tier
     _pool: StagingPool
     _host_is_device: bool
 

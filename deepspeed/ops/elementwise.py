@@ -29,14 +29,10 @@ class OptimizerKind(Enum):
 
 @dataclass(frozen=True)
 class ElementwiseResult:
-    """The result of :func:`is_elementwise` for one optimizer.
-
-    Attributes:
-        kind: The kind of the optimizer.
-        reason: Why, as the rest of a sentence that starts with the optimizer's name; empty where it is elementwise.
-    """
+    """The result of :func:`is_elementwise` for one optimizer."""
 
     kind: OptimizerKind
+    # why, as the rest of a sentence that starts with the optimizer's name; empty where it is elementwise
     reason: str = ""
 
     def __bool__(self) -> bool:

@@ -151,16 +151,11 @@ def current_step(rule: UpdateRule, state: dict[str, Any], *, advance: bool) -> f
 
 
 class UpdateRule(ABC):
-    """An elementwise update rule. Subclasses set the attributes below where theirs differ.
+    """An elementwise update rule. Subclasses set the attributes below where theirs differ."""
 
-    Attributes:
-        counts_steps: Whether the rule needs the number of steps taken.
-        starts: The per-element state: name to the value it starts with.
-        is_fused: Whether the kernel handles many tensors in one call without temporary copies of all of them.
-    """
-
-    counts_steps: ClassVar[bool] = True
-    starts: ClassVar[dict[str, float]] = {}
+    counts_steps: ClassVar[bool] = True  # whether the rule needs the number of steps taken
+    starts: ClassVar[dict[str, float]] = {}  # the per-element state: name to the value it starts with
+    # whether the kernel handles many tensors in one call without temporary copies of all of them
     is_fused: ClassVar[bool] = False
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
@@ -485,8 +480,6 @@ def scratch(role: str, numel: int, dtype: torch.dtype, device: torch.device) -> 
     Args:
         role: Name of the buffer. Buffers that are in use at the same time need different roles.
         numel: Elements.
-        dtype: Its dtype.
-        device: Its device.
     """
     if not get_accelerator().shares_host_memory(device):
         return torch.empty(numel, dtype=dtype, device=device)

@@ -21,22 +21,14 @@ class TensorFragment:
 
     Elements ``[start, stop)`` of the run hold elements ``[tensor_start, tensor_start + stop - start)`` of the
     flattened tensor.
-
-    Attributes:
-        name: The tensor's name, for messages.
-        index: The tensor's number, 0 to ``num_tensors - 1``, equal on all ranks.
-        start: First element within the run.
-        stop: One past the last element within the run.
-        tensor_start: First element within the flattened tensor.
-        shape: Full shape of the tensor, as the model has it.
     """
 
-    name: str
-    index: int
-    start: int
-    stop: int
-    tensor_start: int
-    shape: tuple[int, ...]
+    name: str  # the tensor's name, for messages
+    index: int  # the tensor's number, 0 to ``num_tensors - 1``, equal on all ranks
+    start: int  # first element within the run
+    stop: int  # one past the last element within the run
+    tensor_start: int  # first element within the flattened tensor
+    shape: tuple[int, ...]  # full shape of the tensor, as the model has it
 
     @property
     def numel(self) -> int:
@@ -59,22 +51,15 @@ class SharedTensor:
     """One tensor of a flat buffer that is cut over ranks; the same on all of them.
 
     Ranks are given by position: the order of their parts in the buffer.
-
-    Attributes:
-        name: The tensor's name, for messages.
-        index: The tensor's number, as in its fragments.
-        shape: Full shape of the tensor, as the model has it.
-        param_group: Index of the param group of the runs that hold it.
-        start: First element within the buffer.
-        bounds: Start of each position's part in the buffer, ascending, and the end of the last part. For equal parts a
-            ``range``, whose memory does not grow with the number of ranks.
     """
 
-    name: str
-    index: int
-    shape: tuple[int, ...]
-    param_group: int
-    start: int
+    name: str  # the tensor's name, for messages
+    index: int  # the tensor's number, as in its fragments
+    shape: tuple[int, ...]  # full shape of the tensor, as the model has it
+    param_group: int  # index of the param group of the runs that hold it
+    start: int  # first element within the buffer
+    # Start of each position's part in the buffer, ascending, and the end of the last part. For equal parts a ``range``,
+    # whose memory does not grow with the number of ranks.
     bounds: Sequence[int]
 
     @property
@@ -103,44 +88,31 @@ class SharedTensor:
 
 @dataclass(frozen=True)
 class CutTensors:
-    """The tensors of which each model-parallel rank has a part.
+    """The tensors of which each model-parallel rank has a part."""
 
-    Attributes:
-        axis: These ranks.
-        columns: Indices of the tensors in the table of fragments. The tensors come in the same order on all ranks;
-            their indices may differ between ranks.
-        counts: For each tensor, whether this rank's part is added in sums over ranks. If ranks hold equal parts, only
-            one is added.
-    """
-
-    axis: Axis
+    axis: Axis  # these ranks
+    # Indices of the tensors in the table of fragments. The tensors come in the same order on all ranks; their indices
+    # may differ between ranks.
     columns: tuple[int, ...]
+    # For each tensor, whether this rank's part is added in sums over ranks. If ranks hold equal parts, only one is
+    # added.
     counts: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class FragmentTable:
-    """All fragments of this rank's runs.
+    """All fragments of this rank's runs."""
 
-    Attributes:
-        by_param: ``id(run tensor)`` to its fragments, in ascending order of ``start``. Gaps are padding.
-        num_tensors: Number of tensors on all ranks together.
-        axis: The ranks over which tensors are cut; None when every tensor is whole on this rank.
-        job_ranks: The global rank of each position; empty if unknown.
-        shared: Every tensor that has a param group, in ascending order of ``index``.
-        ranks: The place on the axis of each position.
-        position: The position of this rank.
-        cut: The tensors that are parts of larger ones; None if there are none. Their shapes are those of the parts.
-    """
-
+    # ``id(run tensor)`` to its fragments, in ascending order of ``start``. Gaps are padding.
     by_param: dict[int, tuple[TensorFragment, ...]]
-    num_tensors: int
-    axis: Axis | None = None
-    shared: tuple[SharedTensor, ...] = ()
-    ranks: Sequence[int] = range(1)
-    position: int = 0
+    num_tensors: int  # number of tensors on all ranks together
+    axis: Axis | None = None  # the ranks over which tensors are cut; None when every tensor is whole on this rank
+    shared: tuple[SharedTensor, ...] = ()  # every tensor that has a param group, in ascending order of ``index``
+    ranks: Sequence[int] = range(1)  # the place on the axis of each position
+    position: int = 0  # the position of this rank
+    # The tensors that are parts of larger ones; None if there are none. Their shapes are those of the parts.
     cut: CutTensors | None = None
-    job_ranks: Sequence[int] = ()
+    job_ranks: Sequence[int] = ()  # the global rank of each position; empty if unknown
 
     def __post_init__(self) -> None:
         for fragments in self.by_param.values():

@@ -36,19 +36,12 @@ _tables: dict[torch.device, tuple[int, Tensor]] = {}
 
 @dataclass(frozen=True)
 class ParameterInterval:
-    """A contiguous interval of one parameter in a run.
+    """A contiguous interval of one parameter in a run."""
 
-    Attributes:
-        name: The name of the parameter.
-        first: Index of the first element in the flattened parameter.
-        start: Index of the first element in the run.
-        numel: Number of elements.
-    """
-
-    name: str
-    first: int
-    start: int
-    numel: int
+    name: str  # the name of the parameter
+    first: int  # index of the first element in the flattened parameter
+    start: int  # index of the first element in the run
+    numel: int  # number of elements
 
 
 class ElementRounding:

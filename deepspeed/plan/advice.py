@@ -19,17 +19,11 @@ _SUBJECTS = ("stage", "checkpointing", "micro-batch", "offload")  # in the order
 
 @dataclass(frozen=True)
 class AdviceEntry:
-    """One change that saves memory.
+    """One change that saves memory."""
 
-    Attributes:
-        name: Describes it in a table.
-        subject: What it changes; a combination holds at most one change of a subject.
-        apply: Returns the changed request.
-    """
-
-    name: str
-    subject: str
-    apply: Callable[[Request], Request]
+    name: str  # describes it in a table
+    subject: str  # what it changes; a combination holds at most one change of a subject
+    apply: Callable[[Request], Request]  # returns the changed request
 
 
 def advise(plan: Plan) -> list[tuple[str, Plan]]:

@@ -24,57 +24,35 @@ from deepspeed.plan.result import Plan, Request
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The keywords of :func:`plan`, other than degrees of parallelism.
+    """The keywords of :func:`plan`, other than degrees of parallelism."""
 
-    Attributes:
-        nodes: Number of nodes.
-        devices_per_node: Devices per node.
-        device: Name in the table of devices, ``"cpu"`` for training on processors, or a :class:`Device`.
-        device_memory: Bytes of one device, or text with a unit such as ``"80GB"``; None: the device's.
-        host_memory: Bytes of one node's host memory, or text with a unit; None: not compared.
-        sequence_length: Tokens of a sample.
-        micro_batch: Samples per forward and rank; None: the configuration's.
-        accumulation: Micro-batches of a step and rank; None: the configuration's.
-        inputs: What the model's forward gets: a callable of ``(micro_batch, sequence_length)`` or its result.
-        activation_checkpointing: Repeated blocks save only their inputs and are recomputed in backward.
-        compare_checkpointing: Also find the activations with the other setting.
-        suggest: If it does not fit, look for changes that make it fit.
-        flops: Operations per second of a device; None: the table's.
-        link: Bytes per second and direction between devices of a node; None: the table's.
-        host_link: Bytes per second and direction between device and host; None: the table's.
-        network: Bytes per second and direction between nodes, per device; None: 50e9.
-        disk: Bytes per second of a node's disk; None: 5e9.
-        headroom: Share of device memory left to driver, communication library and fragmentation; None: 0.05.
-        fp8: Time linear layers in fp8; memory and traffic are not changed.
-        rank: The simulated rank; None: the second, with a pipeline one of each kind of stage.
-        schedule: The schedule of the pipeline; None: as configured, or ``1f1b``.
-        num_chunks: Chunks per stage; None: as configured, or as few as the schedule can have.
-        longest: Look for the longest sequences that fit; the plan's ``request.sequence_length`` is the result, a
-            multiple of 1024 tokens. ``sequence_length`` and ``compare_checkpointing`` do not matter then.
-    """
-
-    nodes: int = 1
+    nodes: int = 1  # number of nodes
     devices_per_node: int = 1
+    # name in the table of devices, ``"cpu"`` for training on processors, or a :class:`Device`
     device: str | Device = "h100"
+    # bytes of one device, or text with a unit such as ``"80GB"``; None: the device's
     device_memory: int | str | None = None
-    host_memory: int | str | None = None
-    sequence_length: int = 2048
-    micro_batch: int | None = None
-    accumulation: int | None = None
-    inputs: Any = None
-    activation_checkpointing: bool = False
-    compare_checkpointing: bool = True
-    suggest: bool = True
-    flops: float | None = None
-    link: float | None = None
-    host_link: float | None = None
-    network: float | None = None
-    disk: float | None = None
+    host_memory: int | str | None = None  # bytes of one node's host memory, or text with a unit; None: not compared
+    sequence_length: int = 2048  # tokens of a sample
+    micro_batch: int | None = None  # samples per forward and rank; None: the configuration's
+    accumulation: int | None = None  # micro-batches of a step and rank; None: the configuration's
+    inputs: Any = None  # what the model's forward gets: a callable of ``(micro_batch, sequence_length)`` or its result
+    activation_checkpointing: bool = False  # repeated blocks save only their inputs and are recomputed in backward
+    compare_checkpointing: bool = True  # also find the activations with the other setting
+    suggest: bool = True  # if it does not fit, look for changes that make it fit
+    flops: float | None = None  # operations per second of a device; None: the table's
+    link: float | None = None  # bytes per second and direction between devices of a node; None: the table's
+    host_link: float | None = None  # bytes per second and direction between device and host; None: the table's
+    network: float | None = None  # bytes per second and direction between nodes, per device; None: 50e9
+    disk: float | None = None  # bytes per second of a node's disk; None: 5e9
+    # share of device memory left to driver, communication library and fragmentation; None: 0.05
     headroom: float | None = None
-    fp8: bool = False
-    rank: int | None = None
-    schedule: str | None = None
-    num_chunks: int | None = None
+    fp8: bool = False  # time linear layers in fp8; memory and traffic are not changed
+    rank: int | None = None  # the simulated rank; None: the second, with a pipeline one of each kind of stage
+    schedule: str | None = None  # the schedule of the pipeline; None: as configured, or ``1f1b``
+    num_chunks: int | None = None  # chunks per stage; None: as configured, or as few as the schedule can have
+    # Look for the longest sequences that fit; the plan's ``request.sequence_length`` is the result, a multiple of 1024
+    # tokens. ``sequence_length`` and ``compare_checkpointing`` do not matter then.
     longest: bool = False
 
     def machine(self) -> Machine:

@@ -35,26 +35,18 @@ NAMES = tuple(name for name in CODECS if name in GRADIENT_CODECS)
 
 @dataclass(frozen=True)
 class CodecCost:
-    """Holds the cost of sending gradients with one codec.
+    """Holds the cost of sending gradients with one codec."""
 
-    Attributes:
-        bits: Bits per element sent, scales included; in an all-reduce, the mean of both halves.
-        encode: Nanoseconds of one core to encode an element.
-        decode: Nanoseconds of one core to decode an element and add it to a sum.
-        launches: Seconds to start the kernels that encode and decode a batch on a device; 0 on a CPU.
-    """
-
-    bits: float
-    encode: float
-    decode: float
-    launches: float = 0.0
+    bits: float  # bits per element sent, scales included; in an all-reduce, the mean of both halves
+    encode: float  # nanoseconds of one core to encode an element
+    decode: float  # nanoseconds of one core to decode an element and add it to a sum
+    launches: float = 0.0  # seconds to start the kernels that encode and decode a batch on a device; 0 on a CPU
 
 
 def way_on(codec: Codec, work: CodecWork, memory_bandwidth: float | None) -> CodecCost:
     """Returns the bits per element of a codec and the time of encoding and decoding.
 
     Args:
-        codec: The codec.
         work: Its cost per element.
         memory_bandwidth: Bytes per second that kernels of the device reach; None: one core of a CPU. On a device it is
             an estimate: kernels begin one after the other, and each reads and writes its operands.
@@ -75,46 +67,27 @@ def codec_seconds(numel: int, ranks: int, way: CodecCost, *, whole: bool) -> flo
 
 @dataclass(frozen=True)
 class PlannedSum:
-    """Sums over ranks that a step makes of some of a rank's gradients.
+    """Sums over ranks that a step makes of some of a rank's gradients."""
 
-    Attributes:
-        numel: Elements.
-        members: The ranks whose gradients are summed, the planned one among them.
-        rank: The planned one.
-        whole: All get the sum; otherwise the owner of a slice does.
-        bits: Bits of an element without a codec.
-        times: Times per step.
-        kept: Elements of the error that a rank keeps for error feedback.
-    """
-
-    numel: int
-    members: tuple[int, ...]
-    rank: int
-    whole: bool
-    bits: int
-    times: int
-    kept: int
+    numel: int  # elements
+    members: tuple[int, ...]  # the ranks whose gradients are summed, the planned one among them
+    rank: int  # the planned one
+    whole: bool  # all get the sum; otherwise the owner of a slice does
+    bits: int  # bits of an element without a codec
+    times: int  # times per step
+    kept: int  # elements of the error that a rank keeps for error feedback
 
 
 @dataclass(frozen=True)
 class CodedCost:
-    """The cost of sending gradients in one way, of one rank in one step.
+    """The cost of sending gradients in one way, of one rank in one step."""
 
-    Attributes:
-        name: ``plain`` or a codec's.
-        bits: Bits of an element; under ``plain``, those without a codec.
-        nbytes: Bytes sent.
-        link_seconds: Lower bound of the seconds on the links.
-        codec_seconds: Seconds to encode and decode.
-        kept: Bytes of error feedback.
-    """
-
-    name: str
-    bits: float
-    nbytes: int
-    link_seconds: float
-    codec_seconds: float
-    kept: int
+    name: str  # ``plain`` or a codec's
+    bits: float  # bits of an element; under ``plain``, those without a codec
+    nbytes: int  # bytes sent
+    link_seconds: float  # lower bound of the seconds on the links
+    codec_seconds: float  # seconds to encode and decode
+    kept: int  # bytes of error feedback
 
     @property
     def seconds(self) -> float:
@@ -126,7 +99,6 @@ def gradient_sums(engine: EngineInspection, rank: int, ranks: int, micro_batches
     """Returns the sums that an engine makes of gradients in a step, those of alike buckets together.
 
     Args:
-        engine: The engine.
         rank: The rank that it stands for.
         ranks: The ranks of the job.
         micro_batches: Micro-batches of a step.

@@ -28,38 +28,24 @@ TokenLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Sizes of the decoder.
+    """Sizes of the decoder."""
 
-    Attributes:
-        layers: Blocks.
-        hidden: H.
-        heads: A.
-        vocab: V.
-        kv_heads: K; None: as many as heads.
-        intermediate: F; None: two thirds of 4 H, rounded up to a multiple of 256.
-        experts: Experts per block, each with this F; 0: one dense feed-forward layer instead.
-        experts_per_token: Number of them that a token goes to.
-        expert_ranks: Ranks that share the experts.
-        head_size: D; None: H / A.
-        is_gated: The feed-forward layer has a gate (SwiGLU) and norms are RMSNorm; otherwise it is two layers around a
-            GELU, and norms are LayerNorm, as in GPT.
-        has_fused_attention: A fused kernel, which never stores scores; otherwise matrix products and a softmax.
-        dropout: Dropout probability of attention's scores (unless fused) and of what is added to the residual
-            stream.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int
-    kv_heads: int | None = None
-    intermediate: int | None = None
-    experts: int = 0
-    experts_per_token: int = 2
-    expert_ranks: int = 1
-    head_size: int | None = None
+    layers: int  # blocks
+    hidden: int  # h
+    heads: int  # a
+    vocab: int  # v
+    kv_heads: int | None = None  # k; None: as many as heads
+    intermediate: int | None = None  # f; None: two thirds of 4 H, rounded up to a multiple of 256
+    experts: int = 0  # experts per block, each with this F; 0: one dense feed-forward layer instead
+    experts_per_token: int = 2  # number of them that a token goes to
+    expert_ranks: int = 1  # ranks that share the experts
+    head_size: int | None = None  # d; None: H / A
+    # the feed-forward layer has a gate (SwiGLU) and norms are RMSNorm; otherwise it is two layers around a GELU, and
+    # norms are LayerNorm, as in GPT
     is_gated: bool = True
+    # a fused kernel, which never stores scores; otherwise matrix products and a softmax
     has_fused_attention: bool = True
+    # dropout probability of attention's scores (unless fused) and of what is added to the residual stream
     dropout: float = 0.0
 
     def __post_init__(self) -> None:

@@ -12,17 +12,11 @@ from deepspeed.plan.result import Request
 
 @dataclass(frozen=True)
 class DegreeRow:
-    """A degree that a plan can set.
+    """A degree that a plan can set."""
 
-    Attributes:
-        text: Meaning and default: the help text of ``ds_plan``.
-        apply: Returns a request with this degree.
-        default: Used by ``plan`` if it is not given; None: the value of the configuration.
-    """
-
-    text: str
-    apply: Callable[[Request, int], Request]
-    default: int | None = None
+    text: str  # meaning and default: the help text of ``ds_plan``
+    apply: Callable[[Request, int], Request]  # returns a request with this degree
+    default: int | None = None  # used by ``plan`` if it is not given; None: the value of the configuration
 
 
 def _with_key(key: str, request: Request, ranks: int) -> Request:
@@ -73,7 +67,6 @@ def at_degrees(request: Request, **degrees: int | None) -> Request:
     """Returns the request with these degrees.
 
     Args:
-        request: The request.
         **degrees: By the names of :data:`DEGREES`; None: as the request has it.
     """
     for name, row in DEGREES.items():

@@ -197,15 +197,12 @@ class SimulatedJob(FakeJob):
         mesh: The ranks of the job along their axes.
         backend: ``gloo`` or the name of one with native collectives.
         trace: Records transfers; None: nothing does.
-
-    Attributes:
-        transports: All transports created so far.
     """
 
     def __init__(self, rank: int, mesh: Mesh, backend: str, trace: StepRecording | None = None) -> None:
         super().__init__(rank, mesh, backend, _SimulatedOperations())
         self._trace = trace if trace is not None else StepRecording()
-        self.transports: list[Transport] = []
+        self.transports: list[Transport] = []  # all transports created so far
 
     @override
     def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None, axis: str = DATA) -> Transport:
@@ -226,29 +223,17 @@ class SimulatedJob(FakeJob):
 
 @dataclass(frozen=True)
 class SimulatedPart:
-    """One simulated rank, and the settings of its engine.
+    """One simulated rank, and the settings of its engine."""
 
-    Attributes:
-        config: The configuration, with micro-batch and accumulation steps as numbers.
-        accumulation_steps: Micro-batches per step.
-        micro_batch: Samples per micro-batch and rank.
-        sequence_length: Tokens of a sample.
-        mesh: The ranks of the job along their axes.
-        rank: The simulated rank.
-        kind: Kind of device: ``cpu``, or one with memory of its own.
-        autocast: Forward runs under ``torch.autocast``.
-        stage: The stage of the pipeline; None: there are no stages.
-    """
-
-    config: dict[str, Any]
-    accumulation_steps: int
-    micro_batch: int
-    sequence_length: int
-    mesh: Mesh
-    rank: int
-    kind: str
-    autocast: bool = False
-    stage: Stage | None = None
+    config: dict[str, Any]  # the configuration, with micro-batch and accumulation steps as numbers
+    accumulation_steps: int  # micro-batches per step
+    micro_batch: int  # samples per micro-batch and rank
+    sequence_length: int  # tokens of a sample
+    mesh: Mesh  # the ranks of the job along their axes
+    rank: int  # the simulated rank
+    kind: str  # kind of device: ``cpu``, or one with memory of its own
+    autocast: bool = False  # forward runs under ``torch.autocast``
+    stage: Stage | None = None  # the stage of the pipeline; None: there are no stages
 
 
 @functools.cache

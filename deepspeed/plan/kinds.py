@@ -19,17 +19,11 @@ from deepspeed.errors import DeepSpeedConfigError
 
 @dataclass(frozen=True)
 class RankKind:
-    """Ranks that are alike.
+    """Ranks that are alike."""
 
-    Attributes:
-        stage: Their stage of the pipeline, from 0.
-        stages: Number of stages.
-        rank: The planned rank.
-    """
-
-    stage: int
-    stages: int
-    rank: int
+    stage: int  # their stage of the pipeline, from 0
+    stages: int  # number of stages
+    rank: int  # the planned rank
 
     @property
     def title(self) -> str:

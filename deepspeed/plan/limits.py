@@ -34,8 +34,6 @@ def check_count(name: str, value: Any, shown: str, least: int = 1) -> None:
     """Raises unless ``value`` is None, or a whole number from ``least`` to the largest one that is planned.
 
     Args:
-        name: Name of the count.
-        value: The value.
         shown: The value as the user wrote it, to begin the message with: ``"--nodes"``, ``"plan(nodes=0)"``.
         least: The smallest value.
 

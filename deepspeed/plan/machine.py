@@ -35,29 +35,18 @@ NETWORKS: dict[str, float] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """The machines that a job is planned for.
+    """The machines that a job is planned for."""
 
-    Attributes:
-        device: The accelerator.
-        nodes: Number of nodes.
-        devices_per_node: Accelerators per node.
-        device_memory: Bytes that one accelerator offers.
-        host_memory: Bytes of one node's host memory; None: not compared.
-        network: Bytes per second and direction between nodes, per accelerator.
-        disk: Bytes per second and direction of one node's disk.
-        headroom: Share of the device's memory that is left to the driver, the communication library and fragmentation.
-        multiplies_in_fp8: A simulated step is timed as if its linear layers multiplied in fp8, the head too.
-    """
-
-    device: Device
-    nodes: int
-    devices_per_node: int
-    device_memory: int
-    host_memory: int | None = None
-    network: float = 50e9
-    disk: float = 5e9
+    device: Device  # the accelerator
+    nodes: int  # number of nodes
+    devices_per_node: int  # accelerators per node
+    device_memory: int  # bytes that one accelerator offers
+    host_memory: int | None = None  # bytes of one node's host memory; None: not compared
+    network: float = 50e9  # bytes per second and direction between nodes, per accelerator
+    disk: float = 5e9  # bytes per second and direction of one node's disk
+    # share of the device's memory that is left to the driver, the communication library and fragmentation
     headroom: float = 0.05
-    multiplies_in_fp8: bool = False
+    multiplies_in_fp8: bool = False  # a simulated step is timed as if its linear layers multiplied in fp8, the head too
 
     def __post_init__(self) -> None:
         check_count("ranks", self.ranks, f"{self.nodes:,} nodes of {self.devices_per_node:,} devices")
@@ -109,9 +98,6 @@ def read_machine_file(path: str | Path) -> Device:
     The file has the fields of ``Device``; ``efficiency`` is an object with those of ``DeviceEfficiency``. ``like`` is
     the name of a device of the table, which supplies missing fields. Without ``like``, ``memory`` (bytes, or
     text such as ``80GB``), ``flops`` and ``memory_bandwidth`` are needed.
-
-    Args:
-        path: The file.
 
     Raises:
         DeepSpeedConfigError: The file cannot be read, or a field is unknown, missing or of the wrong type.

@@ -28,15 +28,10 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of a step.
+    """A moment of a step."""
 
-    Attributes:
-        phase: ``initialize``, ``forward``, ``backward`` or ``step``.
-        module: Qualified name of the running module; empty outside of the model.
-    """
-
-    phase: str = ""
-    module: str = ""
+    phase: str = ""  # ``initialize``, ``forward``, ``backward`` or ``step``
+    module: str = ""  # qualified name of the running module; empty outside of the model
 
     def __str__(self) -> str:
         return f"{self.phase} of {self.module}" if self.module else self.phase
@@ -44,36 +39,22 @@ class Moment:
 
 @dataclass
 class Peak:
-    """The highest sum in one tier.
+    """The highest sum in one tier."""
 
-    Attributes:
-        nbytes: The sum.
-        kinds: Bytes of each kind in it.
-        other: Bytes in it without a kind.
-        moment: When it was reached.
-    """
-
-    nbytes: int = 0
-    kinds: dict[StorageKind, int] = field(default_factory=dict)
-    other: int = 0
-    moment: Moment = Moment()
+    nbytes: int = 0  # the sum
+    kinds: dict[StorageKind, int] = field(default_factory=dict)  # bytes of each kind in it
+    other: int = 0  # bytes in it without a kind
+    moment: Moment = Moment()  # when it was reached
 
 
 class _Storage(weakref.ref[Any]):
-    """One storage that is alive.
-
-    Attributes:
-        key: See ``storage_key``.
-        nbytes: Bytes counted as other; 0 if a memory tracker counts it.
-        totals: Totals of its tier.
-        pinned: Bytes of locked pages.
-    """
+    """One storage that is alive."""
 
     __slots__ = ("totals", "key", "nbytes", "pinned")
-    key: int
-    nbytes: int
+    key: int  # see ``storage_key``
+    nbytes: int  # bytes counted as other; 0 if a memory tracker counts it
     totals: _TierTotals
-    pinned: int
+    pinned: int  # bytes of locked pages
 
 
 class _TierTotals:

@@ -42,7 +42,6 @@ def estimate_zero2_model_states_mem_needs(
     Args:
         total_params: Parameters of the model.
         num_gpus_per_node: Devices of each node.
-        num_nodes: Nodes.
         cpu_offload: Whether optimizer states live in host memory.
         additional_buffer_factor: The host figure is multiplied by it.
 
@@ -76,7 +75,6 @@ def estimate_zero3_model_states_mem_needs(
         total_params: Parameters of the model.
         largest_layer_params: Parameters of its largest layer.
         num_gpus_per_node: Devices of each node.
-        num_nodes: Nodes.
         cpu_offload: Whether optimizer states live in host memory.
         cpu_offload_params: Whether the parameters do too (with ``cpu_offload``).
         zero_init: Whether the model is built under ``zero.Init``.

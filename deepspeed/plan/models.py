@@ -32,30 +32,20 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model on ``meta`` and the inputs of its forward.
+    """A model on ``meta`` and the inputs of its forward."""
 
-    Attributes:
-        model: The model; used up by one simulation.
-        inputs: Makes the arguments of forward from micro-batch and sequence length.
-    """
-
-    model: nn.Module
-    inputs: Callable[[int, int], Inputs]
+    model: nn.Module  # the model; used up by one simulation
+    inputs: Callable[[int, int], Inputs]  # makes the arguments of forward from micro-batch and sequence length
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A model as a list of layers, which can be divided into pipeline stages.
+    """A model as a list of layers, which can be divided into pipeline stages."""
 
-    Attributes:
-        layers: Makes the layers, as in ``PipelineModule``; called with ``meta`` as torch's device.
-        loss_fn: ``loss_fn(outputs, labels)``.
-        items: Makes ``(inputs, labels)`` from micro-batch and sequence length.
-    """
-
+    # makes the layers, as in ``PipelineModule``; called with ``meta`` as torch's device
     layers: Callable[[], list[Any]]
-    loss_fn: Callable[[Any, Any], Any]
-    items: Callable[[int, int], tuple[Any, Any]]
+    loss_fn: Callable[[Any, Any], Any]  # ``loss_fn(outputs, labels)``
+    items: Callable[[int, int], tuple[Any, Any]]  # makes ``(inputs, labels)`` from micro-batch and sequence length
 
 
 def _no_row() -> LayerRow | None:
@@ -64,19 +54,14 @@ def _no_row() -> LayerRow | None:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Builds workloads of one model.
+    """Builds workloads of one model."""
 
-    Attributes:
-        name: For headlines.
-        build: Makes a fresh workload.
-        find_row: Returns the model as a list of layers; None if it cannot be divided into stages here.
-        spread: Returns the same model with experts spread over the given number of ranks; None: the model's layers or
-            the configuration (``expert_parallel``) decide.
-    """
-
-    name: str
-    build: Callable[[], Workload]
+    name: str  # for headlines
+    build: Callable[[], Workload]  # makes a fresh workload
+    # returns the model as a list of layers; None if it cannot be divided into stages here
     find_row: Callable[[], LayerRow | None] = _no_row
+    # returns the same model with experts spread over the given number of ranks; None: the model's layers or the
+    # configuration (``expert_parallel``) decide
     spread: Callable[[int], ModelSource] | None = None
 
     def in_row(self) -> LayerRow:

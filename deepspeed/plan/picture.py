@@ -45,8 +45,6 @@ def step_picture(step: StepTimes, streams: PredictedTimeline, title: str, *, is_
     """Returns a picture of the streams of a step.
 
     Args:
-        step: The step.
-        streams: Its streams.
         title: The title; it also tells how many micro-batches are drawn if these are not all.
         is_trace: As a trace for Perfetto instead of SVG.
     """
@@ -63,7 +61,6 @@ def step_svg(step: StepTimes, ranks: Mapping[str, Sequence[StreamSpan]], title: 
     Args:
         step: The step, whose times are shown above.
         ranks: By name of a rank, what its streams do; one rank may have no name.
-        title: The title.
     """
     rows = [(name, stream) for name, spans in ranks.items() for stream in _streams(spans)]
     end = max((span.end for spans in ranks.values() for span in spans), default=0.0) or 1.0

@@ -27,17 +27,11 @@ _NUMBERS = ("number", "layer_idx", "layer_id", "layer_number")  # by which equal
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Describes a model's cut into stages, and their schedule.
-
-    Attributes:
-        stages: Stages.
-        schedule: Name of the schedule.
-        num_chunks: Chunks per stage; None: as few as the schedule allows.
-    """
+    """Describes a model's cut into stages, and their schedule."""
 
     stages: int = 1
-    schedule: str = "1f1b"
-    num_chunks: int | None = None
+    schedule: str = "1f1b"  # name of the schedule
+    num_chunks: int | None = None  # chunks per stage; None: as few as the schedule allows
 
     def __post_init__(self) -> None:
         try:
@@ -94,15 +88,10 @@ def pipeline_of(
 
 @dataclass(frozen=True)
 class PlannedCut:
-    """The layers of a model, divided among the chunks of a pipeline.
+    """The layers of a model, divided among the chunks of a pipeline."""
 
-    Attributes:
-        bounds: Chunk i has the layers from ``bounds[i]`` up to ``bounds[i + 1]``.
-        contents: Content of each chunk; chunks with equal contents compute the same.
-    """
-
-    bounds: tuple[int, ...]
-    contents: tuple[Any, ...]
+    bounds: tuple[int, ...]  # chunk i has the layers from ``bounds[i]`` up to ``bounds[i + 1]``
+    contents: tuple[Any, ...]  # content of each chunk; chunks with equal contents compute the same
 
 
 def cut_of(layers: Sequence[Entry], pipeline: Pipeline) -> PlannedCut:
@@ -145,15 +134,10 @@ def _content_of(entry: Entry) -> Any:
 
 @dataclass(frozen=True)
 class PipelineBubble:
-    """Lower bound of the time of a step in a pipeline.
+    """Lower bound of the time of a step in a pipeline."""
 
-    Attributes:
-        seconds: From the first forward to the last backward, transfers included.
-        busy: Seconds of them in which the busiest stage computes.
-    """
-
-    seconds: float
-    busy: float
+    seconds: float  # from the first forward to the last backward, transfers included
+    busy: float  # seconds of them in which the busiest stage computes
 
     @property
     def share(self) -> float:

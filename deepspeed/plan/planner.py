@@ -36,7 +36,6 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
     """Plans one request.
 
     Args:
-        request: The request.
         compare: Also find the activations with the other setting of checkpointing, where blocks can be checkpointed.
 
     Raises:

@@ -34,82 +34,52 @@ _MOST_MICRO_BATCHES = 64  # per stage, the most that is advised
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a plan.
+    """A request for a plan."""
 
-    Attributes:
-        source: Builds the model.
-        config: The configuration as a dict.
-        machine: The machine for the job.
-        sequence_length: Tokens of a sample.
-        micro_batch: Samples per forward and rank; None: the configuration's.
-        checkpointing: Repeated blocks save only their inputs.
-        kind: Kind of device: ``cpu``, or one with memory of its own.
-        rank: The simulated rank; None: the one whose optimizer needs most memory, where they differ (Muon), else
-            any but the first, which has more to do while the engine is built; one of each stage.
-        pipeline: Its stages and their schedule.
-        accumulation: Micro-batches of a step and rank; None: the configuration's.
-    """
-
-    source: ModelSource
-    config: dict[str, Any]
-    machine: Machine
-    sequence_length: int
-    micro_batch: int | None = None
-    checkpointing: bool = False
-    kind: str = "cuda"
+    source: ModelSource  # builds the model
+    config: dict[str, Any]  # the configuration as a dict
+    machine: Machine  # the machine for the job
+    sequence_length: int  # tokens of a sample
+    micro_batch: int | None = None  # samples per forward and rank; None: the configuration's
+    checkpointing: bool = False  # repeated blocks save only their inputs
+    kind: str = "cuda"  # kind of device: ``cpu``, or one with memory of its own
+    # the simulated rank; None: the one whose optimizer needs most memory, where they differ (Muon), else any but the
+    # first, which has more to do while the engine is built; one of each stage
     rank: int | None = None
-    pipeline: Pipeline = Pipeline()
-    accumulation: int | None = None
+    pipeline: Pipeline = Pipeline()  # its stages and their schedule
+    accumulation: int | None = None  # micro-batches of a step and rank; None: the configuration's
 
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """Memory and traffic of one rank, which stands for all ranks of its kind.
-
-    Attributes:
-        kind: The kind of these ranks.
-        simulated: The counts of the simulation.
-        activations: Bytes that a forward keeps for backward, by whether blocks are checkpointed; has only planned
-            settings.
-        layers: For each stage of this content, by chunk, the first of the model's layers that it holds and the one
-            after its last; empty without stages.
-        in_flight: For each of them, the most micro-batches (of any chunk) whose activations it keeps.
-    """
+    """Memory and traffic of one rank, which stands for all ranks of its kind."""
 
     kind: RankKind
-    simulated: SimulatedStep
+    simulated: SimulatedStep  # the counts of the simulation
+    # bytes that a forward keeps for backward, by whether blocks are checkpointed; has only planned settings
     activations: dict[bool, int]
+    # for each stage of this content, by chunk, the first of the model's layers that it holds and the one after its
+    # last; empty without stages
     layers: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    # for each of them, the most micro-batches (of any chunk) whose activations it keeps
     in_flight: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
 class Plan:
-    """Memory and traffic of the ranks of a job: of the one that needs most memory, and of one of each kind.
-
-    Attributes:
-        request: The request.
-        config: The configuration that was planned, with batch sizes as numbers.
-        mesh: The ranks of the job along their axes.
-        micro_batch: Samples per forward and rank.
-        accumulation_steps: Micro-batches per step.
-        parts: One rank of each kind that may be the heaviest, by stage.
-        notices: Choices that the planner made, for the table.
-        seconds: Time that planning took.
-        suggestions: Changes that make it fit, each with its plan; set by :meth:`take_advice`.
-        is_advised: Whether such changes were searched for.
-    """
+    """Memory and traffic of the ranks of a job: of the one that needs most memory, and of one of each kind."""
 
     request: Request
-    config: dict[str, Any]
-    mesh: Mesh
-    micro_batch: int
-    accumulation_steps: int
-    parts: list[PlannedPart]
-    notices: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    config: dict[str, Any]  # the configuration that was planned, with batch sizes as numbers
+    mesh: Mesh  # the ranks of the job along their axes
+    micro_batch: int  # samples per forward and rank
+    accumulation_steps: int  # micro-batches per step
+    parts: list[PlannedPart]  # one rank of each kind that may be the heaviest, by stage
+    notices: list[str] = field(default_factory=list)  # choices that the planner made, for the table
+    seconds: float = 0.0  # time that planning took
+    # changes that make it fit, each with its plan; set by :meth:`take_advice`
     suggestions: list[tuple[str, Plan]] = field(default_factory=list)
-    is_advised: bool = False
+    is_advised: bool = False  # whether such changes were searched for
 
     def take_advice(self, suggestions: list[tuple[str, Plan]]) -> None:
         """Sets the changes that ``advice.advise`` found for this plan."""

@@ -39,7 +39,6 @@ def plan_text(plan: Plan, width: int, *, codes: bool = False) -> str:
     """Returns the whole plan as text, the verdict first.
 
     Args:
-        plan: The plan.
         width: Columns.
         codes: Show the cost of gradients under each codec, also if the configuration names none.
     """
@@ -245,8 +244,6 @@ def times_table(title: str, step: StepTimes, error: str = "") -> Table:
     """Returns the table of the parts of a step that take time, with their shares.
 
     Args:
-        title: The title.
-        step: The step.
         error: Error of the predicted step, as text; shown beside it.
     """
     table = Table(title=title, title_justify="left", show_header=False)

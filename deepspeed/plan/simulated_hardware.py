@@ -67,14 +67,11 @@ class SimulatedEvent:
 
     Args:
         trace: Records it.
-
-    Attributes:
-        record_number: Number of the last record of it; -1 before it.
     """
 
     def __init__(self, trace: StepRecording) -> None:
         self._trace = trace
-        self.record_number = -1
+        self.record_number = -1  # number of the last record of it; -1 before it
 
     def record(self, stream: SimulatedStream | None = None) -> None:
         """Records the event on a stream; None: the one to which operations are issued."""
@@ -95,9 +92,6 @@ class SimulatedDevice(CPUAccelerator):
     Args:
         kind: ``"cpu"`` or a kind with memory of its own.
         trace: Records it.
-
-    Attributes:
-        casting: Casts the arguments of operations under ``torch.autocast``, while it is active.
     """
 
     def __init__(self, kind: str, trace: StepRecording) -> None:
@@ -107,6 +101,7 @@ class SimulatedDevice(CPUAccelerator):
         self._trace = trace
         self._streams = itertools.count(FINISHING_STREAM + 1)
         self._communication_backend_name = "gloo" if kind == "cpu" else "nccl"
+        # casts the arguments of operations under ``torch.autocast``, while it is active
         self.casting = SimulatedAutocast(kind)
 
     def device_name(self, index: Any = None) -> str:

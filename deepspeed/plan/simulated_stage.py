@@ -55,23 +55,14 @@ _PHASES: dict[type, str] = {
 
 @dataclass(frozen=True)
 class Stage:
-    """The stage of a pipeline that a rank is on.
+    """The stage of a pipeline that a rank is on."""
 
-    Attributes:
-        stage: Its number, from 0.
-        pipeline: The pipeline.
-        row: The whole model.
-        bounds: Bounds of the chunks among the layers.
-        micro_batches: Micro-batches of a step that represents longer ones.
-        checkpointing: Layers save only their inputs.
-    """
-
-    stage: int
+    stage: int  # its number, from 0
     pipeline: Pipeline
-    row: LayerRow
-    bounds: tuple[int, ...]
-    micro_batches: int
-    checkpointing: bool = False
+    row: LayerRow  # the whole model
+    bounds: tuple[int, ...]  # bounds of the chunks among the layers
+    micro_batches: int  # micro-batches of a step that represents longer ones
+    checkpointing: bool = False  # layers save only their inputs
 
     @property
     def schedule(self) -> Schedule:
@@ -94,19 +85,15 @@ class Stage:
 
 @dataclass
 class StageCost:
-    """Holds the costs of a stage's computations.
+    """Holds the costs of a stage's computations."""
 
-    Attributes:
-        flops: Operations for one micro-batch, of each of its chunks in order and each kind of computation.
-        kept: For each of its chunks, bytes that a forward keeps for backward, received inputs included.
-        middle: Traffic and computation of a group of micro-batches in the middle of a step.
-        rest: Traffic and computation of the rest of the step.
-    """
-
+    # operations for one micro-batch, of each of its chunks in order and each kind of computation
     flops: dict[int, dict[Kind, int]] = field(default_factory=lambda: defaultdict(dict))
+    # for each of its chunks, bytes that a forward keeps for backward, received inputs included
     kept: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    # traffic and computation of a group of micro-batches in the middle of a step
     middle: StepTotals = field(default_factory=StepTotals)
-    rest: StepTotals = field(default_factory=StepTotals)
+    rest: StepTotals = field(default_factory=StepTotals)  # traffic and computation of the rest of the step
 
 
 class SimulatedChannels:
@@ -285,15 +272,10 @@ class SimulatedStage:
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """The layers between which ranks have parts of sequences (``tensor_parallel.sequence_parallel_norms``).
+    """The layers between which ranks have parts of sequences (``tensor_parallel.sequence_parallel_norms``)."""
 
-    Attributes:
-        blocks: Numbers of the layers; the output of the last is whole.
-        ranks: That share a sequence; 1: sequences are whole everywhere.
-    """
-
-    blocks: range = range(0)
-    ranks: int = 1
+    blocks: range = range(0)  # numbers of the layers; the output of the last is whole
+    ranks: int = 1  # that share a sequence; 1: sequences are whole everywhere
 
     @classmethod
     def of(cls, module: PipelineModule, ranks: int) -> SequenceLayout:

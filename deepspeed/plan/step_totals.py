@@ -10,25 +10,16 @@ Along = dict[tuple[str, str], tuple[int, int]]
 
 @dataclass
 class StepTotals:
-    """Sums up collectives and computation since the start of counting; supports differences and multiples.
+    """Sums up collectives and computation since the start of counting; supports differences and multiples."""
 
-    Attributes:
-        requested_along: Collectives of the schedule: name and axis to calls and bytes.
-        ran_along: What the backend ran for them.
-        flops: Floating-point operations.
-        down: Bytes from device to host.
-        up: Bytes from host to device.
-        read: Bytes read from files.
-        written: Bytes written to files.
-    """
-
+    # collectives of the schedule: name and axis to calls and bytes
     requested_along: Along = field(default_factory=dict)
-    ran_along: Along = field(default_factory=dict)
-    flops: int = 0
-    down: int = 0
-    up: int = 0
-    read: int = 0
-    written: int = 0
+    ran_along: Along = field(default_factory=dict)  # what the backend ran for them
+    flops: int = 0  # floating-point operations
+    down: int = 0  # bytes from device to host
+    up: int = 0  # bytes from host to device
+    read: int = 0  # bytes read from files
+    written: int = 0  # bytes written to files
 
     @property
     def requested(self) -> dict[str, tuple[int, int]]:

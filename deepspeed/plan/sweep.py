@@ -28,17 +28,11 @@ _OFFLOADS = ("none", "cpu", "nvme")
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of values in a sweep.
+    """One combination of values in a sweep."""
 
-    Attributes:
-        place: Axis to value.
-        plan: The plan, or None.
-        refusal: Why there is no plan; empty otherwise.
-    """
-
-    place: dict[str, Any]
+    place: dict[str, Any]  # axis to value
     plan: Plan | None
-    refusal: str = ""
+    refusal: str = ""  # why there is no plan; empty otherwise
 
 
 def read_axes(entries: Sequence[str]) -> dict[str, list[Any]]:
@@ -88,7 +82,6 @@ def sweep(request: Request, axes: dict[str, list[Any]], *, longest: bool = False
     request's size.
 
     Args:
-        request: The request.
         axes: Values by axis.
         longest: Plan each point with the longest sequences that fit, and add their length as ``tokens``.
     """

@@ -27,23 +27,14 @@ from deepspeed.plan.step_totals import StepTotals
 
 @dataclass(frozen=True)
 class PlannedTransfer:
-    """One collective of a step, per device.
+    """One collective of a step, per device."""
 
-    Attributes:
-        name: The name of the collective.
-        axis: The axis of its ranks.
-        calls: Number of calls.
-        nbytes: Bytes of the full buffers, an all-reduce counted twice.
-        inside: Bytes that each device receives (or sends) inside the node, at least.
-        between: Bytes that each device receives (or sends) over the network, at least.
-    """
-
-    name: str
-    axis: str
-    calls: int
-    nbytes: int
-    inside: int
-    between: int
+    name: str  # the name of the collective
+    axis: str  # the axis of its ranks
+    calls: int  # number of calls
+    nbytes: int  # bytes of the full buffers, an all-reduce counted twice
+    inside: int  # bytes that each device receives (or sends) inside the node, at least
+    between: int  # bytes that each device receives (or sends) over the network, at least
 
     @property
     def title(self) -> str:

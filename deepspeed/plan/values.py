@@ -180,19 +180,14 @@ class OperationCount(MemoryCount):
 
     Args:
         kind: The kind of the simulated device.
-
-    Attributes:
-        flops: Floating-point operations of matrix products, convolutions and attention so far.
-        shapes: The cache of results.
-        trace: Records operations, where it is on.
     """
 
     def __init__(self, kind: str) -> None:
         super().__init__("meta")
         self._kind = kind
-        self.trace = StepRecording()
-        self.flops = 0
-        self.shapes = KnownShapes(arithmetic_of)
+        self.trace = StepRecording()  # records operations, where it is on
+        self.flops = 0  # floating-point operations of matrix products, convolutions and attention so far
+        self.shapes = KnownShapes(arithmetic_of)  # the cache of results
         self._answers: dict[int, tuple[Any, Any]] = {}  # by id, as hashing an operation calls a Python function
 
     @contextmanager
@@ -250,7 +245,6 @@ def arithmetic_of(
         func: The operation.
         args: Its arguments.
         kwargs: Its arguments by keyword.
-        result: Its result.
         device_type: The device type of the tensors that count.
     """
     formula = product_formula(func)

@@ -118,11 +118,6 @@ class DynamicLossScaler(LossScalerBase):
         dtype: Dtype of the gradients.
         scale_factor: Factor of growth, and divisor after an overflow; above 1.
 
-    Attributes:
-        cur_iter: Number of steps so far, skipped ones included.
-        last_overflow_iter: Index of the last step that overflowed; -1: none did.
-        cur_hysteresis: Number of overflows after which the scale is divided.
-
     Raises:
         ValueError: A number is out of range.
     """
@@ -155,13 +150,13 @@ class DynamicLossScaler(LossScalerBase):
             )
         if not scale_factor > 1:
             raise ValueError(f"DynamicLossScaler(scale_factor={scale_factor}): must be above 1; raise it")
-        self.cur_iter = 0
-        self.last_overflow_iter = -1
+        self.cur_iter = 0  # number of steps so far, skipped ones included
+        self.last_overflow_iter = -1  # index of the last step that overflowed; -1: none did
         self.scale_factor = scale_factor
         self.scale_window = scale_window
         self.min_scale = min_scale
         self.delayed_shift = delayed_shift
-        self.cur_hysteresis = delayed_shift
+        self.cur_hysteresis = delayed_shift  # number of overflows after which the scale is divided
         self.consecutive_hysteresis = consecutive_hysteresis
         self.raise_error_at_min_scale = raise_error_at_min_scale
 

@@ -37,26 +37,17 @@ def dtype_of_name(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """The dtypes of one engine.
+    """The dtypes of one engine."""
 
-    Attributes:
-        compute_dtype: Dtype of floating parameters in forward and backward; None keeps the model's own.
-        buffer_dtype: Dtype of floating buffers; None: as the model has them, see :meth:`cast_buffers`.
-        accumulate_dtype: Dtype of the sum over micro-batches.
-        communication_dtype: Dtype in which gradients are sent; None: the gradient's own.
-        autocast_dtype: Dtype of ``torch.autocast`` around forward; None: no autocast.
-        cast_inputs: Cast floating inputs of forward to the compute dtype (``auto_cast``).
-        skip_non_finite: Skip an update whose gradient is not finite.
-        fp32_modules: Parts of the names of modules whose parameters stay fp32, such as "norm" or "mlp.gate".
-    """
-
+    # dtype of floating parameters in forward and backward; None keeps the model's own
     compute_dtype: torch.dtype | None
-    buffer_dtype: torch.dtype | None
-    accumulate_dtype: torch.dtype
-    communication_dtype: torch.dtype | None
-    autocast_dtype: torch.dtype | None
-    cast_inputs: bool
-    skip_non_finite: bool
+    buffer_dtype: torch.dtype | None  # dtype of floating buffers; None: as the model has them, see :meth:`cast_buffers`
+    accumulate_dtype: torch.dtype  # dtype of the sum over micro-batches
+    communication_dtype: torch.dtype | None  # dtype in which gradients are sent; None: the gradient's own
+    autocast_dtype: torch.dtype | None  # dtype of ``torch.autocast`` around forward; None: no autocast
+    cast_inputs: bool  # cast floating inputs of forward to the compute dtype (``auto_cast``)
+    skip_non_finite: bool  # skip an update whose gradient is not finite
+    # parts of the names of modules whose parameters stay fp32, such as "norm" or "mlp.gate"
     fp32_modules: tuple[str, ...] = ()
 
     @property
@@ -175,7 +166,7 @@ def buffers_beside_weights(model: nn.Module) -> set[str]:
 
     These are the statistics of a batch norm with weights, the masks of ``torch.nn.utils.prune``, and what
     ``spectral_norm`` and parametrizations compute a weight from. Beside a weight that hooks compute, torch keeps the
-    original, ``weight_orig``, and buffers such as ``weight_mask`` and ``weight_u``.
+    original with the ending _orig, and buffers with the endings _mask, _u and _v.
     """
     found = set()
     for prefix, module in model.named_modules():

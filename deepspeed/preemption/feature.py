@@ -34,16 +34,13 @@ class StopRequest:
     Args:
         names: Names of the signals, such as ``SIGTERM``.
 
-    Attributes:
-        reason: Name of the first signal received; None before that.
-
     Raises:
         DeepSpeedConfigError: The caller is not the main thread; Python handles signals only there.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         _refuse_other_threads()
-        self.reason: str | None = None
+        self.reason: str | None = None  # name of the first signal received; None before that
         self._before: dict[int, Any] = {}
         self._first_at: dict[int, float] = {}  # seconds on the monotonic clock
         for name in names:

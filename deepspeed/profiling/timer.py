@@ -34,18 +34,12 @@ def _now(synchronize: bool = True) -> float:
 
 
 class Stopwatch:
-    """Measures one named total time. Times are returned in milliseconds.
-
-    Attributes:
-        name: Its name in the log.
-        started: Whether it is running.
-        records: The time of each :meth:`stop` with ``record=True``, in milliseconds.
-    """
+    """Measures one named total time. Times are returned in milliseconds."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.started = False
-        self.records: list[float] = []
+        self.name = name  # its name in the log
+        self.started = False  # whether it is running
+        self.records: list[float] = []  # the time of each :meth:`stop` with ``record=True``, in milliseconds
         self._total = 0.0
         self._started = 0.0
 

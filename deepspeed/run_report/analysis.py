@@ -28,87 +28,51 @@ _WARM_UP = 2  # first steps, which make buffers, groups and compiled code, and d
 
 @dataclass(frozen=True)
 class TimeRow:
-    """Time per step of computing or waiting in one phase: mean over ranks, median over steps (saves, loads: mean).
+    """Time per step of computing or waiting in one phase: mean over ranks, median over steps (saves, loads: mean)."""
 
-    Attributes:
-        phase: A name of :data:`PHASES`.
-        axis: The axis whose ranks were waited for; empty: computing, not waiting.
-        seconds: Seconds per step.
-        share: Share of the sum of all rows.
-    """
-
-    phase: str
-    axis: str
-    seconds: float
-    share: float
+    phase: str  # a name of :data:`PHASES`
+    axis: str  # the axis whose ranks were waited for; empty: computing, not waiting
+    seconds: float  # seconds per step
+    share: float  # share of the sum of all rows
 
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that computes longer than the others in one phase.
+    """A rank that computes longer than the others in one phase."""
 
-    Attributes:
-        rank: Its number.
-        host: Its host.
-        phase: A name of :data:`PHASES`.
-        factor: Relative score: its time over the median of the other ranks' times, median over steps.
-        share: Its additional time as a share of the step, median over steps.
-    """
-
-    rank: int
+    rank: int  # its number
     host: str
-    phase: str
-    factor: float
-    share: float
+    phase: str  # a name of :data:`PHASES`
+    factor: float  # relative score: its time over the median of the other ranks' times, median over steps
+    share: float  # its additional time as a share of the step, median over steps
 
 
 @dataclass(frozen=True)
 class SlowMoment:
-    """A step that took far longer than the median step.
+    """A step that took far longer than the median step."""
 
-    Attributes:
-        step: Its number.
-        seconds: Its time without saves and loads, on the rank where it took longest.
-        factor: Its time over that of the median step.
-        rank: The rank with the most additional time of computing in one phase.
-        phase: That phase, a name of :data:`PHASES`.
-    """
-
-    step: int
-    seconds: float
-    factor: float
-    rank: int
-    phase: str
+    step: int  # its number
+    seconds: float  # its time without saves and loads, on the rank where it took longest
+    factor: float  # its time over that of the median step
+    rank: int  # the rank with the most additional time of computing in one phase
+    phase: str  # that phase, a name of :data:`PHASES`
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Holds the numbers of a run's report.
+    """Holds the numbers of a run's report."""
 
-    Attributes:
-        steps: Number of steps of the run.
-        step_seconds: Median time of a step.
-        samples_per_second: Sum over all ranks; 0 if unknown.
-        tokens_per_second: Sum over all ranks; 0 if the inputs have no token ids.
-        shares: Where the time of a step went, largest first.
-        slow: Ranks that are slower than :data:`SLOW`, slowest first.
-        moments: Steps that took :data:`OUTLYING` times as long as the median step, longest first.
-        moments_share: Their time beyond the median step, as a share of the time of all steps.
-        advice: Sentences on what to change, most valuable first.
-        unfinished: Ranks that did not close their file: they run, or were killed.
-        failures: Failures of the latest start, causes first, with ``rank``, ``time``, ``text`` and maybe ``step``.
-    """
-
-    steps: int
-    step_seconds: float
-    samples_per_second: float
-    tokens_per_second: float
-    shares: tuple[TimeRow, ...]
-    slow: tuple[SlowRank, ...]
-    moments: tuple[SlowMoment, ...]
-    moments_share: float
-    advice: tuple[str, ...]
-    unfinished: tuple[int, ...]
+    steps: int  # number of steps of the run
+    step_seconds: float  # median time of a step
+    samples_per_second: float  # sum over all ranks; 0 if unknown
+    tokens_per_second: float  # sum over all ranks; 0 if the inputs have no token ids
+    shares: tuple[TimeRow, ...]  # where the time of a step went, largest first
+    slow: tuple[SlowRank, ...]  # ranks that are slower than :data:`SLOW`, slowest first
+    moments: tuple[SlowMoment, ...]  # steps that took :data:`OUTLYING` times as long as the median step, longest first
+    moments_share: float  # their time beyond the median step, as a share of the time of all steps
+    advice: tuple[str, ...]  # sentences on what to change, most valuable first
+    unfinished: tuple[int, ...]  # ranks that did not close their file: they run, or were killed
+    # failures of the latest start, causes first, with ``rank``, ``time``, ``text`` and maybe ``step``
     failures: tuple[Line, ...]
 
 
@@ -189,7 +153,6 @@ def slow_moments(run: RunData, numbers: Iterable[int]) -> tuple[list[SlowMoment]
     """Returns the outlying steps, longest first, and their time beyond the median step as a share of all time.
 
     Args:
-        run: The run.
         numbers: Numbers of the steps that count.
     """
     lines = {n: [(r.rank, r.steps[n]) for r in run.ranks.values() if n in r.steps] for n in numbers}
@@ -230,7 +193,6 @@ def slow_ranks(run: RunData, numbers: Iterable[int]) -> list[SlowRank]:
     pipeline stage are compared with each other.
 
     Args:
-        run: The run.
         numbers: Numbers of the steps that count.
     """
     numbers = list(numbers)

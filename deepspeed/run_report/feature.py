@@ -300,9 +300,6 @@ class StepBoard:
         world_size: Number of ranks of the job.
         facts: Facts of this rank, see :class:`~deepspeed.run_report.run_data.RankRun`.
         seconds: Returns the current time in seconds, for the watch of rank 0.
-
-    Attributes:
-        steps: Lines of the latest steps.
     """
 
     def __init__(
@@ -313,7 +310,7 @@ class StepBoard:
         facts: Mapping[str, Any],
         seconds: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.steps = RecentSteps(WINDOW)
+        self.steps = RecentSteps(WINDOW)  # lines of the latest steps
         self._store, self._rank = store, rank
         self._facts = {name: facts[name] for name in ("host", "stage")}
         self._number = store.add(f"{_POSTS}/engines/{rank}", 1)  # of this engine; the same on all ranks

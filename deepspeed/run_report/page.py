@@ -411,7 +411,6 @@ def time_beside_plan(run: RunData, step_seconds: float) -> list[Row]:
     """Returns ``(name, planned, run, ratio)`` for a step's time and the first rank's peak memory; empty without a plan.
 
     Args:
-        run: The run.
         step_seconds: Median seconds of a step.
     """
     rows = []

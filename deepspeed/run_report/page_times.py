@@ -59,7 +59,6 @@ def report_at_end(folder: Path, rank: int, has_failed: bool, standby: StandbyWri
 
     Args:
         folder: ``run_report.path`` of the run.
-        rank: The rank that ends.
         has_failed: Whether an exception ends it.
         standby: Writes the page if this process is killed; cancelled once the page is written.
     """

@@ -61,13 +61,10 @@ class RecentSteps:
 
     Args:
         count: Number of steps to keep.
-
-    Attributes:
-        lines: The lines, the latest last.
     """
 
     def __init__(self, count: int) -> None:
-        self.lines: deque[dict[str, Any]] = deque(maxlen=count)
+        self.lines: deque[dict[str, Any]] = deque(maxlen=count)  # the lines, the latest last
 
     def write(self, kind: str, **values: Any) -> None:
         """Keeps the line of a step, without its time; ignores other kinds of lines."""

@@ -31,24 +31,18 @@ _MAX_INTERVALS = 4096
 
 @dataclass
 class _OpenStep:
-    """Marks of a step whose times have not been read yet.
+    """Marks of a step whose times have not been read yet."""
 
-    Attributes:
-        started: Mark at its beginning.
-        ended: Mark at its end.
-        intervals: ``(phase, begin, end)`` of marks that are not yet counted in :attr:`phases`.
-        waits: ``(phase, axis, begin, end)`` of marks that are not yet counted in :attr:`waited`.
-        phases: Seconds by phase.
-        waited: Seconds by phase and axis.
-        values: Other values of its line; the loss may be a tensor (0-dim) on the device.
-    """
-
-    started: Any
-    ended: Any = None
+    started: Any  # mark at its beginning
+    ended: Any = None  # mark at its end
+    # ``(phase, begin, end)`` of marks that are not yet counted in :attr:`phases`
     intervals: list[tuple[str, Any, Any]] = field(default_factory=list)
+    # ``(phase, axis, begin, end)`` of marks that are not yet counted in :attr:`waited`
     waits: list[tuple[str, str, Any, Any]] = field(default_factory=list)
-    phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds by phase
+    # seconds by phase and axis
     waited: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+    # other values of its line; the loss may be a tensor (0-dim) on the device
     values: dict[str, Any] = field(default_factory=dict)
 
     def read_marks(self, clock: PhaseClock) -> None:

@@ -18,26 +18,18 @@ PLAN = "plan.json"
 
 @dataclass
 class RankRun:
-    """Holds what one rank has written for the report.
+    """Holds what one rank has written for the report."""
 
-    Attributes:
-        rank: Its number.
-        facts: The facts of the latest start.
-        starts: Times of all starts, in seconds since the epoch.
-        steps: Lines of steps by number; the latest line of a step that ran again after a restart.
-        events: Lines of events in order of time.
-        has_ended: Whether the program closed the file after the latest start.
-        last_line: ``time`` and, if known, ``step`` of the last line after the latest start.
-        breaks: The ``last_line`` of each earlier start whose program did not close the file.
-    """
-
-    rank: int
-    facts: Line = field(default_factory=dict)
-    starts: list[float] = field(default_factory=list)
+    rank: int  # its number
+    facts: Line = field(default_factory=dict)  # the facts of the latest start
+    starts: list[float] = field(default_factory=list)  # times of all starts, in seconds since the epoch
+    # lines of steps by number; the latest line of a step that ran again after a restart
     steps: dict[int, Line] = field(default_factory=dict)
-    events: list[Line] = field(default_factory=list)
-    has_ended: bool = False
+    events: list[Line] = field(default_factory=list)  # lines of events in order of time
+    has_ended: bool = False  # whether the program closed the file after the latest start
+    # ``time`` and, if known, ``step`` of the last line after the latest start
     last_line: Line = field(default_factory=dict)
+    # the ``last_line`` of each earlier start whose program did not close the file
     breaks: list[Line] = field(default_factory=list)
 
     def take(self, line: Line) -> None:
@@ -64,17 +56,12 @@ class RankRun:
 
 @dataclass
 class RunData:
-    """The lines of all ranks of a run.
+    """The lines of all ranks of a run."""
 
-    Attributes:
-        ranks: The files of ranks by rank number.
-        torn_lines: Number of lines that are ignored: incomplete, as a killed rank leaves one, or of another program.
-        plan: Result of ``ds_plan --json`` for the run, if there is one.
-    """
-
-    ranks: dict[int, RankRun]
+    ranks: dict[int, RankRun]  # the files of ranks by rank number
+    # number of lines that are ignored: incomplete, as a killed rank leaves one, or of another program
     torn_lines: int = 0
-    plan: Line | None = None
+    plan: Line | None = None  # result of ``ds_plan --json`` for the run, if there is one
 
     @property
     def first(self) -> RankRun:

@@ -26,17 +26,13 @@ class LrSchedule:
         optimizer: A torch optimizer, or anything whose ``optimizer`` attribute is one.
         last_batch_iteration: Step to resume from; -1 is the start.
 
-    Attributes:
-        optimizer: The torch optimizer.
-        last_batch_iteration: The step whose rate is set; -1 before the first.
-
     Raises:
         TypeError: ``optimizer`` is neither of these.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
-        self.optimizer = get_torch_optimizer(optimizer)
-        self.last_batch_iteration = last_batch_iteration
+        self.optimizer = get_torch_optimizer(optimizer)  # the torch optimizer
+        self.last_batch_iteration = last_batch_iteration  # the step whose rate is set; -1 before the first
         self._last_lr: list[float] | None = None
 
     def get_lr(self) -> list[float]:

@@ -51,50 +51,32 @@ the parameter full and returns True where it may: inside the engine's forward an
 
 @dataclass
 class Loan:
-    """A parameter that ``GatheredParameters`` keeps full.
+    """A parameter that ``GatheredParameters`` keeps full."""
 
-    Attributes:
-        depth: Number of open contexts that requested it.
-        tensor: Its values in storage of their own, or None where the parameter was full anyway.
-        backup: The values to be restored when the context discards edits; None where nothing needs it.
-        version: The parameter's version counter when the first context was entered.
-    """
-
-    depth: int = 0
+    depth: int = 0  # number of open contexts that requested it
+    # its values in storage of their own, or None where the parameter was full anyway
     tensor: torch.Tensor | None = None
+    # the values to be restored when the context discards edits; None where nothing needs it
     backup: torch.Tensor | None = None
-    version: int = 0
+    version: int = 0  # the parameter's version counter when the first context was entered
 
 
 class ParameterBucket(Protocol):
-    """Describes what a bucket of parameters has, an engine's or a provisional one.
+    """Describes what a bucket of parameters has, an engine's or a provisional one."""
 
-    Attributes:
-        layout: Where each parameter lies.
-        dtype: The dtype of the parameters.
-        device: Where they compute.
-        group: The ranks that share them.
-        is_sharded: Whether a rank keeps only its slice between uses.
-        is_partitioned: Whether the placement shards parameters, so that the ecosystem's ``ds_*`` attributes exist;
-            small parameters and those of a group of one may be resident anyway.
-        state: Where the values are.
-        shard: This rank's slice, 1-D; for a resident bucket a view of all values.
-        loans: Parameters that ``GatheredParameters`` keeps full, by tile.
-        pins: Contexts that keep the whole bucket full.
-        gatherer: Makes a parameter full if that is allowed now, and returns whether it did; None: never.
-    """
-
-    layout: BucketLayout
-    dtype: torch.dtype
-    device: torch.device
-    group: BucketGroup
-    is_sharded: bool
+    layout: BucketLayout  # where each parameter lies
+    dtype: torch.dtype  # the dtype of the parameters
+    device: torch.device  # where they compute
+    group: BucketGroup  # the ranks that share them
+    is_sharded: bool  # whether a rank keeps only its slice between uses
+    # whether the placement shards parameters, so that the ecosystem's ``ds_*`` attributes exist; small parameters and
+    # those of a group of one may be resident anyway
     is_partitioned: bool
-    state: State
-    shard: torch.Tensor
-    loans: dict[int, Loan]
-    pins: int
-    gatherer: Gatherer | None
+    state: State  # where the values are
+    shard: torch.Tensor  # this rank's slice, 1-D; for a resident bucket a view of all values
+    loans: dict[int, Loan]  # parameters that ``GatheredParameters`` keeps full, by tile
+    pins: int  # contexts that keep the whole bucket full
+    gatherer: Gatherer | None  # makes a parameter full if that is allowed now, and returns whether it did; None: never
 
     @property
     def owner(self) -> Any:
@@ -137,21 +119,15 @@ _numbers = itertools.count()
 
 
 class Address:
-    """Describes where a parameter's values are kept.
-
-    Attributes:
-        bucket: The bucket.
-        tile: Index of the parameter in it.
-        number: Unique in this process; stays with the parameter when it moves (``ds_id``).
-        active_modules: For programs that clear ``ds_active_sub_modules``; nothing here needs it.
-    """
+    """Describes where a parameter's values are kept."""
 
     __slots__ = ("active_modules", "bucket", "number", "tile")
 
     def __init__(self, bucket: ParameterBucket, tile: int, number: int) -> None:
         self.bucket = bucket
-        self.tile = tile
-        self.number = number
+        self.tile = tile  # index of the parameter in it
+        self.number = number  # unique in this process; stays with the parameter when it moves (``ds_id``)
+        # for programs that clear ``ds_active_sub_modules``; nothing here needs it
         self.active_modules: set[Any] = set()
 
     def __reduce__(self) -> Any:
@@ -508,7 +484,6 @@ def mark_sharded(parameter: torch.nn.Parameter, empty: torch.Tensor) -> None:
     """Replaces the values of ``parameter`` by a placeholder and makes it intercept operations.
 
     Args:
-        parameter: The parameter.
         empty: 1-D without elements, or the full shape over the memory of one element.
     """
     if type(parameter) is ShardedParameter:  # it goes from one bucket to another

@@ -37,47 +37,35 @@ from deepspeed.zero.tiling.layout import DATA, SliceLayout
 
 @dataclass(frozen=True)
 class BucketGroup:
-    """The ranks that share one bucket, with their roles.
+    """The ranks that share one bucket, with their roles."""
 
-    Attributes:
-        name: Equal on all ranks, also where they are in different groups of that name.
-        gather: Carries parameters between the ranks that share slices.
-        reduce: Carries gradients between the same ranks.
-        owners: The ranks among which masters are cut, numbered as they are cut: ``gather``, or with it the ranks with
-            the same slices (``comm.job.grid.GridTransport``).
-        combine: Carries sums between the ranks that hold the same slices; None where no others do.
-        divisor: Divides a sum over all ranks of the group to give the mean.
-        is_primary_replica: Whether this rank writes checkpoints and enters norms for the ranks that hold the same tiles
-            and are in another group of that name (tensor-parallel ranks, for what is not cut there).
-        ranks: The ranks, in the job, of all groups of that name; empty where the peers are one group.
-        is_part: Whether tensor-parallel ranks have different parts of the parameters; of ranks with equal parts one
-            counts.
-        spans_stages: The ranks that hold the same slices have different parts of the model otherwise (tied weights on
-            several stages of a pipeline): sums over them wait for the update, and code that edits one copy must edit
-            all.
-        gather_codec: Codec of parameters that are gathered for use; None: uncompressed.
-        frozen_codec: The same for parameters that were frozen when their buckets were made.
-        early_codec: Codec of gradients in the updates before ``reduce_codec`` begins; None: uncompressed.
-        reduce_codec: Codec of gradients, between the ranks that share slices and then between those with the same
-            slices; None: uncompressed.
-        reduces_rows: Only the nonzero rows of gradients are sent.
-    """
-
-    name: str
-    gather: Transport
-    reduce: Transport
+    name: str  # equal on all ranks, also where they are in different groups of that name
+    gather: Transport  # carries parameters between the ranks that share slices
+    reduce: Transport  # carries gradients between the same ranks
+    # the ranks among which masters are cut, numbered as they are cut: ``gather``, or with it the ranks with the same
+    # slices (``comm.job.grid.GridTransport``)
     owners: Transport
+    # carries sums between the ranks that hold the same slices; None where no others do
     combine: Transport | None = None
-    divisor: int = 1
+    divisor: int = 1  # divides a sum over all ranks of the group to give the mean
+    # whether this rank writes checkpoints and enters norms for the ranks that hold the same tiles and are in another
+    # group of that name (tensor-parallel ranks, for what is not cut there)
     is_primary_replica: bool = True
+    # the ranks, in the job, of all groups of that name; empty where the peers are one group
     ranks: tuple[tuple[int, ...], ...] = ()
+    # whether tensor-parallel ranks have different parts of the parameters; of ranks with equal parts one counts
     is_part: bool = False
+    # the ranks that hold the same slices have different parts of the model otherwise (tied weights on several stages of
+    # a pipeline): sums over them wait for the update, and code that edits one copy must edit all
     spans_stages: bool = False
-    gather_codec: Codec | None = None
-    frozen_codec: Codec | None = None
+    gather_codec: Codec | None = None  # codec of parameters that are gathered for use; None: uncompressed
+    frozen_codec: Codec | None = None  # the same for parameters that were frozen when their buckets were made
+    # codec of gradients in the updates before ``reduce_codec`` begins; None: uncompressed
     early_codec: Codec | None = None
+    # codec of gradients, between the ranks that share slices and then between those with the same slices; None:
+    # uncompressed
     reduce_codec: Codec | None = None
-    reduces_rows: bool = False
+    reduces_rows: bool = False  # only the nonzero rows of gradients are sent
 
     @classmethod
     def over(cls, gather: Transport, reduce: Transport | None = None, *, name: str = DATA) -> BucketGroup:
@@ -180,22 +168,15 @@ class BucketGroup:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one engine. Making it gives the engine its number.
+    """The groups of one engine. Making it gives the engine its number."""
 
-    Attributes:
-        by_name: The group of every name that occurs.
-        peers: The ranks with the same part of the model: they make the same calls.
-        job: All ranks that decide about an update together.
-        other_parts: The ranks with the other parts, for groups with ``is_part``; None if there are none, or the
-            program's mpu does not know them.
-        lease: The process groups that nothing else uses; see :meth:`give_back`.
-    """
-
-    by_name: Mapping[str, BucketGroup]
-    peers: Transport
-    job: Transport
+    by_name: Mapping[str, BucketGroup]  # the group of every name that occurs
+    peers: Transport  # the ranks with the same part of the model: they make the same calls
+    job: Transport  # all ranks that decide about an update together
+    # the ranks with the other parts, for groups with ``is_part``; None if there are none, or the program's mpu does not
+    # know them
     other_parts: Axis | None = None
-    lease: Lease | None = None
+    lease: Lease | None = None  # the process groups that nothing else uses; see :meth:`give_back`
 
     def __post_init__(self) -> None:
         owner = self.peers.next_owner()

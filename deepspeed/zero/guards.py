@@ -68,14 +68,10 @@ def _refuse_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_oth
 
 
 class UntrainedGradients:
-    """Drops the gradients of parameters that require one and belong to no group of the optimizer.
-
-    Attributes:
-        handles: The hooks that do it.
-    """
+    """Drops the gradients of parameters that require one and belong to no group of the optimizer."""
 
     def __init__(self) -> None:
-        self.handles: list[RemovableHandle] = []
+        self.handles: list[RemovableHandle] = []  # the hooks that do it
         self._known: set[int] = set()
 
     def drop_those_of(self, buckets: Iterable[Bucket]) -> list[str]:

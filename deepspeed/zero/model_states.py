@@ -46,16 +46,11 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 @dataclass
 class Unit:
-    """Parameters that are gathered together for the forward of one module.
+    """Parameters that are gathered together for the forward of one module."""
 
-    Attributes:
-        name: Qualified name of the module; empty for the root.
-        module: The module whose forward needs the parameters.
-        params: Qualified name to parameter, in model order; a tied parameter belongs to its first owner.
-    """
-
-    name: str
-    module: nn.Module
+    name: str  # qualified name of the module; empty for the root
+    module: nn.Module  # the module whose forward needs the parameters
+    # qualified name to parameter, in model order; a tied parameter belongs to its first owner
     params: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @property
@@ -69,7 +64,6 @@ def find_units(model: nn.Module, granularity: int) -> list[Unit]:
     """Cuts ``model`` into units, in model order; units without parameters are left out.
 
     Args:
-        model: The model.
         granularity: A block of at most this many elements is never split.
     """
     seen: set[int] = set()
@@ -114,40 +108,24 @@ def _numel(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """Holds the settings of the ZeRO runtime, from the configuration.
+    """Holds the settings of the ZeRO runtime, from the configuration."""
 
-    Attributes:
-        placement: The ZeRO row.
-        layout: Sizes that decide which parameters share a bucket.
-        gathers: Sizes that decide when buckets are gathered and freed.
-        reduction: How gradients are combined; None where nothing is trained.
-        granularity: A block of at most this many elements is never split into smaller units.
-        compute_dtype: Dtype of a parameter, by name and parameter.
-        whole_tensors: The optimizer needs parameters in their shape (allowed where nothing is sharded).
-        device: Where the model computes.
-        param_memories: Where compute shards are kept, for every tier in use.
-        master_memories: Where masters and optimizer states are kept, for every tier in use.
-        destination: Makes what brings the reduced gradients of one bucket to their tier.
-        agreement: What happens if ranks gather different parameters (``zero_optimization.agreement``).
-        state_itemsizes: For every per-element optimizer state, as far as it is known beforehand, its bytes per fp32
-            element.
-        leaves: The modules that are gathered as one unit; None: those that are marked already.
-    """
-
-    placement: Placement
-    layout: Limits
-    gathers: GatherLimits
-    reduction: ReductionPolicy | None
-    granularity: int
-    compute_dtype: Callable[[str, torch.Tensor], torch.dtype]
-    whole_tensors: bool
-    device: torch.device
-    param_memories: Mapping[Tier, Memory]
-    master_memories: Mapping[Tier, Memory]
+    placement: Placement  # the ZeRO row
+    layout: Limits  # sizes that decide which parameters share a bucket
+    gathers: GatherLimits  # sizes that decide when buckets are gathered and freed
+    reduction: ReductionPolicy | None  # how gradients are combined; None where nothing is trained
+    granularity: int  # a block of at most this many elements is never split into smaller units
+    compute_dtype: Callable[[str, torch.Tensor], torch.dtype]  # dtype of a parameter, by name and parameter
+    whole_tensors: bool  # the optimizer needs parameters in their shape (allowed where nothing is sharded)
+    device: torch.device  # where the model computes
+    param_memories: Mapping[Tier, Memory]  # where compute shards are kept, for every tier in use
+    master_memories: Mapping[Tier, Memory]  # where masters and optimizer states are kept, for every tier in use
+    # makes what brings the reduced gradients of one bucket to their tier
     destination: Callable[[Tier, MemoryTracker], GradientDestination]
-    agreement: str = "adapt"
+    agreement: str = "adapt"  # what happens if ranks gather different parameters (``zero_optimization.agreement``)
+    # for every per-element optimizer state, as far as it is known beforehand, its bytes per fp32 element
     state_itemsizes: tuple[int, ...] = ()
-    leaves: LeafModule | None = None
+    leaves: LeafModule | None = None  # the modules that are gathered as one unit; None: those that are marked already
 
     @property
     def host_is_device(self) -> bool:
@@ -157,15 +135,6 @@ class RuntimeOptions:
 
 class ModelStates:
     """Buckets and masters of one model. Every rank must make it, with the same model.
-
-    Attributes:
-        units: The units of the model.
-        layout: Where every parameter lives.
-        placed: Where the states of each bucket live, by index.
-        buckets: In model order.
-        masters: One per bucket that is trained; those that were unfrozen later come last.
-        param_names: Parameter to qualified name.
-        memory_tracker: Counts the memory.
 
     Args:
         model: The model; its parameters are changed in place and take rank 0's values.
@@ -181,8 +150,8 @@ class ModelStates:
         groups: Groups,
         param_groups: Mapping[int, int],
     ) -> None:
-        self.units = find_units(model, options.granularity)
-        self.memory_tracker = MemoryTracker()
+        self.units = find_units(model, options.granularity)  # the units of the model
+        self.memory_tracker = MemoryTracker()  # counts the memory
         self._model = model
         self._options = options
         self._groups = groups
@@ -190,13 +159,15 @@ class ModelStates:
             parameter: groups.name_of(name, describe(name, parameter)) for name, parameter in model.named_parameters()
         }
         self._materializer = Materializer(model, options.device)
-        self.layout = self._make_layout(param_groups)
-        self.placed = options.placement.of_buckets(self.layout)
+        self.layout = self._make_layout(param_groups)  # where every parameter lives
+        self.placed = options.placement.of_buckets(self.layout)  # where the states of each bucket live, by index
         self._open_memories()
+        # parameter to qualified name
         self.param_names = {parameter: name for unit in self.units for name, parameter in unit.params.items()}
+        # one per bucket that is trained; those that were unfrozen later come last
         self.masters: list[MasterBucket] = []
         self._trained: dict[int, int] = {}  # index of a bucket to its position among the masters
-        self.buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []  # in model order
         self._make_buckets()
         self._materializer.finish()
 
@@ -526,21 +497,13 @@ class _WholeRound(_Round):
 
 @dataclass(frozen=True)
 class Move:
-    """An interval of a tile that is moved.
+    """An interval of a tile that is moved."""
 
-    Attributes:
-        source: The rank that has it.
-        source_start: Where it begins in that rank's slice.
-        target: The rank that gets it; may be the source.
-        target_start: Where it begins in that rank's slice.
-        numel: Length in elements.
-    """
-
-    source: int
-    source_start: int
-    target: int
-    target_start: int
-    numel: int
+    source: int  # the rank that has it
+    source_start: int  # where it begins in that rank's slice
+    target: int  # the rank that gets it; may be the source
+    target_start: int  # where it begins in that rank's slice
+    numel: int  # length in elements
 
 
 def moves(old: Sequence[Fragment], new: Sequence[Fragment]) -> list[Move]:

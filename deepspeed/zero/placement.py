@@ -79,40 +79,24 @@ class BucketPlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """Describes how the model states are placed over the data-parallel ranks.
+    """Describes how the model states are placed over the data-parallel ranks."""
 
-    Attributes:
-        stage: The row of the table, for messages and for the ecosystem's queries only.
-        shard_params: Each rank keeps only its slice of the compute parameters between uses.
-        shard_gradients: Each micro-batch's gradients are reduced to the owner at once.
-        shard_master: Each rank keeps only its slice of the fp32 masters and of the optimizer state.
-        param_tier: Memory of the compute shards.
-        base_tier: Memory of the shards of frozen parameters in the group ``describe.OFFLOADED``.
-        master_tier: Memory of masters, optimizer state and (unless on the device) reduced gradients.
-        offloaded_share: Share of the trained elements whose master is in ``master_tier``; the rest is on the device.
-        max_host_params: Elements of compute shards that stay in host memory before files are used.
-        shard_ranks: Neighbors that share the compute parameters; None: all ranks.
-        spread_master: With ``shard_ranks``: gradients, masters and optimizer state are cut over all ranks.
-        speculates: Masters in host memory are updated before the norm is known, in a second set of them and of their
-            optimizer state.
-        narrow_masters: Masters of 16-bit parameters have their dtype, and so have their reduced gradients.
-        narrow_states: Optimizer states of such masters have it too.
-    """
-
-    stage: int
-    shard_params: bool
-    shard_gradients: bool
-    shard_master: bool
-    param_tier: Tier = Tier.DEVICE
-    master_tier: Tier = Tier.DEVICE
+    stage: int  # the row of the table, for messages and for the ecosystem's queries only
+    shard_params: bool  # each rank keeps only its slice of the compute parameters between uses
+    shard_gradients: bool  # each micro-batch's gradients are reduced to the owner at once
+    shard_master: bool  # each rank keeps only its slice of the fp32 masters and of the optimizer state
+    param_tier: Tier = Tier.DEVICE  # memory of the compute shards
+    master_tier: Tier = Tier.DEVICE  # memory of masters, optimizer state and (unless on the device) reduced gradients
+    # share of the trained elements whose master is in ``master_tier``; the rest is on the device
     offloaded_share: float = 1.0
-    max_host_params: int = 0
-    shard_ranks: int | None = None
-    spread_master: bool = False
+    max_host_params: int = 0  # elements of compute shards that stay in host memory before files are used
+    shard_ranks: int | None = None  # neighbors that share the compute parameters; None: all ranks
+    spread_master: bool = False  # with ``shard_ranks``: gradients, masters and optimizer state are cut over all ranks
+    # masters in host memory are updated before the norm is known, in a second set of them and of their optimizer state
     speculates: bool = False
-    base_tier: Tier = Tier.DEVICE
-    narrow_masters: bool = False
-    narrow_states: bool = False
+    base_tier: Tier = Tier.DEVICE  # memory of the shards of frozen parameters in the group ``describe.OFFLOADED``
+    narrow_masters: bool = False  # masters of 16-bit parameters have their dtype, and so have their reduced gradients
+    narrow_states: bool = False  # optimizer states of such masters have it too
 
     @classmethod
     def of_section(cls, zero: ZeroOptimization, ranks: int | None = None) -> Placement:

@@ -39,17 +39,13 @@ from deepspeed.zero.update.masters import MasterBucket, group_indices, move_to_r
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """A part of the model that runs separately, such as a chunk of a pipeline.
+    """A part of the model that runs separately, such as a chunk of a pipeline."""
 
-    Attributes:
-        reaches: Parameters that a backward of it may reach.
-        closes: Those of them that no later backward of this update reaches: their gradients are reduced now.
-        reduces_each: Parameters in ``reaches`` that are not in ``closes`` are reduced after this backward too; False:
-            they stay a local sum until a backward closes them.
-    """
-
-    reaches: frozenset[torch.nn.Parameter]
+    reaches: frozenset[torch.nn.Parameter]  # parameters that a backward of it may reach
+    # those of them that no later backward of this update reaches: their gradients are reduced now
     closes: frozenset[torch.nn.Parameter] = frozenset()
+    # parameters in ``reaches`` that are not in ``closes`` are reduced after this backward too; False: they stay a local
+    # sum until a backward closes them
     reduces_each: bool = False
 
 
@@ -58,19 +54,14 @@ class MicroBatch:
     """One backward of an update.
 
     The engine counts calls of ``step``; a schedule that runs forwards and backwards in an order of its own sets it.
-
-    Attributes:
-        index: Number of the micro-batch in its update, from 0. Several backwards may belong to one: those of the parts
-            of a model that is run part by part.
-        is_first: No backward of this update came before.
-        is_last: The update follows this backward.
-        part: The part of the model that the backward belongs to; None: all of it.
     """
 
+    # Number of the micro-batch in its update, from 0. Several backwards may belong to one: those of the parts of a
+    # model that is run part by part.
     index: int
-    is_first: bool
-    is_last: bool
-    part: ModelChunk | None = None
+    is_first: bool  # no backward of this update came before
+    is_last: bool  # the update follows this backward
+    part: ModelChunk | None = None  # the part of the model that the backward belongs to; None: all of it
 
 
 class BackwardTracker:
@@ -81,13 +72,10 @@ class BackwardTracker:
 
     Args:
         enter: Called in an open backward with the number of the forward whose outputs it has reached.
-
-    Attributes:
-        is_open: Whether a backward is open; set by the runtime alone.
     """
 
     def __init__(self, enter: Callable[[int], None]) -> None:
-        self.is_open = False
+        self.is_open = False  # whether a backward is open; set by the runtime alone
         self._enter = enter
         self._open_backward: Callable[[], None] | None = None
 
@@ -118,30 +106,7 @@ class BackwardTracker:
 
 
 class ZeroRuntime:
-    """Manages the sharded states of one model. Made by :func:`build_runtime`.
-
-    Attributes:
-        model: The model.
-        placement: The ZeRO row.
-        device: Where the model computes.
-        host_is_device: Whether ``device`` is the host.
-        groups: The ranks that share parameters, and those that decide together.
-        states: The model states: parameters in buckets, and masters.
-        buckets: In model order.
-        masters: One per trainable bucket, in the same order as ``reducer.buckets``.
-        memory_tracker: Counts the bytes that are allocated.
-        agreement: The ranks' agreement on the order of gathers.
-        schedule: When buckets are gathered.
-        hooks: The hooks that run before and after modules.
-        reducer: The gradients; None where nothing is trained.
-        backward_tracker: Detects backwards of this model.
-        handles: Hooks on the model that are removed with this runtime.
-        optimizer: The ZeRO optimizer, see :meth:`attach`; None before, and where nothing is trained.
-        originals: The parameter objects that are trained, to restore those that a program replaces.
-        offloaded: Kinds of states that ``offload_states`` has moved to the host.
-        open_blocks: ``GatheredParameters`` blocks that hold parameters of this model.
-        is_retired: Whether another engine has taken the model over.
-    """
+    """Manages the sharded states of one model. Made by :func:`build_runtime`."""
 
     def __init__(
         self,
@@ -157,26 +122,27 @@ class ZeroRuntime:
         backward_tracker: BackwardTracker,
     ) -> None:
         self.model = model
-        self.placement = options.placement
-        self.device = options.device
+        self.placement = options.placement  # the ZeRO row
+        self.device = options.device  # where the model computes
         self.host_is_device = options.host_is_device
-        self.groups = groups
-        self.states = states
-        self.buckets = states.buckets
-        self.masters = states.masters
-        self.memory_tracker = states.memory_tracker
+        self.groups = groups  # the ranks that share parameters, and those that decide together
+        self.states = states  # the model states: parameters in buckets, and masters
+        self.buckets = states.buckets  # in model order
+        self.masters = states.masters  # one per trainable bucket, in the same order as ``reducer.buckets``
+        self.memory_tracker = states.memory_tracker  # counts the bytes that are allocated
         self.param_names = states.param_names
-        self.agreement = agreement
-        self.schedule = schedule
-        self.hooks = hooks
-        self.reducer = reducer
-        self.backward_tracker = backward_tracker
+        self.agreement = agreement  # the ranks' agreement on the order of gathers
+        self.schedule = schedule  # when buckets are gathered
+        self.hooks = hooks  # the hooks that run before and after modules
+        self.reducer = reducer  # the gradients; None where nothing is trained
+        self.backward_tracker = backward_tracker  # detects backwards of this model
+        # the parameter objects that are trained, to restore those that a program replaces
         self.originals = OriginalParameters(model)
-        self.handles: list[RemovableHandle] = []
-        self.optimizer: Any = None
-        self.offloaded: set[str] = set()
-        self.open_blocks = 0
-        self.is_retired = False
+        self.handles: list[RemovableHandle] = []  # hooks on the model that are removed with this runtime
+        self.optimizer: Any = None  # the ZeRO optimizer, see :meth:`attach`; None before, and where nothing is trained
+        self.offloaded: set[str] = set()  # kinds of states that ``offload_states`` has moved to the host
+        self.open_blocks = 0  # ``GatheredParameters`` blocks that hold parameters of this model
+        self.is_retired = False  # whether another engine has taken the model over
         self._late: list[int] = []  # positions of buckets trained only since a parameter of theirs was unfrozen
         self._is_alone = all(isinstance(group.reduce, LocalTransport) for group in groups)
         self._gathers = [group.gather for group in groups if not isinstance(group.gather, LocalTransport)]
@@ -225,7 +191,6 @@ class ZeroRuntime:
         """Opens a backward: gradients are collected and sharded parameters gathered on demand until it ends.
 
         Args:
-            micro_batch: The micro-batch of this backward.
             sync: Whether gradients are reduced; False inside ``no_sync``.
         """
         require_state(not self.in_backward, self, "no open backward at the begin of one")

@@ -50,13 +50,9 @@ class MemoryObserver(Protocol):
 
 
 class MemoryTracker:
-    """Bytes alive and their peak, by kind and tier. One per ZeRO instance.
+    """Bytes alive and their peak, by kind and tier. One per ZeRO instance."""
 
-    Attributes:
-        observer: Called with every entry, or None.
-    """
-
-    observer: ClassVar[MemoryObserver | None] = None
+    observer: ClassVar[MemoryObserver | None] = None  # called with every entry, or None
 
     def __init__(self) -> None:
         self._live: dict[tuple[StorageKind, Tier], int] = defaultdict(int)

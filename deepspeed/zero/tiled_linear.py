@@ -30,11 +30,6 @@ class TiledLinear(nn.Module):
         init_linear: A linear layer whose values are copied; see :meth:`copy_params_from`.
         **kwargs: For ``linear_cls``.
 
-    Attributes:
-        linears: The layers: ``linears[o][i]`` makes part o of the output of part i of the input.
-        in_parts: Bounds of the parts of the input.
-        out_parts: Bounds of the parts of the output.
-
     Raises:
         DeepSpeedConfigError: There are more parts than features, or ``init_linear`` has other sizes.
     """
@@ -56,8 +51,9 @@ class TiledLinear(nn.Module):
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
-        self.in_parts = _bounds("in", in_features, in_splits)
-        self.out_parts = _bounds("out", out_features, out_splits)
+        self.in_parts = _bounds("in", in_features, in_splits)  # bounds of the parts of the input
+        self.out_parts = _bounds("out", out_features, out_splits)  # bounds of the parts of the output
+        # the layers: ``linears[o][i]`` makes part o of the output of part i of the input
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(

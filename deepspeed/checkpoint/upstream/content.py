@@ -33,15 +33,10 @@ class ValueSource(Protocol):
 
 @dataclass
 class Values:
-    """One kind of values of one parameter.
+    """One kind of values of one parameter."""
 
-    Attributes:
-        tensors: Flat tensors, by rank.
-        fragments: Where the parameter lies in them.
-    """
-
-    tensors: Sequence[torch.Tensor]
-    fragments: list[RankFragment]
+    tensors: Sequence[torch.Tensor]  # flat tensors, by rank
+    fragments: list[RankFragment]  # where the parameter lies in them
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Values:
@@ -67,23 +62,14 @@ class Values:
 
 @dataclass
 class CheckpointValues:
-    """Holds the values that the reader of one layout has found.
+    """Holds the values that the reader of one layout has found."""
 
-    Attributes:
-        shapes: The shapes of every parameter.
-        values: By kind and parameter.
-        frozen: Parameters that had no gradient.
-        buffers: Persistent buffers.
-        aliases: Further names of tied parameters.
-        state: Everything small.
-    """
-
-    state: TrainingState
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    values: dict[str, dict[str, ValueSource]] = field(default_factory=dict)
-    frozen: set[str] = field(default_factory=set)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
+    state: TrainingState  # everything small
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # the shapes of every parameter
+    values: dict[str, dict[str, ValueSource]] = field(default_factory=dict)  # by kind and parameter
+    frozen: set[str] = field(default_factory=set)  # parameters that had no gradient
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent buffers
+    aliases: dict[str, str] = field(default_factory=dict)  # further names of tied parameters
 
     def put(self, kind: str, name: str, values: ValueSource) -> None:
         """Records values of a parameter."""
@@ -116,19 +102,12 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class RankFragment:
-    """Elements ``[start, start + numel)`` of a flattened parameter, in one rank's flat tensor.
+    """Elements ``[start, start + numel)`` of a flattened parameter, in one rank's flat tensor."""
 
-    Attributes:
-        start: First element in the parameter.
-        numel: Length.
-        rank: Whose tensor.
-        offset: Where it begins there.
-    """
-
-    start: int
-    numel: int
-    rank: int
-    offset: int
+    start: int  # first element in the parameter
+    numel: int  # length
+    rank: int  # whose tensor
+    offset: int  # where it begins there
 
 
 def stage_1_and_2(

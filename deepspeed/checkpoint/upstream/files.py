@@ -152,19 +152,12 @@ class _TrustingPickle:
 
 @dataclass(frozen=True)
 class Files:
-    """Lists the files of one model-parallel rank in a tag folder.
+    """Lists the files of one model-parallel rank in a tag folder."""
 
-    Attributes:
-        model: Model-states files by data-parallel rank; one below stage 3.
-        optim: Optimizer-states files by data-parallel rank; none at stage 0.
-        shards_params: Whether it is a stage-3 folder.
-        experts: Files of single experts.
-    """
-
-    model: tuple[Path, ...]
-    optim: tuple[Path, ...]
-    shards_params: bool
-    experts: tuple[Path, ...] = ()
+    model: tuple[Path, ...]  # model-states files by data-parallel rank; one below stage 3
+    optim: tuple[Path, ...]  # optimizer-states files by data-parallel rank; none at stage 0
+    shards_params: bool  # whether it is a stage-3 folder
+    experts: tuple[Path, ...] = ()  # files of single experts
 
 
 def find_files(folder: Path) -> tuple[Files, ...]:

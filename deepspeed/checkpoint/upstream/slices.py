@@ -24,23 +24,14 @@ INFO = "universal_checkpoint_info"
 
 @dataclass(frozen=True)
 class StridedRun:
-    """Elements of a slice that are evenly spaced in the whole.
+    """Elements of a slice that are evenly spaced in the whole."""
 
-    Attributes:
-        rank: Whose slice.
-        shape: Extents.
-        start: First element in the flattened whole.
-        strides: Steps there.
-        slice_start: First element in the flattened slice.
-        slice_strides: Steps there.
-    """
-
-    rank: int
-    shape: tuple[int, ...]
-    start: int
-    strides: tuple[int, ...]
-    slice_start: int
-    slice_strides: tuple[int, ...]
+    rank: int  # whose slice
+    shape: tuple[int, ...]  # extents
+    start: int  # first element in the flattened whole
+    strides: tuple[int, ...]  # steps there
+    slice_start: int  # first element in the flattened slice
+    slice_strides: tuple[int, ...]  # steps there
 
     def fits(self, numel: int, slice_numel: int) -> bool:
         """Returns whether it lies inside a whole and a slice of this many elements."""
@@ -51,17 +42,11 @@ class StridedRun:
 
 @dataclass(frozen=True)
 class SlicedParam:
-    """Describes which slices make up a parameter.
+    """Describes which slices make up a parameter."""
 
-    Attributes:
-        shape: Shape of the whole tensor.
-        runs: Together all of it, each element once; empty: every rank has all of it.
-        is_mean: The whole is the mean of what the ranks have.
-    """
-
-    shape: tuple[int, ...]
-    runs: tuple[StridedRun, ...] = ()
-    is_mean: bool = False
+    shape: tuple[int, ...]  # shape of the whole tensor
+    runs: tuple[StridedRun, ...] = ()  # together all of it, each element once; empty: every rank has all of it
+    is_mean: bool = False  # the whole is the mean of what the ranks have
 
 
 @dataclass

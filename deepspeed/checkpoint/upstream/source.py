@@ -26,16 +26,12 @@ from deepspeed.errors import CheckpointError
 
 
 class UpstreamSource(CheckpointSource):
-    """Reads a checkpoint in upstream's layout.
-
-    Attributes:
-        state: Everything that is no large tensor.
-    """
+    """Reads a checkpoint in upstream's layout."""
 
     def __init__(self, folder: Path, content: CheckpointValues) -> None:
         self.label = str(folder)
         self._content = content
-        self.state = content.state
+        self.state = content.state  # everything that is no large tensor
         self.aliases, self.left_out = content.aliases, frozenset()
         self.parameters = {name: self._parameter(name) for name in content.shapes}
         self.buffers = {

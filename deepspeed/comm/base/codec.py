@@ -110,14 +110,10 @@ class Codec:
 
 @dataclass(frozen=True)
 class Residual:
-    """Holds the error-feedback residual of one buffer: what its coded reductions have lost on this rank so far.
+    """Holds the error-feedback residual of one buffer: what its coded reductions have lost on this rank so far."""
 
-    Attributes:
-        sent: 1-D fp32, as long as the buffer: of what this rank sent to the owners of the slices.
-        owned: 1-D fp32, one slice: of the sum that this rank sent to all, where every rank gets the whole sum.
-    """
-
-    sent: torch.Tensor
+    sent: torch.Tensor  # 1-D fp32, as long as the buffer: of what this rank sent to the owners of the slices
+    # 1-D fp32, one slice: of the sum that this rank sent to all, where every rank gets the whole sum
     owned: torch.Tensor | None
 
 

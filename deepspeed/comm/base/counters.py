@@ -38,15 +38,12 @@ class TrafficCounter:
     Bytes of ``requested`` are those of the *full* buffer of the collective, the figure that the ZeRO paper counts (an
     all-gather of n elements counts n, a reduce-scatter of n counts n, an all-reduce counts 2n); bytes of ``ran`` are
     what this rank has sent.
-
-    Attributes:
-        requested_along: Collectives of the schedule, by ``(name, axis)``.
-        ran_along: What the backend ran, in the same form.
     """
 
     def __init__(self) -> None:
+        # collectives of the schedule, by ``(name, axis)``
         self.requested_along: dict[tuple[str, str], Tally] = defaultdict(Tally)
-        self.ran_along: dict[tuple[str, str], Tally] = defaultdict(Tally)
+        self.ran_along: dict[tuple[str, str], Tally] = defaultdict(Tally)  # what the backend ran, in the same form
 
     @property
     def requested(self) -> dict[str, Tally]:
@@ -93,15 +90,11 @@ class WaitClock:
     """Seconds that this process's thread was blocked in waits for other ranks, while ``is_running``.
 
     It runs only while it has readers, because each wait then reads the clock twice.
-
-    Attributes:
-        is_running: Whether waits are timed.
-        seconds: Seconds of all waits so far.
     """
 
     def __init__(self) -> None:
-        self.is_running = False
-        self.seconds = 0.0
+        self.is_running = False  # whether waits are timed
+        self.seconds = 0.0  # seconds of all waits so far
         self._readers = 0
         self._trackers: list[WaitTracker] = []
 

@@ -128,7 +128,6 @@ def start_world_group(backend: str, device: torch.device | None, **arguments: An
     starts over: ranks of which some have failed to start a group would otherwise wait at different keys.
 
     Args:
-        backend: The backend of the group.
         device: The device of this process; None: the group serves host memory only.
         **arguments: Further ones of ``torch.distributed.init_process_group``.
     """

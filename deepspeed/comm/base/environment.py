@@ -40,29 +40,20 @@ _MPI_LOCAL_SIZE_NAMES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_C
 
 @dataclass(frozen=True)
 class Place:
-    """One process among ``world_size``.
+    """One process among ``world_size``."""
 
-    Attributes:
-        rank: Global rank, 0 to ``world_size`` - 1.
-        world_size: Number of processes.
-        local_rank: Rank among the processes of this host; also the index of its device, where it sees more than one.
-        address: Host name or address where rank 0 listens; None if an ``init_method`` takes care of the rendezvous.
-        port: Port where rank 0 listens; None as for ``address``, and 0 if any free one will do (one process, nobody to
-            meet).
-        source: How it was found, for the log: "torchrun variables", "Slurm", ...
-        run: Which run the process belongs to, as the program that started it names it: the same for all ranks of a run,
-            and another one for another run. Empty if unknown.
-        has_agent: Whether torch's elastic agent serves the rendezvous store: it keeps the store when it starts
-            the ranks again.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
+    rank: int  # global rank, 0 to ``world_size`` - 1
+    world_size: int  # number of processes
+    local_rank: int  # rank among the processes of this host; also the index of its device, where it sees more than one
+    # host name or address where rank 0 listens; None if an ``init_method`` takes care of the rendezvous
     address: str | None
+    # port where rank 0 listens; None as for ``address``, and 0 if any free one will do (one process, nobody to meet)
     port: int | None
-    source: str
+    source: str  # how it was found, for the log: "torchrun variables", "Slurm", ...
+    # Which run the process belongs to, as the program that started it names it: the same for all ranks of a run, and
+    # another one for another run. Empty if unknown.
     run: str = ""
+    # whether torch's elastic agent serves the rendezvous store: it keeps the store when it starts the ranks again
     has_agent: bool = False
 
     def export(self, environ: MutableMapping[str, str]) -> None:
@@ -122,21 +113,13 @@ def find_place(
 
 @dataclass(frozen=True)
 class _FoundRank:
-    """A rank, as far as it is known without the other ranks.
+    """A rank, as far as it is known without the other ranks."""
 
-    Attributes:
-        rank: Global rank.
-        world_size: Number of processes.
-        source: How it was found, in words.
-        is_slurm: Whether it is a task of Slurm.
-        node: Its machine, if a cluster's variables give it.
-    """
-
-    rank: int
-    world_size: int
-    source: str
-    is_slurm: bool = False
-    node: ClusterNode | None = None
+    rank: int  # global rank
+    world_size: int  # number of processes
+    source: str  # how it was found, in words
+    is_slurm: bool = False  # whether it is a task of Slurm
+    node: ClusterNode | None = None  # its machine, if a cluster's variables give it
 
 
 def _identity(environ: Mapping[str, str], rank: int, world_size: int, discover: bool, device_count: int) -> _FoundRank:

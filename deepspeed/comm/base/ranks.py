@@ -12,12 +12,9 @@ class Ranks:
     """The ranks of torch's default process group, and of its other groups.
 
     ``comm.job.fake`` has a subclass for ranks that do not exist.
-
-    Attributes:
-        operations: Has the collectives of ``torch.distributed``, under their names.
     """
 
-    operations: Any = torch_dist
+    operations: Any = torch_dist  # has the collectives of ``torch.distributed``, under their names
 
     @property
     def world(self) -> Any:

@@ -47,22 +47,15 @@ class OperationTotals:
 
 
 class CommsLog:
-    """Counts, bytes and times per operation name and message size.
-
-    Attributes:
-        enabled: Whether anything is recorded.
-        prof_all: Record every operation; otherwise only those in ``prof_ops`` and calls with ``prof=True``.
-        prof_ops: Names of operations to record.
-        verbose: Log a line for each operation.
-        debug: Put the caller's name into that line.
-    """
+    """Counts, bytes and times per operation name and message size."""
 
     def __init__(self) -> None:
-        self.enabled = False
+        self.enabled = False  # whether anything is recorded
+        # record every operation; otherwise only those in ``prof_ops`` and calls with ``prof=True``
         self.prof_all = True
-        self.prof_ops: list[str] = []
-        self.verbose = False
-        self.debug = False
+        self.prof_ops: list[str] = []  # names of operations to record
+        self.verbose = False  # log a line for each operation
+        self.debug = False  # put the caller's name into that line
         self._stopped: set[str] = set()
         self.totals: dict[str, dict[int, OperationTotals]] = {}
 

@@ -144,7 +144,6 @@ def _write(rows: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) -> Non
 
     Args:
         rows: One row of bytes for each slice.
-        scale: The scale of all of them.
         values: ``[slices, elements]``.
     """
     rows[:, :_HEAD].view(torch.float32)[:, 0] = scale

@@ -51,21 +51,13 @@ class RowTransport(Transport):
 
 @dataclass
 class _RowReduction:
-    """One reduction. All ranks must wait for it in the same order.
+    """One reduction. All ranks must wait for it in the same order."""
 
-    Attributes:
-        plain: Carries the bytes.
-        flat: What is summed, 1-D.
-        out: Where the sum, or this rank's slice of it, goes, 1-D.
-        how: Scale, rows and the like.
-        to_owner: Every rank gets its slice only.
-    """
-
-    plain: Transport
-    flat: torch.Tensor | None
-    out: torch.Tensor
-    how: Reduction
-    to_owner: bool
+    plain: Transport  # carries the bytes
+    flat: torch.Tensor | None  # what is summed, 1-D
+    out: torch.Tensor  # where the sum, or this rank's slice of it, goes, 1-D
+    how: Reduction  # scale, rows and the like
+    to_owner: bool  # every rank gets its slice only
 
     def will_arrive(self) -> bool:
         """Returns whether waiting needs no further call: the exchange is made in :meth:`wait`."""

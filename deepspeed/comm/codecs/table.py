@@ -340,35 +340,24 @@ class LocoCodec(Int4Codec):
 
 @dataclass(frozen=True)
 class CodecWork:
-    """The costs of a codec: pairs of encoding and decoding.
+    """The costs of a codec: pairs of encoding and decoding."""
 
-    Attributes:
-        nanoseconds: Time per element on one CPU core, as ``benchmarks/compression.py codec`` measures it.
-        kernels: Started on a device per batch of ``comm.codecs.codec.DEVICE_ELEMENTS`` elements.
-        nbytes: Bytes that these kernels read and write per element.
-    """
-
+    # time per element on one CPU core, as ``benchmarks/compression.py codec`` measures it
     nanoseconds: tuple[float, float]
-    kernels: tuple[int, int]
-    nbytes: tuple[float, float]
+    kernels: tuple[int, int]  # started on a device per batch of ``comm.codecs.codec.DEVICE_ELEMENTS`` elements
+    nbytes: tuple[float, float]  # bytes that these kernels read and write per element
 
 
 @dataclass(frozen=True)
 class CodecRow:
-    """One codec that a configuration can choose, with its defaults.
+    """One codec that a configuration can choose, with its defaults."""
 
-    Attributes:
-        make: The class.
-        block: Elements with one scale. Blocks of signs are long, so that scales add little: 1.016 bits an element.
-            Blocks of integers are short, as elements much smaller than the block's largest are lost.
-        feeds_back: Whether gradients get error feedback.
-        work: With these defaults.
-    """
-
-    make: Callable[..., BlockCodec]
+    make: Callable[..., BlockCodec]  # the class
+    # Elements with one scale. Blocks of signs are long, so that scales add little: 1.016 bits an element. Blocks of
+    # integers are short, as elements much smaller than the block's largest are lost.
     block: int
-    feeds_back: bool
-    work: CodecWork
+    feeds_back: bool  # whether gradients get error feedback
+    work: CodecWork  # with these defaults
 
     def codec(self, *, block: int | None = None, feeds_back: bool | None = None, **settings: Any) -> BlockCodec:
         """Returns the codec; None stands for the default. ``settings`` are those of its class alone."""

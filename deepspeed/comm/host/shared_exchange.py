@@ -119,11 +119,7 @@ class SameHostTransport(GlooTransport):
 
 
 class _Exchange:
-    """An exchange in flight.
-
-    Attributes:
-        number: The number of the round.
-    """
+    """An exchange in flight."""
 
     def __init__(
         self,
@@ -137,7 +133,7 @@ class _Exchange:
         ticket: tuple[str, int],
         by_gloo: list[_ByGloo],
     ) -> None:
-        self.number = host.next_number()
+        self.number = host.next_number()  # the number of the round
         self._senders, self._arriving, self._expected = senders, arriving, expected
         self._words, self._dtype, self._label, self._ticket = words, dtype, label, ticket
         self._by_gloo = by_gloo
@@ -263,14 +259,10 @@ class SharedMemorySumBackend:
 
 
 class _SharedSum:
-    """A sum in flight.
-
-    Attributes:
-        number: The number of the sum.
-    """
+    """A sum in flight."""
 
     def __init__(self, host: SameHost, mine: torch.Tensor, out: torch.Tensor | None, label: str, words: bytes) -> None:
-        self.number = host.next_number()
+        self.number = host.next_number()  # the number of the sum
         self._mine, self._out, self._label, self._words = mine, out, label, words
         self._ticket = host.transport.issue("sum")
         self._host: SameHost | None = host

@@ -76,17 +76,11 @@ class SharedRegion:
 
 
 class RoundMessage(NamedTuple):
-    """The message of a rank about one round.
+    """The message of a rank about one round."""
 
-    Attributes:
-        start: Byte of the sender's region where it begins.
-        nbytes: Its length there.
-        words: The operation; at most :data:`LONGEST_WORDS` bytes.
-    """
-
-    start: int
-    nbytes: int
-    words: bytes
+    start: int  # byte of the sender's region where it begins
+    nbytes: int  # its length there
+    words: bytes  # the operation; at most :data:`LONGEST_WORDS` bytes
 
 
 class HostPeer:
@@ -156,13 +150,9 @@ class HostPeer:
 
 
 class Round(Protocol):
-    """A round that this rank has begun.
+    """A round that this rank has begun."""
 
-    Attributes:
-        number: The number of the round.
-    """
-
-    number: int
+    number: int  # the number of the round
 
     def wait(self) -> object:
         """Reads what the others wrote for this rank, and confirms it by :meth:`SameHost.has_read`."""
@@ -175,15 +165,11 @@ class SameHost:
         transport: Over these ranks; its watch sees the waits.
         files: Descriptors of this rank's regions.
         peers: The others.
-
-    Attributes:
-        transport: As given.
-        peers: As given.
     """
 
     def __init__(self, transport: Transport, files: list[int], peers: list[HostPeer]) -> None:
-        self.transport = transport
-        self.peers = peers
+        self.transport = transport  # as given
+        self.peers = peers  # as given
         self._regions = [SharedRegion(file) for file in files]
         self._started = 0
         self._unread: list[Round | None] = [None] * REGIONS

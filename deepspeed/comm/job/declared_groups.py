@@ -19,26 +19,20 @@ from deepspeed.errors import DeepSpeedConfigError
 
 @dataclass(frozen=True)
 class Defined:
-    """A declared group.
-
-    Attributes:
-        name: Its name.
-        ranks: The ranks, in the job, of all groups of that name: every rank of the job is in exactly one.
-        divisor: Divisor of the sum of gradients over one of them; None: the number of all data-parallel ranks, since
-            gradients of experts come from the samples of all of them.
-        spans_stages: Its ranks hold different parts of the model otherwise; see :func:`define_copies`.
-        is_cut: Whether tensor-parallel ranks have different parts of the copies.
-        is_whole: Tensor-parallel ranks hold the same values, each in a list of its own; the first of them counts.
-        lasts: Whether it lasts as long as the job, since the program declared it. Groups declared for a model are
-            removed with the last of its engines.
-    """
+    """A declared group."""
 
     name: str
+    # the ranks, in the job, of all groups of that name: every rank of the job is in exactly one
     ranks: tuple[tuple[int, ...], ...]
+    # divisor of the sum of gradients over one of them; None: the number of all data-parallel ranks, since gradients of
+    # experts come from the samples of all of them
     divisor: int | None = None
-    spans_stages: bool = False
-    is_cut: bool = False
+    spans_stages: bool = False  # its ranks hold different parts of the model otherwise; see :func:`define_copies`
+    is_cut: bool = False  # whether tensor-parallel ranks have different parts of the copies
+    # tensor-parallel ranks hold the same values, each in a list of its own; the first of them counts
     is_whole: bool = False
+    # Whether it lasts as long as the job, since the program declared it. Groups declared for a model are removed with
+    # the last of its engines.
     lasts: bool = True
 
     def of(self, rank: int) -> tuple[int, ...]:

@@ -26,15 +26,11 @@ from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 
 
 class ExpertRanks(NamedTuple):
-    """The ranks of a job as layers of one expert-parallel size see them.
+    """The ranks of a job as layers of one expert-parallel size see them."""
 
-    Attributes:
-        sharing: Lists of the ranks that share the experts of a layer, in the order of the experts.
-        same: Lists of the ranks that hold the same experts.
-    """
-
+    # lists of the ranks that share the experts of a layer, in the order of the experts
     sharing: tuple[tuple[int, ...], ...]
-    same: tuple[tuple[int, ...], ...]
+    same: tuple[tuple[int, ...], ...]  # lists of the ranks that hold the same experts
 
 
 def cut(dense: Sequence[Sequence[int]], ep_size: int, *, data_first: bool = False) -> ExpertRanks:
@@ -79,16 +75,11 @@ def along_mesh(mesh: Mesh, ep_size: int, *, data_first: bool = False) -> ExpertR
 
 @dataclass
 class _Size:
-    """One size of expert-parallel layers.
+    """One size of expert-parallel layers."""
 
-    Attributes:
-        ranks: All of the job.
-        axis: The ranks that share the experts; None before it is needed.
-        groups: Torch's process groups: of the ranks that share the experts, and of those that hold the same.
-    """
-
-    ranks: ExpertRanks
-    axis: Axis | None = None
+    ranks: ExpertRanks  # all of the job
+    axis: Axis | None = None  # the ranks that share the experts; None before it is needed
+    # torch's process groups: of the ranks that share the experts, and of those that hold the same
     groups: tuple[Any, Any] | None = None
 
 

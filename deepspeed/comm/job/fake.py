@@ -23,13 +23,9 @@ from deepspeed.comm.watch.watched_group import GroupRecord, WatchedGroup, Watche
 
 @dataclass(frozen=True)
 class FakeGroup:
-    """A process group of ranks that do not exist.
+    """A process group of ranks that do not exist."""
 
-    Attributes:
-        ranks: Their numbers in the job, ascending.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # their numbers in the job, ascending
 
 
 class FakeJob(Job):
@@ -40,15 +36,12 @@ class FakeJob(Job):
         layout: How the ranks are laid out. It is not registered as the mesh of the job.
         backend: Name of the backend that is simulated.
         operations: Has the collectives of ``torch.distributed`` that are simulated, under their names.
-
-    Attributes:
-        substitutes: Replacements of classes, for :meth:`Job.make`.
     """
 
     def __init__(self, rank: int, layout: Mesh, backend: str, operations: Any) -> None:
         self.rank, self.layout, self.size = rank, layout, layout.world_size
         self._fake_ranks = _FakeRanks(rank, self.size, backend, operations)
-        self.substitutes: dict[Any, Callable[..., Any]] = {}
+        self.substitutes: dict[Any, Callable[..., Any]] = {}  # replacements of classes, for :meth:`Job.make`
         super().__init__()
 
     def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None, axis: str = DATA) -> Transport:

@@ -59,12 +59,7 @@ class _TwoStepGather:
 
 
 class GridTransport(Transport):
-    """All ranks of a grid, numbered by position. Gathers and moves only: sums go along one axis at a time.
-
-    Attributes:
-        shard_axis: The ranks that share slices.
-        replicas_axis: The ranks that hold the same slices.
-    """
+    """All ranks of a grid, numbered by position. Gathers and moves only: sums go along one axis at a time."""
 
     name = "grid"
 
@@ -72,8 +67,8 @@ class GridTransport(Transport):
         position = shard_axis.rank * replicas_axis.size + replicas_axis.rank
         super().__init__(everyone.group, position, everyone.size)
         self.ranks = everyone.ranks
-        self.shard_axis = shard_axis
-        self.replicas_axis = replicas_axis
+        self.shard_axis = shard_axis  # the ranks that share slices
+        self.replicas_axis = replicas_axis  # the ranks that hold the same slices
         self.belongs_to(everyone)
         self.is_watched_by(everyone.watch)
 
@@ -114,19 +109,12 @@ class GridTransport(Transport):
 
 @dataclass(frozen=True)
 class Grid:
-    """The transports of one engine over a grid of ranks.
+    """The transports of one engine over a grid of ranks."""
 
-    Attributes:
-        gather: Carries parameters between the ranks that share slices.
-        reduce: Carries gradients between them.
-        combine: Carries sums between the ranks with the same slices.
-        positions: All ranks, by position.
-    """
-
-    gather: Transport
-    reduce: Transport
-    combine: Transport
-    positions: GridTransport
+    gather: Transport  # carries parameters between the ranks that share slices
+    reduce: Transport  # carries gradients between them
+    combine: Transport  # carries sums between the ranks with the same slices
+    positions: GridTransport  # all ranks, by position
 
 
 def create_grid(

@@ -219,12 +219,10 @@ def _get_expert_parallel_group(group_name: str = "ep_size_1") -> Any:
 
 
 def _get_expert_parallel_group_dict() -> dict[str, Any]:
-    """Returns :func:`_get_expert_parallel_group` by name."""
     return {name: _get_expert_parallel_group(name) for name in _made()}
 
 
 def _get_expert_parallel_world_size(group_name: str = "ep_size_1") -> int:
-    """Returns the size of :func:`_get_expert_parallel_group`."""
     return size_of(_get_expert_parallel_group(group_name))
 
 
@@ -249,12 +247,10 @@ def _get_expert_data_parallel_group(group_name: str = "ep_size_1") -> Any:
 
 
 def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
-    """Returns :func:`_get_expert_data_parallel_group` by name."""
     return {name: _get_expert_data_parallel_group(name) for name in _made()}
 
 
 def _get_expert_data_parallel_world_size(group_name: str = "ep_size_1") -> int:
-    """Returns the size of :func:`_get_expert_data_parallel_group`."""
     return size_of(_get_expert_data_parallel_group(group_name))
 
 
@@ -279,12 +275,10 @@ def _get_max_expert_size() -> int:
 
 
 def _get_max_expert_size_name() -> str:
-    """Returns the name of the groups of that size."""
     return group_name_of(_get_max_expert_size())
 
 
 def _get_max_expert_parallel_group() -> Any:
-    """Returns :func:`_get_expert_parallel_group` of that size."""
     return _get_expert_parallel_group(_get_max_expert_size_name())
 
 

@@ -201,7 +201,6 @@ class Job:
 
         Args:
             lists: The members of all groups of the axis; every rank of the job is in exactly one.
-            name: The name of the axis.
             why: What its groups are for, in words, shown if a rank waits in vain.
             device: Where the buffers live, which decides the backend.
             timeout: For transfers in a group that is made now; None: torch's.
@@ -218,7 +217,6 @@ class Job:
         """Registers the mesh and makes process groups along its axes. None removes it. Every rank must call it.
 
         Args:
-            found: The mesh.
             timeout: For transfers in the groups; None: torch's.
 
         Raises:

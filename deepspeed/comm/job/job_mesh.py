@@ -51,10 +51,6 @@ class JobMesh:
             may an mpu have. Of others, parameters that are ``DTensor`` objects have the ranks over which they are cut.
         timeout: How long to wait for the other ranks.
 
-    Attributes:
-        has_dtensors: The model has parameters that are ``DTensor`` objects, or had until an engine took them.
-        decides_together: Torch process group of the ranks on it. None: all; an mpu may cover some ranks only.
-
     Raises:
         DeepSpeedConfigError: They form no mesh, or contradict each other.
     """
@@ -73,6 +69,7 @@ class JobMesh:
             self._of_mpu = coordinates(mpu)
             sources["the mpu"] = _mesh_of_groups(mpu, self._of_mpu, timeout)
         cut_over = ranks_of_dtensors(model)
+        # the model has parameters that are ``DTensor`` objects, or had until an engine took them
         self.has_dtensors = cut_over is not None
         if cut_over is not None and not sources:
             sources["the model"] = mesh_of_dtensors(cut_over)
@@ -83,6 +80,7 @@ class JobMesh:
         self._given = sources.get(self._source)
         _check_names(self._source, self._given)
         requested = self._of_mpu
+        # Torch process group of the ranks on it. None: all; an mpu may cover some ranks only.
         self.decides_together = requested.zero_group if requested is not None and requested.model_size == 1 else None
         self._timeout = timeout
 

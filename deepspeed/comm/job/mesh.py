@@ -22,15 +22,13 @@ from deepspeed.errors import DeepSpeedConfigError
 class Mesh:
     """Named axes and their sizes over the ranks ``0 .. N - 1`` of a job.
 
-    Attributes:
-        axes: ``(name, size)`` of each axis, slowest first. A size of 1 is allowed, an axis that is not named has it.
-        ranks: The ranks in the order of the mesh; empty: ``0 .. N - 1``, as is usual.
-
     Raises:
         DeepSpeedConfigError: A name occurs twice, a size is below 1, or ``ranks`` are not ``0 .. N - 1``.
     """
 
+    # ``(name, size)`` of each axis, slowest first. A size of 1 is allowed, an axis that is not named has it.
     axes: tuple[tuple[str, int], ...] = ()
+    # The ranks in the order of the mesh; empty: ``0 .. N - 1``, as is usual.
     ranks: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:

@@ -20,36 +20,24 @@ _STAGE = ("get_pipe_parallel_rank", "get_pipeline_model_parallel_rank", "get_sta
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Holds this rank's place and groups, for each meaning that an axis can have (``deepspeed/axes.py``).
+    """Holds this rank's place and groups, for each meaning that an axis can have (``deepspeed/axes.py``)."""
 
-    Attributes:
-        zero_group: Torch process group of the ranks that hold the same part of the model (``SAME_PART``), among which
-            ZeRO shards. None: all ranks.
-        data_group: Torch process group of the ranks that see other samples (``SAMPLES``); None: all ranks.
-        zero_size: Ranks in ``zero_group``.
-        zero_rank: This rank's place there.
-        data_size: Ranks that see other samples.
-        data_rank: This rank's place among them.
-        sequence_size: Ranks that have parts of the same samples (``PARTS_OF_SAMPLES``).
-        sequence_group: Torch process group of them; None where there is one such rank.
-        model_size: Ranks that hold other parts of one copy of the model (``OTHER_PARTS``).
-        tensor_rank: This rank's place among those that hold other parts of the same layers (``PARTS_OF_LAYERS``).
-        islands: How many groups like ``zero_group`` there are, of consecutive ranks, each of which trains by itself.
-        mesh: The job's mesh, for single axes; ``comm.job.groups.group_along`` has its groups unless it is an mpu's. If
-            an mpu covers only some ranks of the job, the mesh of these ranks.
-    """
-
+    # Torch process group of the ranks that hold the same part of the model (``SAME_PART``), among which ZeRO shards.
+    # None: all ranks.
     zero_group: Any
-    data_group: Any
-    zero_size: int
-    zero_rank: int
-    data_size: int
-    data_rank: int
-    sequence_size: int = 1
-    sequence_group: Any = None
-    model_size: int = 1
-    tensor_rank: int = 0
+    data_group: Any  # torch process group of the ranks that see other samples (``SAMPLES``); None: all ranks
+    zero_size: int  # ranks in ``zero_group``
+    zero_rank: int  # this rank's place there
+    data_size: int  # ranks that see other samples
+    data_rank: int  # this rank's place among them
+    sequence_size: int = 1  # ranks that have parts of the same samples (``PARTS_OF_SAMPLES``)
+    sequence_group: Any = None  # torch process group of them; None where there is one such rank
+    model_size: int = 1  # ranks that hold other parts of one copy of the model (``OTHER_PARTS``)
+    tensor_rank: int = 0  # this rank's place among those that hold other parts of the same layers (``PARTS_OF_LAYERS``)
+    # The job's mesh, for single axes; ``comm.job.groups.group_along`` has its groups unless it is an mpu's. If an mpu
+    # covers only some ranks of the job, the mesh of these ranks.
     mesh: Mesh = Mesh()
+    # how many groups like ``zero_group`` there are, of consecutive ranks, each of which trains by itself
     islands: int = 1
 
 
@@ -145,7 +133,6 @@ def _check(found: RankCoordinates) -> None:
 
 
 def _rank_or(group: Any, otherwise: int) -> int:
-    """Returns this rank's place in ``group``, if there is one."""
     return otherwise if group is None else rank_in(group)
 
 

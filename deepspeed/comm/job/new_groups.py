@@ -42,24 +42,16 @@ class _CachedGroup:
 
     Torch keeps groups, with their threads and buffers, until they are destroyed; so requests for equal groups share
     one. See "A communicator has one owner" in docs/design/zero.md.
-
-    Attributes:
-        axis: The members of all groups of the axis.
-        use: What it is for, in words.
-        options: Backend and time limit.
-        group: This rank's group.
-        owner: See :data:`Owner`; gloo's are the program's, as several users may use them in any order.
-        number: Counts the groups of a job in which the order of transfers matters; equal on all ranks for one call.
-        is_free: Whether it is for engines, and no engine uses it now.
     """
 
-    axis: list[list[int]]
-    use: str
-    options: tuple[str, timedelta | None]
-    group: Any
-    owner: Owner
+    axis: list[list[int]]  # the members of all groups of the axis
+    use: str  # what it is for, in words
+    options: tuple[str, timedelta | None]  # backend and time limit
+    group: Any  # this rank's group
+    owner: Owner  # see :data:`Owner`; gloo's are the program's, as several users may use them in any order
+    # counts the groups of a job in which the order of transfers matters; equal on all ranks for one call
     number: int = 0
-    is_free: bool = False
+    is_free: bool = False  # whether it is for engines, and no engine uses it now
 
 
 class Lease:

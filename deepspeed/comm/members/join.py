@@ -24,19 +24,12 @@ JOIN = "DEEPSPEED_ELASTIC_JOIN"
 
 @dataclass
 class RunMembership:
-    """Holds what outlives a job, in a run whose ranks may change.
+    """Holds what outlives a job, in a run whose ranks may change."""
 
-    Attributes:
-        links: To the other members.
-        starter: Starts the next job.
-        plan: The plan of the present job.
-        elastic: What the engine keeps from job to job; None: there was no engine yet.
-    """
-
-    links: MemberLinks
-    starter: JobManager
-    plan: JobPlan
-    elastic: Any = None
+    links: MemberLinks  # to the other members
+    starter: JobManager  # starts the next job
+    plan: JobPlan  # the plan of the present job
+    elastic: Any = None  # what the engine keeps from job to job; None: there was no engine yet
 
     @property
     def is_in_use(self) -> bool:

@@ -45,19 +45,12 @@ _UNCERTAIN = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, 
 
 @dataclass(frozen=True)
 class LostMember:
-    """A member whose link has ended without a leave message.
+    """A member whose link has ended without a leave message."""
 
-    Attributes:
-        member: Which.
-        seen: When, in seconds of the monotonic clock.
-        is_certain: Its socket was closed, so the process has ended. Otherwise it, or its machine, does not answer.
-        cause: The reason, if this process knows it, as text; else empty.
-    """
-
-    member: RunMember
-    seen: float
-    is_certain: bool
-    cause: str = ""
+    member: RunMember  # which
+    seen: float  # when, in seconds of the monotonic clock
+    is_certain: bool  # Its socket was closed, so the process has ended. Otherwise it, or its machine, does not answer.
+    cause: str = ""  # the reason, if this process knows it, as text; else empty
 
 
 @dataclass
@@ -84,20 +77,16 @@ class MemberLinks:
     Args:
         host: The address to listen at, which the other members can reach.
         token: A secret of the run: a process without it is refused.
-
-    Attributes:
-        address: Where this process listens: host and port.
-        token: As given.
-        number: This process's number among the members; -1 before it has one.
-        on_loss: Called in the watching thread when a member is lost; None: not reported.
     """
 
     def __init__(self, host: str, token: str) -> None:
-        self.token = token
-        self.number = -1
+        self.token = token  # as given
+        self.number = -1  # this process's number among the members; -1 before it has one
+        # called in the watching thread when a member is lost; None: not reported
         self.on_loss: Callable[[LostMember], None] | None = None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        # where this process listens: host and port
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._members: dict[int, RunMember] = {}
         self._epoch = 0
@@ -317,7 +306,6 @@ class MemberLinks:
         """Takes a connected socket as the link to a member.
 
         Args:
-            peer: The socket.
             number: The number of the member.
             received: Bytes of messages that were read from the socket already.
         """

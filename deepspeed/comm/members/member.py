@@ -9,25 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunMember:
-    """A process of the run.
+    """A process of the run."""
 
-    Attributes:
-        number: Unique in the run; it stays with the process when ranks are renumbered.
-        rank: Its rank in the present job; -1: it has none, or none yet.
-        host: Its machine.
-        pid: Its process.
-        local_rank: Its rank on the machine, which decides about the device.
-        address: Where it listens for links: host and port.
-        part: Which part of the model it holds: it stays with the process while each part is held by some process.
-    """
-
-    number: int
-    rank: int
-    host: str
-    pid: int
-    local_rank: int
-    address: tuple[str, int]
-    part: int = 0
+    number: int  # unique in the run; it stays with the process when ranks are renumbered
+    rank: int  # its rank in the present job; -1: it has none, or none yet
+    host: str  # its machine
+    pid: int  # its process
+    local_rank: int  # its rank on the machine, which decides about the device
+    address: tuple[str, int]  # where it listens for links: host and port
+    part: int = 0  # which part of the model it holds: it stays with the process while each part is held by some process
 
     @property
     def name(self) -> str:
@@ -48,24 +38,16 @@ class RunMember:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The next job of a run: who takes part, and where its process group is started.
+    """The next job of a run: who takes part, and where its process group is started."""
 
-    Attributes:
-        epoch: Counts the jobs of the run from 0.
-        members: By rank.
-        address: Where the member that made the plan holds the store: host and port.
-        source: Generation and epoch of the copies that training continues from; None: each rank has its state, or the
-            last checkpoint is loaded.
-        newcomers: Numbers of members that have no state.
-        spares: Members of the run that have no rank in this job, and wait for another one.
-    """
-
-    epoch: int
-    members: tuple[RunMember, ...]
-    address: tuple[str, int]
+    epoch: int  # counts the jobs of the run from 0
+    members: tuple[RunMember, ...]  # by rank
+    address: tuple[str, int]  # where the member that made the plan holds the store: host and port
+    # generation and epoch of the copies that training continues from; None: each rank has its state, or the last
+    # checkpoint is loaded
     source: tuple[int, int] | None = None
-    newcomers: tuple[int, ...] = ()
-    spares: tuple[RunMember, ...] = ()
+    newcomers: tuple[int, ...] = ()  # numbers of members that have no state
+    spares: tuple[RunMember, ...] = ()  # members of the run that have no rank in this job, and wait for another one
 
     @property
     def everybody(self) -> tuple[RunMember, ...]:

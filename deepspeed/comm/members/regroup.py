@@ -24,32 +24,20 @@ _POLL_SECONDS = 0.5  # how long a member waits for a message before it looks at 
 
 @dataclass(frozen=True)
 class ReadyMember:
-    """The message of a member that is ready for another job.
+    """The message of a member that is ready for another job."""
 
-    Attributes:
-        epoch: The epoch of the last plan that it has accepted.
-        held: Copies that it holds, as ``elasticity.copies`` lists them.
-        join_requests: Processes that want to join through it.
-    """
-
-    epoch: int
-    held: list[Any]
-    join_requests: list[dict[str, Any]]
+    epoch: int  # the epoch of the last plan that it has accepted
+    held: list[Any]  # copies that it holds, as ``elasticity.copies`` lists them
+    join_requests: list[dict[str, Any]]  # processes that want to join through it
 
 
 @dataclass(frozen=True)
 class MemberSelection:
-    """Lists the processes that take part in the next job.
+    """Lists the processes that take part in the next job."""
 
-    Attributes:
-        members: By rank, processes that join included.
-        spares: Living members that get no rank.
-        source: Generation and epoch of the copies to continue from; None: the last checkpoint.
-    """
-
-    members: tuple[RunMember, ...]
-    spares: tuple[RunMember, ...]
-    source: tuple[int, int] | None
+    members: tuple[RunMember, ...]  # by rank, processes that join included
+    spares: tuple[RunMember, ...]  # living members that get no rank
+    source: tuple[int, int] | None  # generation and epoch of the copies to continue from; None: the last checkpoint
 
 
 ChooseMembers = Callable[[Sequence[RunMember], Mapping[int, ReadyMember], Sequence[RunMember]], MemberSelection]

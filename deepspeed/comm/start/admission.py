@@ -61,27 +61,17 @@ class StoreLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class JoiningProcess:
-    """One process that asks for admission.
+    """One process that asks for admission."""
 
-    Attributes:
-        rank: The rank that it claims to be.
-        world_size: How many it counts.
-        run: Its run, as :attr:`~deepspeed.comm.base.environment.Place.run`.
-        command: Its command line, shortened.
-        job: The same for all ranks that run the same script with the same arguments.
-        parent: Its parent process.
-        facts: What must match.
-        has_agent: Whether an agent started it that holds the store and starts ranks again; see
-            :class:`~deepspeed.comm.base.environment.Place`.
-    """
-
-    rank: int
-    world_size: int
-    run: str
-    command: str
-    job: str
-    parent: int
-    facts: RankInfo
+    rank: int  # the rank that it claims to be
+    world_size: int  # how many it counts
+    run: str  # its run, as :attr:`~deepspeed.comm.base.environment.Place.run`
+    command: str  # its command line, shortened
+    job: str  # the same for all ranks that run the same script with the same arguments
+    parent: int  # its parent process
+    facts: RankInfo  # what must match
+    # whether an agent started it that holds the store and starts ranks again; see
+    # :class:`~deepspeed.comm.base.environment.Place`
     has_agent: bool = False
 
     @classmethod
@@ -137,15 +127,10 @@ class JoiningProcess:
 
 @dataclass(frozen=True)
 class RendezvousPoint:
-    """One rendezvous at a store. A store may see several: an agent keeps it and starts the ranks again.
+    """One rendezvous at a store. A store may see several: an agent keeps it and starts the ranks again."""
 
-    Attributes:
-        name: Unique among rendezvous.
-        host: Rank 0.
-    """
-
-    name: str
-    host: JoiningProcess
+    name: str  # unique among rendezvous
+    host: JoiningProcess  # rank 0
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RendezvousPoint:
@@ -208,7 +193,6 @@ def receive_ranks(
 
     Args:
         store: A torch ``Store``; processes of other runs may have it too.
-        joining: This process.
         where: The store's place, for messages.
         timeout: How long to wait for the others.
 

@@ -34,31 +34,19 @@ _MIXED_RUNS = "the processes of one group belong to different runs"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Facts about one rank, which it posts itself.
+    """Facts about one rank, which it posts itself."""
 
-    Attributes:
-        host: Its machine.
-        pid: Its process.
-        local_rank: Its rank on the machine.
-        device: Kind of its accelerator.
-        device_count: Devices it sees.
-        version: The version of this package.
-        backend: Backend and device of the group.
-        address: Its machine's address as rank 0's machine sees it; empty if there is no route.
-        named_address: First address that its host name resolves to, where gloo listens; empty for an unknown name.
-        process: Its process, as :func:`~deepspeed.comm.watch.processes.this_process` names it; empty if unknown.
-    """
-
-    host: str
-    pid: int
-    local_rank: int
-    device: str
-    device_count: int
-    version: str
-    backend: str
-    address: str = ""
+    host: str  # its machine
+    pid: int  # its process
+    local_rank: int  # its rank on the machine
+    device: str  # kind of its accelerator
+    device_count: int  # devices it sees
+    version: str  # the version of this package
+    backend: str  # backend and device of the group
+    address: str = ""  # its machine's address as rank 0's machine sees it; empty if there is no route
+    # first address that its host name resolves to, where gloo listens; empty for an unknown name
     named_address: str = ""
-    process: str = ""
+    process: str = ""  # its process, as :func:`~deepspeed.comm.watch.processes.this_process` names it; empty if unknown
 
 
 def own_facts(local_rank: int, backend: str, rendezvous_host: str | None = None) -> RankInfo:

@@ -63,17 +63,13 @@ class Channel:
     Args:
         transport: The transport between these ranks.
         sums: The backend for sums where all ranks are on one host; None: the transport.
-
-    Attributes:
-        rank: This rank's place among them.
-        size: The number of ranks.
     """
 
     def __init__(self, transport: Transport, sums: SumBackend | None = None) -> None:
         self._transport = transport
         self._sums = sums
-        self.rank = transport.rank
-        self.size = transport.size
+        self.rank = transport.rank  # this rank's place among them
+        self.size = transport.size  # the number of ranks
         self._count = 0
 
     def __deepcopy__(self, memo: Any) -> Channel:

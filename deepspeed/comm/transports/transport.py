@@ -107,42 +107,28 @@ class _ClosedGroup:
 
 @dataclass(frozen=True)
 class TensorTransfer:
-    """One tensor in flight from one rank.
+    """One tensor in flight from one rank."""
 
-    Attributes:
-        source: Group rank that has the values.
-        target: Group rank that gets them; None: all ranks.
-        tensor: The values on the source, the place for them on a target; contiguous, of equal length and dtype. None on
-            ranks that have no part in it.
-    """
-
-    source: int
-    target: int | None
+    source: int  # group rank that has the values
+    target: int | None  # group rank that gets them; None: all ranks
+    # The values on the source, the place for them on a target; contiguous, of equal length and dtype. None on ranks
+    # that have no part in it.
     tensor: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Holds the settings of one reduction.
+    """Holds the settings of one reduction."""
 
-    Attributes:
-        scale: Factor on the sum (1 / size for a mean).
-        key: Number that is equal on all ranks for this reduction and for no other one in flight.
-        label: What is transferred, for error messages.
-        limit: Most elements of the buffer that may be sent at once.
-        visit: Called, at the latest in ``wait``, with parts that together are the result, each as soon as it is
-            finished and a multiple of 64 elements long.
-        error: What earlier reductions of this buffer have lost; for transports that are not exact.
-        rows: Its rows, for transports that cannot encode 0.
-    """
-
-    scale: float
-    key: int
-    label: str
-    limit: int
+    scale: float  # factor on the sum (1 / size for a mean)
+    key: int  # number that is equal on all ranks for this reduction and for no other one in flight
+    label: str  # what is transferred, for error messages
+    limit: int  # most elements of the buffer that may be sent at once
+    # called, at the latest in ``wait``, with parts that together are the result, each as soon as it is finished and a
+    # multiple of 64 elements long
     visit: Visit | None = None
-    error: Residual | None = None
-    rows: ZeroRows | None = None
+    error: Residual | None = None  # what earlier reductions of this buffer have lost; for transports that are not exact
+    rows: ZeroRows | None = None  # its rows, for transports that cannot encode 0
 
 
 class _UnpackingWork:

@@ -13,16 +13,10 @@ class BackwardComm:
 
 @dataclass(eq=False)
 class BackwardNotes:
-    """The records of one job.
+    """The records of one job."""
 
-    Attributes:
-        to_come: Exchanges that are not over yet.
-        communicating: Modules that have recorded an exchange.
-        is_anywhere: Whether an exchange was recorded without its module.
-        is_uneven: Whether parameters of a recorded module may have gradients on some ranks only.
-    """
-
-    to_come: weakref.WeakSet[BackwardComm] = field(default_factory=weakref.WeakSet)
+    to_come: weakref.WeakSet[BackwardComm] = field(default_factory=weakref.WeakSet)  # exchanges that are not over yet
+    # modules that have recorded an exchange
     communicating: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    is_anywhere: bool = False
-    is_uneven: bool = False
+    is_anywhere: bool = False  # whether an exchange was recorded without its module
+    is_uneven: bool = False  # whether parameters of a recorded module may have gradients on some ranks only

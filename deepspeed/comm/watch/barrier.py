@@ -64,17 +64,13 @@ def agree(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, 
 
 
 class _BarrierRound:
-    """One round through the store; each of ``ranks`` makes it once per call, and waits once.
-
-    Attributes:
-        scope: Begins the keys of this round.
-    """
+    """One round through the store; each of ``ranks`` makes it once per call, and waits once."""
 
     def __init__(self, watch: Watch, label: str, ranks: tuple[int, ...]) -> None:
         self._watch, self._label, self._ranks = watch, label, ranks
         self._channel = f"barrier/{_digest(ranks)}/{label}"
         self._index = watch.issue(self._channel)
-        self.scope = f"{watch.scope}/{self._channel}/{self._index}"
+        self.scope = f"{watch.scope}/{self._channel}/{self._index}"  # begins the keys of this round
 
     def wait(self, timeout: timedelta, *, has_words: bool = False) -> bytes:
         """Waits until all ranks have written their values and reached this call.

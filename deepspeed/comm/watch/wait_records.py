@@ -33,25 +33,15 @@ def with_advice(label: str, advice: str) -> str:
 
 @dataclass(frozen=True)
 class WaitRecord:
-    """Describes the transfer that a rank waits for.
+    """Describes the transfer that a rank waits for."""
 
-    Attributes:
-        channel: The channel of the transfer.
-        index: Its number on the channel.
-        members: The ranks that take part in it.
-        label: Describes the transfer; may come from :func:`with_advice`.
-        since: Start of the wait, in seconds of the monotonic clock.
-        on_stream: Whether the transfer runs on a stream of the device, behind all that was queued before it.
-        gives_up: Whether the wait times out and the rank continues, so that it cannot be part of a deadlock.
-    """
-
-    channel: str
-    index: int
-    members: tuple[int, ...]
-    label: str
-    since: float
-    on_stream: bool = False
-    gives_up: bool = False
+    channel: str  # the channel of the transfer
+    index: int  # its number on the channel
+    members: tuple[int, ...]  # the ranks that take part in it
+    label: str  # describes the transfer; may come from :func:`with_advice`
+    since: float  # start of the wait, in seconds of the monotonic clock
+    on_stream: bool = False  # whether the transfer runs on a stream of the device, behind all that was queued before it
+    gives_up: bool = False  # whether the wait times out and the rank continues, so that it cannot be part of a deadlock
 
     @property
     def words(self) -> str:

@@ -113,38 +113,30 @@ class Watch:
         scope: Prefix of its keys; equal on all ranks and unique to the job.
         rank: This rank.
         size: Ranks of the job.
-
-    Attributes:
-        store: As given.
-        scope: As given.
-        rank: As given.
-        aborts: By ``id`` of each process group: an action that makes its pending waits raise.
-        members: Objects that hold process groups, connections or memory for the job, and are notified when it is over.
-            They may outlive it: a model may keep the graph of a tensor, which the garbage collector cannot traverse.
-        forward_queue: Data that this rank must forward to others.
-        period: Seconds between reads of the store, and the shortest wait that causes one.
-        may_restart: Whether ``init_distributed`` has started the process group, and may do so again after a failure.
-        has_failed: Whether a wait of this rank has raised.
-        hears_losses: Whether other code calls :meth:`give_up` as soon as a process of the job has ended.
     """
 
     def __init__(self, store: Any, scope: str, rank: int, size: int) -> None:
-        self.store = store
-        self.scope = scope
-        self.rank = rank
+        self.store = store  # as given
+        self.scope = scope  # as given
+        self.rank = rank  # as given
         self._size = size
+        # by ``id`` of each process group: an action that makes its pending waits raise
         self.aborts: dict[int, Callable[[], None]] = {}
+        # Objects that hold process groups, connections or memory for the job, and are notified when it is over. They
+        # may outlive it: a model may keep the graph of a tensor, which the garbage collector cannot traverse.
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
-        self.forward_queue = ForwardQueue()
+        self.forward_queue = ForwardQueue()  # data that this rank must forward to others
+        # whether ``init_distributed`` has started the process group, and may do so again after a failure
         self.may_restart = False
-        self.has_failed = False
-        self.hears_losses = False
+        self.has_failed = False  # whether a wait of this rank has raised
+        self.hears_losses = False  # whether other code calls :meth:`give_up` as soon as a process of the job has ended
         self._connections: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()
         self._owners: dict[str, int] = defaultdict(int)
         self._training = TrainingThread()
         self._is_over = False
         self._checks = 0
         self._logged: tuple[WaitRecord | None, float] = None, 0.0  # a long wait; its seconds when last logged
+        # seconds between reads of the store, and the shortest wait that causes one
         self.period = max(_PERIOD, size / _CHECKS_PER_SECOND)
         self._reader = PostReader(store, self._key, rank, size)
         # The latest cycle seen: its ranks with their waits and post numbers; how often
@@ -387,7 +379,6 @@ class Watch:
         """Posts this rank's wait; returns the verdict if this rank and others wait in vain.
 
         Args:
-            awaited: What it waits for.
             blocks_host: Whether the host waits too, and not only a stream of the device.
         """
         self._checks += 1

@@ -59,27 +59,17 @@ class ShortMessages(Connection, Protocol):
 
 @dataclass(eq=False)
 class WatchedGroup:
-    """A process group of more than one rank, of which this rank is one.
+    """A process group of more than one rank, of which this rank is one."""
 
-    Attributes:
-        group: The torch process group.
-        ranks: The job's numbers of its members.
-        scope: Its name, with which its channels begin; empty for the group of all ranks.
-        watch: The job's.
-        waits_on_host: Whether transfers of tensors on the host block the caller (gloo), instead of a stream.
-        has_met: Whether the ranks have checked if they are on one host.
-        queue: Carries short messages if they are on one host (``connect.open_message_queue``).
-        open_rows: Number of batches of transfers that have begun and not ended, see :meth:`row`.
-    """
-
-    group: Any
-    ranks: tuple[int, ...]
-    scope: str
-    watch: Watch
-    waits_on_host: bool
-    has_met: bool = False
+    group: Any  # the torch process group
+    ranks: tuple[int, ...]  # the job's numbers of its members
+    scope: str  # its name, with which its channels begin; empty for the group of all ranks
+    watch: Watch  # the job's
+    waits_on_host: bool  # whether transfers of tensors on the host block the caller (gloo), instead of a stream
+    has_met: bool = False  # whether the ranks have checked if they are on one host
+    # carries short messages if they are on one host (``connect.open_message_queue``)
     queue: ShortMessages | None = None
-    open_rows: int = 0
+    open_rows: int = 0  # number of batches of transfers that have begun and not ended, see :meth:`row`
 
     @contextmanager
     def row(self, channel: str) -> Iterator[None]:
@@ -129,19 +119,12 @@ class WatchedGroup:
 
 @dataclass(eq=False)
 class GroupRecord:
-    """Holds what belongs to one process group of a job, until the group is destroyed.
+    """Holds what belongs to one process group of a job, until the group is destroyed."""
 
-    Attributes:
-        group: The torch process group.
-        watched: How it is watched; None where this rank waits for no other in it.
-        transports: Transports that exist once per group, by their use.
-        made: How ``comm.job.new_groups`` made it; None: the program made it.
-    """
-
-    group: Any
-    watched: WatchedGroup | None
-    transports: dict[Any, Any] = field(default_factory=dict)
-    made: Any = None
+    group: Any  # the torch process group
+    watched: WatchedGroup | None  # how it is watched; None where this rank waits for no other in it
+    transports: dict[Any, Any] = field(default_factory=dict)  # transports that exist once per group, by their use
+    made: Any = None  # how ``comm.job.new_groups`` made it; None: the program made it
 
 
 class WatchedGroups:

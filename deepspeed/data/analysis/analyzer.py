@@ -173,17 +173,11 @@ def _run_together(step: Callable[[], Any], group: Any, who: str) -> list[Any]:
 
 @dataclass(frozen=True)
 class Metrics:
-    """The metrics that the analyzer computes for every batch.
+    """The metrics that the analyzer computes for every batch."""
 
-    Attributes:
-        names: The names of the metrics.
-        functions: For each metric a function of a batch that returns integers.
-        kinds: For each metric ``single_value_per_sample`` or ``accumulate_value_over_samples``.
-    """
-
-    names: Sequence[str]
-    functions: Sequence[Callable[[Any], Any]]
-    kinds: Sequence[str]
+    names: Sequence[str]  # the names of the metrics
+    functions: Sequence[Callable[[Any], Any]]  # for each metric a function of a batch that returns integers
+    kinds: Sequence[str]  # for each metric ``single_value_per_sample`` or ``accumulate_value_over_samples``
 
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.functions) == len(self.kinds):
@@ -198,18 +192,12 @@ class Metrics:
 
 @dataclass(frozen=True)
 class SampleSource:
-    """Holds the samples to analyse.
+    """Holds the samples to analyse."""
 
-    Attributes:
-        dataset: A map-style dataset.
-        batch_size: Number of samples in a batch.
-        collate_fn: Makes a batch from samples; None: torch's.
-        sample_indices: The index of each sample in the training dataset; None: the same as in ``dataset``.
-    """
-
-    dataset: Any
-    batch_size: int
-    collate_fn: Callable[[list[Any]], Any] | None = None
+    dataset: Any  # a map-style dataset
+    batch_size: int  # number of samples in a batch
+    collate_fn: Callable[[list[Any]], Any] | None = None  # makes a batch from samples; None: torch's
+    # the index of each sample in the training dataset; None: the same as in ``dataset``
     sample_indices: Sequence[int] | None = field(default=None)
 
     def share(self, number: int, of: int) -> range:
@@ -382,7 +370,6 @@ def write_metric(folder: Path, name: str, kind: str, parts: Sequence[dict[str, N
 
     Args:
         folder: Where to write; created if missing.
-        name: The name of the metric.
         kind: The type of the metric.
         parts: The :meth:`MetricValues.arrays` of each share.
 

@@ -324,10 +324,6 @@ class Clusters:
     Args:
         metrics: The metrics of the curriculum; empty: all samples are in one group.
         num_samples: Number of samples of the dataset.
-
-    Attributes:
-        members: The indices of the samples of each group.
-        bounds: The difficulties at which each group was added.
     """
 
     def __init__(self, metrics: list[MetricOrder], num_samples: int) -> None:
@@ -335,8 +331,8 @@ class Clusters:
         self._num_samples = num_samples
         self._taken = numpy.zeros(num_samples if len(metrics) > 1 else 0, dtype=bool)
         self._before = 0  # samples allowed so far, if there is only one metric
-        self.members: list[NDArray[Any]] = []
-        self.bounds: list[dict[str, int]] = []
+        self.members: list[NDArray[Any]] = []  # the indices of the samples of each group
+        self.bounds: list[dict[str, int]] = []  # the difficulties at which each group was added
 
     def grow(self, difficulties: Mapping[str, int]) -> None:
         """Adds a group of the samples that the difficulties allow and that are in no group, if there are any.

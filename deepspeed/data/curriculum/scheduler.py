@@ -27,9 +27,6 @@ class CurriculumScheduler:
             ``total_curriculum_step``, ``difficulty_step`` and for ``fixed_root`` ``root_degree``; or ``difficulty`` and
             ``max_step`` for ``fixed_discrete``.
 
-    Attributes:
-        custom_get_difficulty: The function of a ``custom`` schedule, or None.
-
     Raises:
         ValueError: The settings are incomplete or contradictory. The message lists every problem.
     """
@@ -44,7 +41,7 @@ class CurriculumScheduler:
         self._kind: str = config["schedule_type"]
         self._settings: dict[str, Any] = dict(config.get("schedule_config") or {})
         self._current = self._min
-        self.custom_get_difficulty: Callable[[int], int] | None = None
+        self.custom_get_difficulty: Callable[[int], int] | None = None  # the function of a ``custom`` schedule, or None
 
     def get_current_difficulty(self) -> int:
         """Returns the difficulty of the latest update."""

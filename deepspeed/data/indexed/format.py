@@ -97,18 +97,12 @@ def data_file_path(prefix: str | Path) -> str:
 
 @dataclass(frozen=True)
 class Index:
-    """Holds the content of an ``.idx`` file, in arrays that are memory-mapped.
+    """Holds the content of an ``.idx`` file, in arrays that are memory-mapped."""
 
-    Attributes:
-        dtype: The dtype of the values.
-        sizes: int32 ``[items]``, the number of values of each item.
-        offsets: int64 ``[items]``, the bytes before each item.
-        documents: int64 1-D, the indices of items at which documents begin, then the number of items.
-    """
-
-    dtype: numpy.dtype[Any]
-    sizes: NDArray[numpy.int32]
-    offsets: NDArray[numpy.int64]
+    dtype: numpy.dtype[Any]  # the dtype of the values
+    sizes: NDArray[numpy.int32]  # int32 ``[items]``, the number of values of each item
+    offsets: NDArray[numpy.int64]  # int64 ``[items]``, the bytes before each item
+    # int64 1-D, the indices of items at which documents begin, then the number of items
     documents: NDArray[numpy.int64]
 
 

@@ -64,7 +64,6 @@ def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
 
     Args:
         config_class: The config: its dict, or an object that has ``optimizer_name`` or ``root.optimizer``.
-        model: The model.
     """
     name = _optimizer_name(config_class)
     if name is None or name.lower() != "muon":

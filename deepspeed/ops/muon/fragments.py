@@ -39,23 +39,18 @@ class _FragmentOfRun:
 
 
 class _ExchangeRound:
-    """The part of this rank in one round.
-
-    Attributes:
-        sent: Fragments that this rank sends, in the order of the send buffer.
-        received: Fragments of the matrices that it orthogonalizes, in the order of the receive buffer.
-        send_numels: Numbers of elements for each rank.
-        receive_numels: Numbers of elements from each rank.
-    """
+    """The part of this rank in one round."""
 
     def __init__(self, planned: MuonRound, table: FragmentTable) -> None:
         def by_rank(fragment: MatrixFragment) -> tuple[int, int]:
             return table.ranks[fragment.peer], fragment.tensor.index
 
+        # fragments that this rank sends, in the order of the send buffer
         self.sent = sorted(planned.sent_by(table.position), key=by_rank)
+        # fragments of the matrices that it orthogonalizes, in the order of the receive buffer
         self.received = sorted(planned.received_by(table.position), key=by_rank)
-        self.send_numels = self._numels(self.sent, table)
-        self.receive_numels = self._numels(self.received, table)
+        self.send_numels = self._numels(self.sent, table)  # numbers of elements for each rank
+        self.receive_numels = self._numels(self.received, table)  # numbers of elements from each rank
 
     @staticmethod
     def _numels(fragments: list[MatrixFragment], table: FragmentTable) -> list[int]:
@@ -237,7 +232,6 @@ def _matrix_fragments(fragment: TensorFragment, matrices: list[SharedTensor]) ->
 
 
 def _joined(parts: list[tuple[MatrixFragment, Tensor]]) -> Tensor:
-    """Joins the parts of a matrix, given in order."""
     return torch.cat([view for _, view in parts]).view(parts[0][0].tensor.shape)
 
 
@@ -268,12 +262,9 @@ class MatrixFragment:
 
 @dataclass(frozen=True)
 class MuonRound:
-    """Matrices handled together.
+    """Matrices handled together."""
 
-    Attributes:
-        owners: Each matrix with the position of the rank that orthogonalizes it, in the order of their numbers.
-    """
-
+    # each matrix with the position of the rank that orthogonalizes it, in the order of their numbers
     owners: tuple[tuple[SharedTensor, int], ...]
 
     def owned_by(self, position: int) -> list[SharedTensor]:

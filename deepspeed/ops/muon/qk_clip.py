@@ -45,20 +45,14 @@ _NORMS = (
 
 @dataclass
 class LogitRecord:
-    """The largest attention logits of one layer since the last update.
+    """The largest attention logits of one layer since the last update."""
 
-    Attributes:
-        heads: Query heads.
-        largest: Largest logit of each head: fp32, 1-D; None before a forward.
-        rows: By head, the rows of projections that depend on it: name of the projection, first row, last row plus one,
-            and the power of the factor. None before a forward.
-        is_on: Whether forwards are measured.
-    """
-
-    heads: int
-    largest: Tensor | None = None
+    heads: int  # query heads
+    largest: Tensor | None = None  # largest logit of each head: fp32, 1-D; None before a forward
+    # By head, the rows of projections that depend on it: name of the projection, first row, last row plus one, and the
+    # power of the factor. None before a forward.
     rows: list[list[tuple[str, int, int, float]]] | None = field(default=None, repr=False)
-    is_on: bool = True
+    is_on: bool = True  # whether forwards are measured
 
 
 def measure_attention(model: nn.Module) -> None:

@@ -17,16 +17,11 @@ from deepspeed.errors import NotYetSupportedError
 
 
 class OpBuilder:
-    """Base class of the builders; each represents one operator.
+    """Base class of the builders; each represents one operator."""
 
-    Attributes:
-        NAME: Name of the operator, a key of ``deepspeed.ops.__compatible_ops__``.
-        MODULE: The module that implements it; empty if there is none.
-        INSTEAD: What to use instead if there is none.
-    """
-
-    NAME: ClassVar[str] = ""
-    MODULE: ClassVar[str] = ""
+    NAME: ClassVar[str] = ""  # name of the operator, a key of ``deepspeed.ops.__compatible_ops__``
+    MODULE: ClassVar[str] = ""  # the module that implements it; empty if there is none
+    # what to use instead if there is none
     INSTEAD: ClassVar[str] = "choose one of the builders of deepspeed.ops.op_builder.ALL_OPS"
 
     def __init__(self, name: str | None = None) -> None:

@@ -26,31 +26,22 @@ from typing_extensions import override
 
 
 class Columns(NamedTuple):
-    """A few output features of an unpacked weight.
+    """A few output features of an unpacked weight."""
 
-    Attributes:
-        start: The first of them.
-        stop: One after the last.
-        weight: ``[in_features, stop - start]``, in the requested dtype. Its memory is reused for the next columns.
-        scale: ``[stop - start]``, by which the product with ``weight`` must be multiplied; None: not at all.
-    """
-
-    start: int
-    stop: int
+    start: int  # the first of them
+    stop: int  # one after the last
+    # ``[in_features, stop - start]``, in the requested dtype. Its memory is reused for the next columns.
     weight: torch.Tensor
+    # ``[stop - start]``, by which the product with ``weight`` must be multiplied; None: not at all
     scale: torch.Tensor | None
 
 
 class PackedFormat(ABC):
-    """A format that stores a weight in few bits.
+    """A format that stores a weight in few bits."""
 
-    Attributes:
-        bits: Bits of a code.
-        few_rows: Number of rows of bfloat16 activations up to which torch's packed kernel on the CPU is faster than
-            unpacking the weight block by block (measured on a CPU with AVX-512, 4096 x 4096).
-    """
-
-    bits: int
+    bits: int  # bits of a code
+    # number of rows of bfloat16 activations up to which torch's packed kernel on the CPU is faster than unpacking the
+    # weight block by block (measured on a CPU with AVX-512, 4096 x 4096)
     few_rows: int
 
     @abstractmethod
@@ -419,7 +410,6 @@ def packed_linear(
         codes: Codes of the weight in the format ``how``.
         scales: Scales of the weight in the format ``how``.
         out_features: Output features of the weight.
-        how: The format.
         bias: ``[out_features]`` or None.
 
     Returns:

@@ -12,21 +12,13 @@ from deepspeed.ops.sparse_attention.plan import TileStack
 
 @dataclass(frozen=True)
 class Bias:
-    """All biases that are added to scores; ``-inf`` masks a score.
+    """All biases that are added to scores; ``-inf`` masks a score."""
 
-    Attributes:
-        of_keys: ``[batch, length]``, or None.
-        of_scores: ``[batch or 1, heads or 1, length, length]``, or None.
-        is_causal: Whether no token attends to later ones.
-        block: Tokens of a block's side.
-        dtype: The dtype of the scores.
-    """
-
-    of_keys: torch.Tensor | None
-    of_scores: torch.Tensor | None
-    is_causal: bool
-    block: int
-    dtype: torch.dtype
+    of_keys: torch.Tensor | None  # ``[batch, length]``, or None
+    of_scores: torch.Tensor | None  # ``[batch or 1, heads or 1, length, length]``, or None
+    is_causal: bool  # whether no token attends to later ones
+    block: int  # tokens of a block's side
+    dtype: torch.dtype  # the dtype of the scores
 
     def of_stack(self, stack: TileStack, batch: slice, heads: slice) -> torch.Tensor | None:
         """Returns ``[batch, heads, tiles, queries, keys]`` for a stack, any of the first three possibly 1.

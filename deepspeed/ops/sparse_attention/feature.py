@@ -83,7 +83,6 @@ def pattern_of(section: SparseAttention, num_heads: int) -> SparsityConfig:
     """Returns the pattern that a section describes.
 
     Args:
-        section: ``sparse_attention``.
         num_heads: Number of heads of the model.
 
     Raises:

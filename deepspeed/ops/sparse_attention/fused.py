@@ -111,7 +111,6 @@ def block_mask(plan: LayoutPlan, *, is_causal: bool) -> BlockMask:
     """Returns the layout's tiles, on the device of ``plan``; made once for each plan.
 
     Args:
-        plan: Of the layout.
         is_causal: Hides tokens after the query's.
     """
     if is_causal not in plan.masks:

@@ -21,19 +21,13 @@ STACK_TOKENS = 4096
 
 @dataclass(frozen=True)
 class TileStack:
-    """Equal tiles of one layout.
+    """Equal tiles of one layout."""
 
-    Attributes:
-        rows: ``[tiles * rows of one]``, query blocks.
-        columns: ``[tiles * columns of one]``, key blocks.
-        tiles: Their number.
-        looks_ahead: Whether some tile attends to a key block at or after one of its query blocks, so that causality of
-            tokens needs a mask.
-    """
-
-    rows: torch.Tensor
-    columns: torch.Tensor
-    tiles: int
+    rows: torch.Tensor  # ``[tiles * rows of one]``, query blocks
+    columns: torch.Tensor  # ``[tiles * columns of one]``, key blocks
+    tiles: int  # their number
+    # whether some tile attends to a key block at or after one of its query blocks, so that causality of tokens needs a
+    # mask
     looks_ahead: bool
 
     def to(self, device: torch.device) -> TileStack:
@@ -43,37 +37,23 @@ class TileStack:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """The work of the heads that share a layout.
+    """The work of the heads that share a layout."""
 
-    Attributes:
-        heads: Their numbers.
-        stacks: What is computed.
-        empty_rows: Query blocks that attend to nothing; their output is zero.
-    """
-
-    heads: tuple[int, ...]
-    stacks: tuple[TileStack, ...]
-    empty_rows: torch.Tensor
+    heads: tuple[int, ...]  # their numbers
+    stacks: tuple[TileStack, ...]  # what is computed
+    empty_rows: torch.Tensor  # query blocks that attend to nothing; their output is zero
 
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """A compiled layout.
+    """A compiled layout."""
 
-    Attributes:
-        block: Tokens of a block's side.
-        blocks: Blocks of the sequence.
-        num_heads: Heads of the layout.
-        by_heads: The work; each head is in one entry.
-        visible: Bool, ``[heads, blocks, blocks]``, the layout.
-        masks: The layout as the fused kernel takes it, by whether it is causal; filled by ``fused.block_mask``.
-    """
-
-    block: int
-    blocks: int
-    num_heads: int
-    by_heads: tuple[HeadPlan, ...]
-    visible: torch.Tensor
+    block: int  # tokens of a block's side
+    blocks: int  # blocks of the sequence
+    num_heads: int  # heads of the layout
+    by_heads: tuple[HeadPlan, ...]  # the work; each head is in one entry
+    visible: torch.Tensor  # bool, ``[heads, blocks, blocks]``, the layout
+    # the layout as the fused kernel takes it, by whether it is causal; filled by ``fused.block_mask``
     masks: dict[bool, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

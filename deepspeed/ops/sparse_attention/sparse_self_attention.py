@@ -233,12 +233,6 @@ class BertSparseSelfAttention(nn.Module):
         sparsity_config: The pattern; by default ``FixedSparsityConfig(num_heads=4)``, which needs 4 attention heads.
         max_seq_length: Tokens of the layout that is kept.
 
-    Attributes:
-        query: Linear layer.
-        key: Linear layer.
-        value: Linear layer.
-        sparse_self_attention: The attention.
-
     Raises:
         ValueError: ``hidden_size`` is not a multiple of the heads.
     """
@@ -256,9 +250,9 @@ class BertSparseSelfAttention(nn.Module):
         self.num_attention_heads = heads
         self.attention_head_size = hidden // heads
         self.all_head_size = hidden
-        self.query = nn.Linear(hidden, hidden)
-        self.key = nn.Linear(hidden, hidden)
-        self.value = nn.Linear(hidden, hidden)
+        self.query = nn.Linear(hidden, hidden)  # linear layer
+        self.key = nn.Linear(hidden, hidden)  # linear layer
+        self.value = nn.Linear(hidden, hidden)  # linear layer
         self.sparse_self_attention = SparseSelfAttention(
             FixedSparsityConfig(num_heads=4) if sparsity_config is None else sparsity_config,
             max_seq_length=max_seq_length,

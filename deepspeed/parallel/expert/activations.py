@@ -19,23 +19,15 @@ Gated = Callable[[Tensor, Tensor, float, float], Tensor]
 
 @dataclass(frozen=True)
 class ExpertActivation:
-    """Describes an activation of gated experts.
+    """Describes an activation of gated experts."""
 
-    Attributes:
-        fn: Computes the second product's input from gate, up, alpha and limit.
-        fused_fn: Computes the same on CUDA devices; None: ``fn`` does.
-        uses_alpha: ``fn`` depends on alpha. For programs that read it.
-        uses_limit: ``fn`` depends on limit. For programs that read it.
-        gate_fn: The function of the gate alone. For programs that read it.
-        packed_fused_fn: Computes the same on CUDA devices from gate and up in one tensor, alpha and limit; None:
-            ``fused_fn`` does. Not used where gate and up are interleaved.
-    """
-
-    fn: Gated
-    fused_fn: Gated | None = None
-    uses_alpha: bool = False
-    uses_limit: bool = False
-    gate_fn: Callable[[Tensor], Tensor] | None = None
+    fn: Gated  # computes the second product's input from gate, up, alpha and limit
+    fused_fn: Gated | None = None  # computes the same on CUDA devices; None: ``fn`` does
+    uses_alpha: bool = False  # ``fn`` depends on alpha. For programs that read it.
+    uses_limit: bool = False  # ``fn`` depends on limit. For programs that read it.
+    gate_fn: Callable[[Tensor], Tensor] | None = None  # The function of the gate alone. For programs that read it.
+    # Computes the same on CUDA devices from gate and up in one tensor, alpha and limit; None: ``fused_fn`` does. Not
+    # used where gate and up are interleaved.
     packed_fused_fn: Callable[[Tensor, float, float], Tensor] | None = None
 
 

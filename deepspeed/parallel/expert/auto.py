@@ -55,7 +55,6 @@ def spread_experts(
     ``zero.Init`` has sharded the model, only one module at a time is gathered.
 
     Args:
-        model: The model.
         section: ``expert_parallel``, enabled.
         peers: The ranks that hold the same part of the rest of the model; the first one's values count.
         device: Where the model computes.
@@ -217,18 +216,14 @@ def _state(module: nn.Module) -> Spread:
 
 
 class _ExpertAssignment:
-    """Describes which rank keeps which experts.
-
-    Attributes:
-        ep_size: Ranks that share them.
-        place: This rank's place among these.
-    """
+    """Describes which rank keeps which experts."""
 
     def __init__(self, ep_size: int, peers: Transport, device: torch.device) -> None:
-        self.ep_size = ep_size
+        self.ep_size = ep_size  # ranks that share them
         self._peers = peers
         self._device = device
         declared = Job.current().experts.declare(ep_size)
+        # this rank's place among these
         self.place = next(ranks.index(rank_in()) for ranks in declared.sharing if rank_in() in ranks)
         # The first of the ranks that hold the same experts; it hands on to the others when an engine takes them.
         everyone = peers.ranks or (rank_in(),)

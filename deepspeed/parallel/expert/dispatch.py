@@ -44,33 +44,22 @@ from deepspeed.uncompiled import uncompiled
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """Describes how the routes of one forward are sent to the experts' ranks and back.
+    """Describes how the routes of one forward are sent to the experts' ranks and back."""
 
-    Attributes:
-        order: ``[R]`` int64: the number, in the flattened ``[k, S]``, of each kept route: those to this rank's experts
-            first, behind them those to the other ranks in order, each sorted by expert.
-        num_choices: k.
-        num_tokens: S.
-        mine: Kept routes of this rank to each expert of all.
-        sent: Rows that go to each rank; to this one 0, as its own stay.
-        received: Rows that come from each rank; from this one 0.
-        arrived: By rank and expert of this rank: rows that come.
-        load_there: :attr:`load` as ``[local E]`` int64 on the device of ``order``, where no host has to send it.
-        transport: Between the ranks that share the experts.
-        is_coded: Rows are sent to experts in 8 bits, in forward and in backward.
-        waited: Seconds that the host waited for each exchange of rows so far, in order.
-    """
-
+    # ``[R]`` int64: the number, in the flattened ``[k, S]``, of each kept route: those to this rank's experts first,
+    # behind them those to the other ranks in order, each sorted by expert
     order: torch.Tensor
-    num_choices: int
-    num_tokens: int
-    mine: tuple[int, ...]
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    arrived: tuple[tuple[int, ...], ...]
+    num_choices: int  # k
+    num_tokens: int  # s
+    mine: tuple[int, ...]  # kept routes of this rank to each expert of all
+    sent: tuple[int, ...]  # rows that go to each rank; to this one 0, as its own stay
+    received: tuple[int, ...]  # rows that come from each rank; from this one 0
+    arrived: tuple[tuple[int, ...], ...]  # by rank and expert of this rank: rows that come
+    # :attr:`load` as ``[local E]`` int64 on the device of ``order``, where no host has to send it
     load_there: torch.Tensor
-    transport: Transport
-    is_coded: bool = False
+    transport: Transport  # between the ranks that share the experts
+    is_coded: bool = False  # rows are sent to experts in 8 bits, in forward and in backward
+    # seconds that the host waited for each exchange of rows so far, in order
     waited: list[float] = field(default_factory=list)
 
     @property
@@ -118,17 +107,11 @@ class RoutePlan:
 
 @dataclass(frozen=True)
 class RoutingMetrics:
-    """Counts where the routes of one forward went.
+    """Counts where the routes of one forward went."""
 
-    Attributes:
-        counts: By expert of all ranks: routes of this rank that reached it.
-        load: By expert of this rank: rows that it saw, of all ranks.
-        dropped: Routes of this rank that reached none.
-    """
-
-    counts: tuple[int, ...]
-    load: tuple[int, ...]
-    dropped: int
+    counts: tuple[int, ...]  # by expert of all ranks: routes of this rank that reached it
+    load: tuple[int, ...]  # by expert of this rank: rows that it saw, of all ranks
+    dropped: int  # routes of this rank that reached none
 
     @classmethod
     def of(cls, plan: RoutePlan) -> RoutingMetrics:

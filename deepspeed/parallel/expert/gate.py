@@ -36,23 +36,14 @@ _JITTER = 1e-2
 
 @dataclass(frozen=True)
 class Routes:
-    """Holds the experts and weights that the gate chose for the tokens of this rank.
+    """Holds the experts and weights that the gate chose for the tokens of this rank."""
 
-    Attributes:
-        l_aux: Balance loss, 0-dim fp32.
-        capacity: Most routes that an expert takes from this rank; None where nothing is dropped.
-        num_experts: E.
-        indices: ``[k, S]`` int64: the expert of each route, -1 where it is dropped.
-        weights: ``[k, S]`` fp32: the weight of each route's result, 0 where it is dropped.
-        counts: ``[E]`` int64: routes that chose each expert, before any is dropped.
-    """
-
-    l_aux: torch.Tensor
-    capacity: int | None
-    num_experts: int
-    indices: torch.Tensor
-    weights: torch.Tensor
-    counts: torch.Tensor
+    l_aux: torch.Tensor  # balance loss, 0-dim fp32
+    capacity: int | None  # most routes that an expert takes from this rank; None where nothing is dropped
+    num_experts: int  # e
+    indices: torch.Tensor  # ``[k, S]`` int64: the expert of each route, -1 where it is dropped
+    weights: torch.Tensor  # ``[k, S]`` fp32: the weight of each route's result, 0 where it is dropped
+    counts: torch.Tensor  # ``[E]`` int64: routes that chose each expert, before any is dropped
 
 
 class TopKGate(nn.Module):

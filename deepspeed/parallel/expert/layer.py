@@ -41,15 +41,6 @@ class MOELayer(nn.Module):
         ep_size: Ranks that share the experts.
         num_local_experts: Experts of this rank.
         use_tutel: Accepted without effect.
-
-    Attributes:
-        l_aux: Balance loss of the last forward, 0-dim fp32.
-        exp_counts: ``[E]`` int64: how many routes of this rank chose each expert in the last forward, before any is
-            dropped.
-        balance: Counts of the routes of the last forward; None before the first.
-        time_moe: Milliseconds of the host in the last forward, while ``wall_clock_breakdown``.
-        time_falltoall: Milliseconds of ``time_moe`` in the exchange of tokens sent to experts.
-        time_salltoall: Milliseconds of ``time_moe`` in the exchange of the experts' results.
     """
 
     _is_expert_layer = True
@@ -73,12 +64,13 @@ class MOELayer(nn.Module):
         self.num_local_experts = num_local_experts
         self.use_tutel = use_tutel
         self.wall_clock_breakdown = False
-        self.time_falltoall = 0.0
-        self.time_salltoall = 0.0
-        self.time_moe = 0.0
-        self.l_aux: torch.Tensor | None = None
+        self.time_falltoall = 0.0  # milliseconds of ``time_moe`` in the exchange of tokens sent to experts
+        self.time_salltoall = 0.0  # milliseconds of ``time_moe`` in the exchange of the experts' results
+        self.time_moe = 0.0  # milliseconds of the host in the last forward, while ``wall_clock_breakdown``
+        self.l_aux: torch.Tensor | None = None  # balance loss of the last forward, 0-dim fp32
+        # ``[E]`` int64: how many routes of this rank chose each expert in the last forward, before any is dropped
         self.exp_counts: torch.Tensor | None = None
-        self.balance: RoutingMetrics | None = None
+        self.balance: RoutingMetrics | None = None  # counts of the routes of the last forward; None before the first
         self._transport: Transport | None = None
         set_z3_leaf_module(self, True)
 

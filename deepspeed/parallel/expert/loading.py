@@ -90,16 +90,11 @@ def _files(folder: Path) -> list[Path]:
 
 @dataclass
 class _TargetWeight:
-    """A weight of the model, or several that one conversion produces together.
+    """A weight of the model, or several that one conversion produces together."""
 
-    Attributes:
-        name: Name of the first weight.
-        conversion: The library's conversion that produces it.
-        sources: By pattern: the file and the tensor's name in it.
-    """
-
-    name: str
-    conversion: Any
+    name: str  # name of the first weight
+    conversion: Any  # the library's conversion that produces it
+    # by pattern: the file and the tensor's name in it
     sources: dict[str, list[tuple[Path, str]]] = field(default_factory=dict)
 
 

@@ -43,29 +43,19 @@ _STATE = "_ds_spread"
 
 @dataclass
 class Spread:
-    """Describes how a module's experts are spread over ranks.
+    """Describes how a module's experts are spread over ranks."""
 
-    Attributes:
-        num_experts: Number of experts of all ranks together.
-        ep_size: Ranks that share them.
-        takes_all: The module gets every token for every expert, ``[E * S, M]``, with zeros where the router chose none.
-        returns_tokens: A route beyond the experts gives its token back; otherwise it gives nothing.
-        rows: By name: the length of each stack on all ranks together.
-        grouped: Use grouped products where they are faster.
-        is_coded: Tokens are sent to experts in 8 bits.
-        activation: Name of a registered activation that replaces the module's own; None: the module's own.
-        balance: Where the routes of the last forward went; None before the first.
-    """
-
-    num_experts: int
-    ep_size: int
+    num_experts: int  # number of experts of all ranks together
+    ep_size: int  # ranks that share them
+    # the module gets every token for every expert, ``[E * S, M]``, with zeros where the router chose none
     takes_all: bool
-    returns_tokens: bool = False
-    rows: Mapping[str, int] = field(default_factory=dict)
-    grouped: bool = True
-    is_coded: bool = False
+    returns_tokens: bool = False  # a route beyond the experts gives its token back; otherwise it gives nothing
+    rows: Mapping[str, int] = field(default_factory=dict)  # by name: the length of each stack on all ranks together
+    grouped: bool = True  # use grouped products where they are faster
+    is_coded: bool = False  # tokens are sent to experts in 8 bits
+    # name of a registered activation that replaces the module's own; None: the module's own
     activation: str | None = None
-    balance: RoutingMetrics | None = None
+    balance: RoutingMetrics | None = None  # where the routes of the last forward went; None before the first
 
     @classmethod
     def of(cls, module: nn.Module, ep_size: int) -> Spread:
@@ -194,17 +184,12 @@ Rowwise = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """A product with a weight and maybe a bias per expert.
+    """A product with a weight and maybe a bias per expert."""
 
-    Attributes:
-        weight: ``[E, out, in]``, or ``[E, in, out]`` where ``is_transposed``; may be longer than the experts are many.
-        bias: ``[E, out]`` or None.
-        is_transposed: The weight is ``[E, in, out]``.
-    """
-
+    # ``[E, out, in]``, or ``[E, in, out]`` where ``is_transposed``; may be longer than the experts are many
     weight: torch.Tensor
-    bias: torch.Tensor | None
-    is_transposed: bool
+    bias: torch.Tensor | None  # ``[E, out]`` or None
+    is_transposed: bool  # the weight is ``[E, in, out]``
 
     @functools.cached_property
     def _weights(self) -> Sequence[torch.Tensor]:
@@ -237,19 +222,12 @@ class ExpertStack:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """Experts of two products each.
+    """Experts of two products each."""
 
-    Attributes:
-        up: The first product.
-        between: Maps the first product's result to the second's input: activation, and gate if there is one.
-        down: The second product.
-        after: Applied to the second product's result; None: nothing.
-    """
-
-    up: ExpertStack
-    between: Rowwise
-    down: ExpertStack
-    after: Rowwise | None = None
+    up: ExpertStack  # the first product
+    between: Rowwise  # maps the first product's result to the second's input: activation, and gate if there is one
+    down: ExpertStack  # the second product
+    after: Rowwise | None = None  # applied to the second product's result; None: nothing
 
     def run_each(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns each expert's result for its rows ``[n, M]``; experts without rows are not run.

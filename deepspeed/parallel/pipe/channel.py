@@ -58,23 +58,14 @@ _OWNERS = 8
 
 @dataclass(frozen=True)
 class Route:
-    """The two stages of a channel.
+    """The two stages of a channel."""
 
-    Attributes:
-        kind: The kind of message.
-        source: The stage that sends.
-        target: The stage that receives.
-        ranks: The ranks of the two.
-        watched: The group that the watchdog supervises.
-        owner: Number of the engine, equal on both sides.
-    """
-
-    kind: str
-    source: int
-    target: int
-    ranks: tuple[int, int]
-    watched: WatchedGroup
-    owner: int
+    kind: str  # the kind of message
+    source: int  # the stage that sends
+    target: int  # the stage that receives
+    ranks: tuple[int, int]  # the ranks of the two
+    watched: WatchedGroup  # the group that the watchdog supervises
+    owner: int  # number of the engine, equal on both sides
 
     @cached_property
     def _channel(self) -> str:
@@ -117,20 +108,14 @@ class ChannelTransport:
     """Sends and receives the 1-D byte tensors of a channel, in order; each call returns a work with ``wait``.
 
     What is sent is HEADERS or DESCRIPTIONS, which are always on the host, or TENSORS.
-
-    Attributes:
-        group: A process group of gloo, with the ranks of both stages; its other channels have other tags.
-        peer: The other rank in it, and in ``native``.
-        tag: The first of three that no other channel between these ranks has.
-        queue: Carries headers and packets between ranks of one host; None if there is none.
-        native: A process group of the device's backend, for this kind of message and direction; None: tensors go
-            through ``group``.
     """
 
-    group: Any
-    peer: int
-    tag: int
-    queue: ShortMessages | None
+    group: Any  # a process group of gloo, with the ranks of both stages; its other channels have other tags
+    peer: int  # the other rank in it, and in ``native``
+    tag: int  # the first of three that no other channel between these ranks has
+    queue: ShortMessages | None  # carries headers and packets between ranks of one host; None if there is none
+    # a process group of the device's backend, for this kind of message and direction; None: tensors go through
+    # ``group``
     native: Any
 
     @property

@@ -15,21 +15,13 @@ _TRIES = 16
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Holds the costs of a layer for one micro-batch; times in any one unit.
+    """Holds the costs of a layer for one micro-batch; times in any one unit."""
 
-    Attributes:
-        forward: Time of the forward.
-        backward: Time of the whole backward.
-        weight: The part of the backward that gives the weights' gradients.
-        state: Bytes on a rank at all times: parameters, gradients, masters, optimizer state.
-        activation: Bytes kept from the forward of one micro-batch until its backward.
-    """
-
-    forward: float
-    backward: float = 0.0
-    weight: float = 0.0
-    state: int = 0
-    activation: int = 0
+    forward: float  # time of the forward
+    backward: float = 0.0  # time of the whole backward
+    weight: float = 0.0  # the part of the backward that gives the weights' gradients
+    state: int = 0  # bytes on a rank at all times: parameters, gradients, masters, optimizer state
+    activation: int = 0  # bytes kept from the forward of one micro-batch until its backward
 
     def __add__(self, other: LayerCost) -> LayerCost:
         return LayerCost(
@@ -43,17 +35,11 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Cut:
-    """Describes a cut of the layers into chunks, with its step time and memory.
+    """Describes a cut of the layers into chunks, with its step time and memory."""
 
-    Attributes:
-        bounds: Chunk c holds the layers from ``bounds[c]`` up to ``bounds[c + 1]``.
-        step_time: Time of one step, in the unit of the layers' times.
-        peak_bytes: Bytes of each stage: states and the activations in flight.
-    """
-
-    bounds: tuple[int, ...]
-    step_time: float
-    peak_bytes: tuple[int, ...]
+    bounds: tuple[int, ...]  # chunk c holds the layers from ``bounds[c]`` up to ``bounds[c + 1]``
+    step_time: float  # time of one step, in the unit of the layers' times
+    peak_bytes: tuple[int, ...]  # bytes of each stage: states and the activations in flight
 
 
 def best_cut(
@@ -73,7 +59,6 @@ def best_cut(
     neighboring bounds while that helps, simulating each cut. No chunk is left without a layer.
 
     Args:
-        layers: The costs of each layer.
         schedule: Name of the schedule.
         stages: Stages of the pipeline.
         micro_batches: Micro-batches of a step.

@@ -34,27 +34,18 @@ class DataError(PipelineError):
 
 
 class DataAgreement(NamedTuple):
-    """Holds what the ranks have agreed on about the data of a step.
+    """Holds what the ranks have agreed on about the data of a step."""
 
-    Attributes:
-        sends_labels: Whether the first stage sends the labels, since the last one has no data.
-        label_numel: Elements of the labels of one copy of the model, in the step; of the copy with most of them.
-    """
-
-    sends_labels: bool
-    label_numel: int
+    sends_labels: bool  # whether the first stage sends the labels, since the last one has no data
+    label_numel: int  # elements of the labels of one copy of the model, in the step; of the copy with most of them
 
 
 class DataFeed:
-    """Items ``(inputs, labels)`` of a rank, pulled for a whole step before it begins.
-
-    Attributes:
-        iterator: Where items come from, or None.
-        batch_fn: Applied to every item; where there is no iterator it is given None.
-    """
+    """Items ``(inputs, labels)`` of a rank, pulled for a whole step before it begins."""
 
     def __init__(self) -> None:
-        self.iterator: Iterator[Any] | None = None
+        self.iterator: Iterator[Any] | None = None  # where items come from, or None
+        # applied to every item; where there is no iterator it is given None
         self.batch_fn: Callable[[Any], Any] | None = None
         self._pulled: deque[Any] = deque()
 

@@ -109,22 +109,16 @@ class Interpreter:
         stage_of: The stage of each chunk of the model.
         device: Where the model computes.
         compute: Runs forwards, backwards and the update.
-
-    Attributes:
-        channels: As given.
-        stage_of: As given.
-        at: The instruction that is executed, or words; for messages.
-        pipe_buffers: By kind, the value of each buffer: ``inputs`` and ``outputs`` of the stage, ``labels``,
-            ``output_tensors`` that need gradients, the ``gradients`` received for them, and the weights' part of a
-            split backward (``work``).
     """
 
     def __init__(
         self, channels: StageChannels, stage_of: tuple[int, ...], device: torch.device, compute: StageCompute
     ) -> None:
-        self.channels = channels
-        self.stage_of = stage_of
-        self.at: PipeInstruction | str = ""
+        self.channels = channels  # as given
+        self.stage_of = stage_of  # as given
+        self.at: PipeInstruction | str = ""  # the instruction that is executed, or words; for messages
+        # by kind, the value of each buffer: ``inputs`` and ``outputs`` of the stage, ``labels``, ``output_tensors``
+        # that need gradients, the ``gradients`` received for them, and the weights' part of a split backward (``work``)
         self.pipe_buffers: dict[str, list[Any]] = {kind: [] for kind in BUFFERS}
         self._compute = compute
         self._device = device

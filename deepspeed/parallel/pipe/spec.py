@@ -23,12 +23,6 @@ class LayerSpec:
         *module_args: Its arguments.
         **module_kwargs: Its keyword arguments.
 
-    Attributes:
-        typename: As given.
-        module_args: As given.
-        module_kwargs: As given.
-        global_rank: None; programs set it.
-
     Raises:
         DeepSpeedConfigError: ``typename`` is no class of modules.
     """
@@ -39,10 +33,10 @@ class LayerSpec:
                 f"{type(self).__name__}: expected a class derived from torch.nn.Module, found {typename!r}; give "
                 "functions and modules that exist already to PipelineModule as they are"
             )
-        self.typename = typename
-        self.module_args = module_args
-        self.module_kwargs = module_kwargs
-        self.global_rank: int | None = None
+        self.typename = typename  # as given
+        self.module_args = module_args  # as given
+        self.module_kwargs = module_kwargs  # as given
+        self.global_rank: int | None = None  # none; programs set it
 
     def __repr__(self) -> str:
         words = [repr(value) for value in self.module_args]
@@ -74,11 +68,6 @@ class TiedLayerSpec(LayerSpec):
         tied_weight_attr: The parameter or parameters that are tied, by attribute name, which may be dotted. The others
             are each stage's own.
         **module_kwargs: Keyword arguments of the layer.
-
-    Attributes:
-        key: As given.
-        forward_fn: As given.
-        tied_weight_attr: As a list.
     """
 
     def __init__(
@@ -91,8 +80,9 @@ class TiedLayerSpec(LayerSpec):
         **module_kwargs: Any,
     ) -> None:
         super().__init__(typename, *module_args, **module_kwargs)
-        self.key = key
-        self.forward_fn = forward_fn
+        self.key = key  # as given
+        self.forward_fn = forward_fn  # as given
+        # as a list
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
 
 
@@ -184,7 +174,6 @@ def seeded(seed: int, seed_fn: Callable[[int], Any] | None) -> Iterator[None]:
     """Seeds random numbers with ``seed`` inside the context, and restores their states afterwards.
 
     Args:
-        seed: The seed.
         seed_fn: Sets it; None: torch's own.
     """
     if seed_fn is not None:

@@ -33,17 +33,12 @@ class _BranchNode:
 
 @dataclass
 class WeightWork:
-    """Holds what the second half of a backward, the weights' gradients, still has to do.
+    """Holds what the second half of a backward, the weights' gradients, still has to do."""
 
-    Attributes:
-        branches: Where the second half starts.
-        roots: Outputs from which no input is reached, with their gradients.
-        owners: What keeps the nodes of ``branches`` alive.
-    """
-
-    branches: list[_BranchNode] = field(default_factory=list)
+    branches: list[_BranchNode] = field(default_factory=list)  # where the second half starts
+    # outputs from which no input is reached, with their gradients
     roots: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    owners: list[Node | GradientEdge] = field(default_factory=list)
+    owners: list[Node | GradientEdge] = field(default_factory=list)  # what keeps the nodes of ``branches`` alive
 
     def run(self) -> None:
         """Accumulates the gradients of the weights."""

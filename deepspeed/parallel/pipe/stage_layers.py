@@ -31,23 +31,12 @@ class StageLayers(PlainAttributes, nn.Module):
 
     Args:
         names: Class name of each layer of the model.
-
-    Attributes:
-        mesh: The ranks of the job.
-        num_stages: Stages.
-        chunks: Numbers of the chunks that this rank has.
-        forward_funcs: This rank's layers, in order.
-        loss_fn: As given.
-        active_chunk: The chunk that ``forward`` runs; None: all of this rank.
-        micro_offset: Forwards so far.
-        failed_at: The layer whose forward raised, with its input; empty as long as none did.
-        added_losses: What layers added with ``add_loss`` when a program called the module itself: 0-dim, fp32, by name.
     """
 
-    mesh: Mesh
+    mesh: Mesh  # the ranks of the job
     num_stages: int
-    chunks: list[int]
-    forward_funcs: list[Callable[..., Any]]
+    chunks: list[int]  # numbers of the chunks that this rank has
+    forward_funcs: list[Callable[..., Any]]  # this rank's layers, in order
     _stage_of: tuple[int, ...]
     _ranges: dict[int, range]  # local layers of each chunk
     _numbers: list[int]  # global numbers of the local layers
@@ -65,14 +54,15 @@ class StageLayers(PlainAttributes, nn.Module):
         checkpointable_layers: Sequence[str] | None,
     ) -> None:
         super().__init__()
-        self.loss_fn = loss_fn
+        self.loss_fn = loss_fn  # as given
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
-        self.active_chunk: int | None = None
-        self.micro_offset = 0
-        self.failed_at = ""
+        self.active_chunk: int | None = None  # the chunk that ``forward`` runs; None: all of this rank
+        self.micro_offset = 0  # forwards so far
+        self.failed_at = ""  # the layer whose forward raised, with its input; empty as long as none did
+        # what layers added with ``add_loss`` when a program called the module itself: 0-dim, fp32, by name
         self.added_losses: dict[str, torch.Tensor] = {}
         self._names = list(names)
 

@@ -23,19 +23,12 @@ from deepspeed.zero.tiling.parts import has_part
 
 @dataclass(frozen=True)
 class Tie:
-    """One key that lies on several stages.
+    """One key that lies on several stages."""
 
-    Attributes:
-        key: Its name.
-        stages: The stages that have it.
-        module: This rank's copy; None where its stage has none.
-        group: Name of the group of copies.
-    """
-
-    key: str
+    key: str  # its name
     stages: tuple[int, ...]
-    module: nn.Module | None
-    group: str
+    module: nn.Module | None  # this rank's copy; None where its stage has none
+    group: str  # name of the group of copies
 
     def weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
         """Returns this rank's parameters of the tie, with the torch process group of the copies.

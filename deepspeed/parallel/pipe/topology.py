@@ -24,11 +24,6 @@ class ProcessTopology:
         axes: Names, slowest first.
         dims: Size of each.
 
-    Attributes:
-        axes: As given.
-        dims: As given.
-        mapping: Coordinate (a named tuple with the axes as fields) to rank.
-
     Raises:
         ValueError: Names occur twice, or are not as many as the sizes.
     """
@@ -39,11 +34,12 @@ class ProcessTopology:
                 f"{type(self).__name__}(axes={list(axes)}, dims={list(dims)}): expected one size of at least 1 for "
                 "each name, and different names"
             )
-        self.axes = list(axes)
-        self.dims = list(dims)
+        self.axes = list(axes)  # as given
+        self.dims = list(dims)  # as given
         coordinate: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]  # noqa: PYI024
         self.ProcessCoord = coordinate
         places = product(*(range(dim) for dim in self.dims))
+        # coordinate (a named tuple with the axes as fields) to rank
         self.mapping = {coordinate._make(place): rank for rank, place in enumerate(places)}
 
     def __str__(self) -> str:
@@ -82,7 +78,6 @@ class ProcessTopology:
         """Returns the place of a rank in words, as it appears in file names: ``model_01``.
 
         Args:
-            rank: The rank.
             omit_axes: Axes that are left out.
             inner_sep: Between name and place, which has two digits at least.
             outer_sep: Between axes.
@@ -263,7 +258,6 @@ class PipelineParallelGrid:
         """Returns the rank of a stage.
 
         Args:
-            stage_id: The stage.
             **kwargs: Its places on other axes; on those left out, this rank's.
         """
         place = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **kwargs)

@@ -28,19 +28,12 @@ _PACKET = 1 << 16  # bytes up to which a copy is cheaper than another transfer
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for a tensor in a description.
+    """Stands for a tensor in a description."""
 
-    Attributes:
-        index: Index among the tensors.
-        dtype: Its dtype.
-        shape: Its shape.
-        requires_grad: Whether a gradient comes back for it.
-    """
-
-    index: int
+    index: int  # index among the tensors
     dtype: torch.dtype
     shape: tuple[int, ...]
-    requires_grad: bool
+    requires_grad: bool  # whether a gradient comes back for it
 
     @property
     def nbytes(self) -> int:
@@ -160,18 +153,13 @@ class MessageLayout:
     Args:
         slots: Theirs.
         packs: Whether small ones are packed with the header.
-
-    Attributes:
-        slots: As given.
-        is_packed: Whether they are packed.
-        nbytes: Bytes of the packet.
     """
 
     def __init__(self, slots: Sequence[Slot], *, packs: bool) -> None:
-        self.slots = tuple(slots)
+        self.slots = tuple(slots)  # as given
         self._starts: list[int] = []
         self._strides = [torch.empty(slot.shape, device="meta").stride() for slot in self.slots]
-        self.nbytes = HEADER.size
+        self.nbytes = HEADER.size  # bytes of the packet
         for slot in self.slots:
             self._starts.append(-(-self.nbytes // _ALIGNED) * _ALIGNED)
             self.nbytes = self._starts[-1] + slot.nbytes

@@ -35,29 +35,19 @@ _OF_TOWERS = (
 
 @dataclass
 class BatchDescription:
-    """The description of a rank's next batch, sent to the other ranks.
+    """The description of a rank's next batch, sent to the other ranks."""
 
-    Attributes:
-        ended: Its loader has no more batches.
-        problem: Why the batch cannot be cut.
-        shapes: ``(batch, padded tokens)`` by name of the tensors.
-        dtypes: Dtype by name of the tensors.
-        others: Entries that are not tensors, and inputs of towers, in host memory.
-        has_images: It has inputs of towers, so the model computes position ids.
-        adds_positions: Its ``position_ids`` were added, not given by the loader.
-        digest: Digest of the tokens, to detect ranks with the same samples.
-        padded: Tokens that padding has added.
-    """
-
-    ended: bool = False
-    problem: str = ""
+    ended: bool = False  # its loader has no more batches
+    problem: str = ""  # why the batch cannot be cut
+    # ``(batch, padded tokens)`` by name of the tensors
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # dtype by name of the tensors
+    # entries that are not tensors, and inputs of towers, in host memory
     others: dict[str, Any] = field(default_factory=dict)
-    has_images: bool = False
-    adds_positions: bool = False
-    digest: int = 0
-    padded: int = 0
+    has_images: bool = False  # it has inputs of towers, so the model computes position ids
+    adds_positions: bool = False  # its ``position_ids`` were added, not given by the loader
+    digest: int = 0  # digest of the tokens, to detect ranks with the same samples
+    padded: int = 0  # tokens that padding has added
 
 
 def exchange_batches(

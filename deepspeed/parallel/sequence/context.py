@@ -30,41 +30,26 @@ NAME = "deepspeed_sequence"
 
 @dataclass(frozen=True)
 class AttentionExchange:
-    """Holds what the ranks exchange in attention.
+    """Holds what the ranks exchange in attention."""
 
-    Attributes:
-        heads_group: Torch process group of the ranks that divide the heads; None: only a ring is used.
-        ring_group: Torch process group of the ring that passes keys and values on; None: no ring.
-        recompute: Save attention's result only once for backward; see ``SavedResult``.
-    """
-
-    heads_group: Any
-    ring_group: Any = None
-    recompute: bool = False
+    heads_group: Any  # torch process group of the ranks that divide the heads; None: only a ring is used
+    ring_group: Any = None  # torch process group of the ring that passes keys and values on; None: no ring
+    recompute: bool = False  # save attention's result only once for backward; see ``SavedResult``
 
 
 @dataclass
 class SequenceParallelContext:
-    """Holds how the ranks share one model's sequences.
+    """Holds how the ranks share one model's sequences."""
 
-    Attributes:
-        model: The model whose ``training`` flag is read if evaluation is not sharded.
-        group: Torch process group of the ranks that share a sequence.
-        core: The implementation that attends to whole sequences.
-        disable_in_eval: In evaluation each rank computes its whole sequences by itself.
-        exchange: The exchange in attention. ``initialize`` replaces it in a model that the program registered.
-        recompute_core: Recompute the attention between the exchanges in backward (selective recomputation).
-        given_positions: Position ids of the current pass; None: no pass is running.
-        whole_for: The module with towers that has gathered whole sequences in the current pass; None: none has.
-    """
-
-    model: weakref.ref[nn.Module]
-    group: Any
-    core: str
-    disable_in_eval: bool
+    model: weakref.ref[nn.Module]  # the model whose ``training`` flag is read if evaluation is not sharded
+    group: Any  # torch process group of the ranks that share a sequence
+    core: str  # the implementation that attends to whole sequences
+    disable_in_eval: bool  # in evaluation each rank computes its whole sequences by itself
+    # The exchange in attention. ``initialize`` replaces it in a model that the program registered.
     exchange: AttentionExchange
-    recompute_core: bool = False
-    given_positions: torch.Tensor | None = None
+    recompute_core: bool = False  # recompute the attention between the exchanges in backward (selective recomputation)
+    given_positions: torch.Tensor | None = None  # position ids of the current pass; None: no pass is running
+    # the module with towers that has gathered whole sequences in the current pass; None: none has
     whole_for: nn.Module | None = None
     _evaluates: bool = False
     _is_left_alone: bool = False
@@ -256,15 +241,11 @@ def _checked(found: SequenceParallelContext | None) -> SequenceParallelContext:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """The tokens of one sequence, document after document.
+    """The tokens of one sequence, document after document."""
 
-    Attributes:
-        lengths: Tokens of each document.
-        order: Indices of the tokens, document after document; None: they are already in this order and all belong to a
-            document. Tokens of no document see nothing.
-    """
-
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # tokens of each document
+    # Indices of the tokens, document after document; None: they are already in this order and all belong to a document.
+    # Tokens of no document see nothing.
     order: torch.Tensor | None = None
 
 

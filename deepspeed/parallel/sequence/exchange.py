@@ -51,7 +51,6 @@ def exchange(
         x: All heads of this rank's tokens; with ``back`` all tokens of this rank's heads. Any dtype, shape and strides.
         group: Torch process group of the ranks that share a sequence; None: all ranks.
         sequence_axis: Axis of tokens.
-        head_axis: Axis of heads.
         back: Run the reverse exchange.
         heads: By rank, its heads inside attention; None: as equal as possible. Shares may coincide, unless ``back``.
         lengths: By rank, its tokens; None: equally many. Required with ``back`` if they differ.
@@ -226,15 +225,10 @@ def length_of(share: Share) -> int:
 
 @dataclass(frozen=True)
 class HeadAssignment:
-    """The heads that each rank attends with.
+    """The heads that each rank attends with."""
 
-    Attributes:
-        query: By rank, its query heads.
-        key: By rank, the key and value heads that these use.
-    """
-
-    query: tuple[Share, ...]
-    key: tuple[Share, ...]
+    query: tuple[Share, ...]  # by rank, its query heads
+    key: tuple[Share, ...]  # by rank, the key and value heads that these use
 
 
 def shares_of_heads(heads: int, key_heads: int, ranks: int) -> HeadAssignment:

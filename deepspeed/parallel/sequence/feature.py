@@ -189,7 +189,6 @@ def tile_model(model: nn.Module, *, mlp: bool, loss: bool, tokens: int, in_evalu
         model: A ``PreTrainedModel``, or one wrapped by PEFT.
         mlp: Compute its MLPs in tiles.
         loss: Compute its loss over the vocabulary in tiles.
-        tokens: Tokens of a tile.
         in_evaluation: Tile the loss in evaluation too; its outputs then have no logits.
 
     Raises:

@@ -16,15 +16,11 @@ _TILE = 1024  # queries, and keys, per tile of scores
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of the whole sequence in one block, kept on the host, so that reading them does not wait.
+    """The tokens of the whole sequence in one block, kept on the host, so that reading them does not wait."""
 
-    Attributes:
-        positions: Positions in the sequence, ``[tokens]``, ascending within runs.
-        documents: Document number of each token, ``[batch, tokens]``, -1 for tokens that see nothing and are not
-            seen; None: one document.
-    """
-
-    positions: torch.Tensor
+    positions: torch.Tensor  # positions in the sequence, ``[tokens]``, ascending within runs
+    # document number of each token, ``[batch, tokens]``, -1 for tokens that see nothing and are not seen; None: one
+    # document
     documents: torch.Tensor | None = None
 
     def cut(self, start: int, stop: int) -> Tokens:
@@ -45,17 +41,11 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Describes which queries see which keys.
+    """Describes which queries see which keys."""
 
-    Attributes:
-        is_causal: Tokens see no later ones.
-        window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them; None: all.
-        scale: The scale of the scores.
-    """
-
-    is_causal: bool
-    window: int | None
-    scale: float
+    is_causal: bool  # tokens see no later ones
+    window: int | None  # with ``is_causal``: tokens see themselves and the ``window - 1`` before them; None: all
+    scale: float  # the scale of the scores
 
     def sees(self, query: Tokens, key: Tokens) -> bool | None:
         """Returns whether all queries see all keys (True), none sees any (False), or a mask is needed (None)."""
@@ -117,21 +107,13 @@ class Rows:
 
 @dataclass
 class Slopes:
-    """The backward of :class:`Rows`: gradients of queries, and of one block of keys and values after another.
+    """The backward of :class:`Rows`: gradients of queries, and of one block of keys and values after another."""
 
-    Attributes:
-        query: The query of the forward.
-        gradient: The gradient of the result, in fp32.
-        lse: The ``lse`` of the forward.
-        delta: Sum of gradient times result along the width.
-        of_query: The gradient of the query so far.
-    """
-
-    query: torch.Tensor
-    gradient: torch.Tensor
-    lse: torch.Tensor
-    delta: torch.Tensor
-    of_query: torch.Tensor
+    query: torch.Tensor  # the query of the forward
+    gradient: torch.Tensor  # the gradient of the result, in fp32
+    lse: torch.Tensor  # the ``lse`` of the forward
+    delta: torch.Tensor  # sum of gradient times result along the width
+    of_query: torch.Tensor  # the gradient of the query so far
 
     def see(
         self,

@@ -71,7 +71,6 @@ def tokens_of(rank: int, transport: Transport, tokens: int, in_zigzag: bool, doc
     """Returns the tokens that a rank has inside the ring.
 
     Args:
-        rank: The rank.
         transport: The ranks of the ring.
         tokens: How many tokens it has.
         in_zigzag: Ranks have zigzag chunks instead of consecutive tokens.

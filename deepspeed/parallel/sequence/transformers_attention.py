@@ -37,51 +37,34 @@ _UNSUPPORTED = ("softcap", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k")
 
 @dataclass(frozen=True)
 class Visible:
-    """Describes which tokens see which; attention layers get it instead of a mask.
+    """Describes which tokens see which; attention layers get it instead of a mask."""
 
-    Attributes:
-        is_causal: Tokens see no later ones.
-        window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them; None: all.
-        padding: This rank's part of the padding mask, ``[batch, tokens]``, True for tokens; None where there is none.
-        positions: Position ids of this rank's tokens, ``[batch or 1, tokens]``, if documents are packed, for layers
-            that do not get them as an argument; None: one document.
-    """
-
-    is_causal: bool = True
-    window: int | None = None
+    is_causal: bool = True  # tokens see no later ones
+    window: int | None = None  # with ``is_causal``: tokens see themselves and the ``window - 1`` before them; None: all
+    # this rank's part of the padding mask, ``[batch, tokens]``, True for tokens; None where there is none
     padding: torch.Tensor | None = None
+    # position ids of this rank's tokens, ``[batch or 1, tokens]``, if documents are packed, for layers that do not get
+    # them as an argument; None: one document
     positions: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The arguments of one attention layer.
+    """The arguments of one attention layer."""
 
-    Attributes:
-        sharing: How the model's sequences are shared.
-        module: The layer.
-        query: ``[batch, heads, tokens, width]``.
-        key: ``[batch, key heads, tokens, width]``.
-        value: As ``key``.
-        seen: Which tokens see which.
-        positions: Position ids of whole sequences, ``[batch or 1, all tokens]``; None: one document per sequence.
-        padding: Mask of whole sequences, ``[batch, all tokens]``, True for tokens that count; None: all do.
-        scale: Factor of the scores; None: one over the root of the width.
-        dropout: Probability with which attention probabilities are dropped.
-        more: Other keyword arguments of the layer.
-    """
-
-    sharing: SequenceParallelContext
-    module: nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    seen: Visible
+    sharing: SequenceParallelContext  # how the model's sequences are shared
+    module: nn.Module  # the layer
+    query: torch.Tensor  # ``[batch, heads, tokens, width]``
+    key: torch.Tensor  # ``[batch, key heads, tokens, width]``
+    value: torch.Tensor  # as ``key``
+    seen: Visible  # which tokens see which
+    # position ids of whole sequences, ``[batch or 1, all tokens]``; None: one document per sequence
     positions: torch.Tensor | None
+    # mask of whole sequences, ``[batch, all tokens]``, True for tokens that count; None: all do
     padding: torch.Tensor | None
-    scale: float | None
-    dropout: float
-    more: dict[str, Any]
+    scale: float | None  # factor of the scores; None: one over the root of the width
+    dropout: float  # probability with which attention probabilities are dropped
+    more: dict[str, Any]  # other keyword arguments of the layer
 
 
 @uncompiled

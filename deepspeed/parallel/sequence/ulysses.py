@@ -139,17 +139,11 @@ class UlyssesSPAttentionHF:
 
 @dataclass(frozen=True)
 class _RegisteredName:
-    """The settings of a model that was registered by name.
+    """The settings of a model that was registered by name."""
 
-    Attributes:
-        name: The hub id or folder that the program gave.
-        core: The implementation that attends to whole sequences.
-        disable_in_eval: In evaluation the model is left to itself, with whole sequences on each rank.
-    """
-
-    name: str
-    core: str | None
-    disable_in_eval: bool
+    name: str  # the hub id or folder that the program gave
+    core: str | None  # the implementation that attends to whole sequences
+    disable_in_eval: bool  # in evaluation the model is left to itself, with whole sequences on each rank
 
 
 _awaited: list[_RegisteredName] = []
@@ -207,7 +201,6 @@ def adopt_model(
     must exchange tokens.
 
     Args:
-        model: The model.
         group: Torch process group of the ranks that share a sequence.
         mesh: The mesh of the job.
         mode: ``sequence_parallel.mode``.
@@ -309,7 +302,6 @@ def share_sequences(
     Args:
         model: A ``PreTrainedModel``, or one wrapped by PEFT.
         group: Torch process group of the ranks that share a sequence.
-        exchange: The exchange in attention.
         core: The implementation that attends to whole sequences; None: the model's own.
         disable_in_eval: See :class:`SequenceParallelContext`.
 
@@ -372,7 +364,6 @@ def share_layers(
         pipeline: The layers of this stage; the first stage also has the modules before them.
         whole: The model with these layers, with values or without; equal on all ranks, left unchanged.
         group: Torch process group of the ranks that share a sequence.
-        exchange: The exchange in attention.
         core: The implementation that attends to whole sequences; None: the model's own.
         disable_in_eval: See :class:`SequenceParallelContext`.
 

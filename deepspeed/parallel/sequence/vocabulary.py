@@ -44,7 +44,6 @@ def chunked_cross_entropy(
         head: Module or function from ``[tokens, width]`` to logits ``[tokens, vocabulary]``.
         labels: ``[...]``.
         ignore_index: The label that is ignored.
-        tile_tokens: Tokens of a tile.
         reduction: The one of torch's ``cross_entropy``; computed in fp32. The mean of nothing is 0.
         token_losses: Computes losses ``[tokens]`` from logits and labels; differs if ``head`` returns logits of a
             part of the vocabulary.

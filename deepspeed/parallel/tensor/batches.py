@@ -32,19 +32,12 @@ _LABEL = "the comparison of the batch"
 
 @dataclass(frozen=True)
 class _ForwardRecord:
-    """Holds what the ranks gathered about one forward.
+    """Holds what the ranks gathered about one forward."""
 
-    Attributes:
-        rows: The numbers of each rank, on the host.
-        names: The names of the arguments.
-        shown: The arguments as text for messages.
-        event: Complete when ``rows`` are valid; None: they are valid already.
-    """
-
-    rows: torch.Tensor
-    names: list[str]
-    shown: str
-    event: Any = None
+    rows: torch.Tensor  # the numbers of each rank, on the host
+    names: list[str]  # the names of the arguments
+    shown: str  # the arguments as text for messages
+    event: Any = None  # complete when ``rows`` are valid; None: they are valid already
 
 
 class BatchCheck:

@@ -64,36 +64,23 @@ _COPIES = "tensor copies"
 
 @dataclass
 class CutModel:
-    """Holds a model's tensor-parallel cut.
+    """Holds a model's tensor-parallel cut."""
 
-    Attributes:
-        channel: The ranks that share its layers.
-        layout: The cuts.
-        counts: By bucket group of parameters that several tensor ranks have: whether this rank counts them in norms.
-        connection: The channels to the other ranks of the job.
-    """
-
-    channel: Channel
-    layout: Layout
+    channel: Channel  # the ranks that share its layers
+    layout: Layout  # the cuts
+    # by bucket group of parameters that several tensor ranks have: whether this rank counts them in norms
     counts: dict[str, bool] = field(default_factory=dict)
-    connection: LayerConnection | None = None
+    connection: LayerConnection | None = None  # the channels to the other ranks of the job
 
 
 @dataclass
 class LayerConnection:
-    """The channels between which the layers of a cut model exchange, in one job.
-
-    Attributes:
-        job: The job.
-        channel: The ranks that share its layers.
-        replicas: The ranks that have the same key/value heads as this one; None: no others.
-        data: The ranks that have the same parts and process other samples.
-    """
+    """The channels between which the layers of a cut model exchange, in one job."""
 
     job: Callable[[], Job | None]
-    channel: Channel
-    replicas: Channel | None
-    data: Transport
+    channel: Channel  # the ranks that share its layers
+    replicas: Channel | None  # the ranks that have the same key/value heads as this one; None: no others
+    data: Transport  # the ranks that have the same parts and process other samples
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device) -> LayerConnection:
@@ -404,7 +391,6 @@ def _become_part(model: nn.Module, known: CutModel, place: int) -> None:
 
     Args:
         model: Cut, not sharded.
-        known: Its cut.
         place: The rank's place among those that share the layers.
     """
     before, layout = known.channel.rank, known.layout
@@ -433,17 +419,11 @@ _COARSE = 0.1  # for 16-bit types, whose sums are rounded at every rank
 
 @dataclass
 class ConsistencyCheck:
-    """A model's outputs and gradients before the cut.
+    """A model's outputs and gradients before the cut."""
 
-    Attributes:
-        inputs: Keyword arguments of its forward.
-        output: The model's output.
-        gradients: The gradients of parameters that stay whole, by name.
-    """
-
-    inputs: dict[str, Any]
-    output: torch.Tensor
-    gradients: dict[str, torch.Tensor]
+    inputs: dict[str, Any]  # keyword arguments of its forward
+    output: torch.Tensor  # the model's output
+    gradients: dict[str, torch.Tensor]  # the gradients of parameters that stay whole, by name
 
     @classmethod
     def before(
@@ -533,7 +513,6 @@ def inputs_of(model: nn.Module, multiple: int = 1) -> dict[str, Any] | None:
     """Returns a small input of a Transformers model, the same on all ranks; None where it is not known.
 
     Args:
-        model: The model.
         multiple: The length of its sequences is a multiple of this.
     """
     return small_inputs(model, _ROWS, -(-_LENGTH // multiple) * multiple)

@@ -32,54 +32,33 @@ _EXPERTS_GRAINS = (8, 4)
 
 @dataclass(frozen=True)
 class ParameterCut:
-    """The cut of one parameter.
+    """The cut of one parameter."""
 
-    Attributes:
-        name: Qualified name.
-        shape: Shape of the whole tensor.
-        dim: The dimension that is cut.
-        split: How it is divided.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int
-    split: Split
+    name: str  # qualified name
+    shape: tuple[int, ...]  # shape of the whole tensor
+    dim: int  # the dimension that is cut
+    split: Split  # how it is divided
 
 
 @dataclass(frozen=True)
 class LayerCut:
-    """Describes the cut of one module.
+    """Describes the cut of one module."""
 
-    Attributes:
-        name: Qualified name.
-        way: How it is cut.
-        split: How the dimension is split; None where none is cut.
-        parameters: The parameters that are cut.
-        adapters: Adapter layers beside it, and how each is cut.
-        note: Why it differs from the rule, or empty.
-    """
-
-    name: str
+    name: str  # qualified name
     way: CutStyle
-    split: Split | None = None
+    split: Split | None = None  # how the dimension is split; None where none is cut
     parameters: tuple[ParameterCut, ...] = ()
-    adapters: tuple[tuple[str, CutStyle], ...] = ()
-    note: str = ""
+    adapters: tuple[tuple[str, CutStyle], ...] = ()  # adapter layers beside it, and how each is cut
+    note: str = ""  # why it differs from the rule, or empty
 
 
 @dataclass
 class Layout:
-    """Describes the cut of a model.
+    """Describes the cut of a model."""
 
-    Attributes:
-        size: Ranks that share a layer.
-        layers: In the order of the model.
-        heads: By name of each attention module whose heads are divided: its original numbers of heads.
-    """
-
-    size: int
-    layers: list[LayerCut] = field(default_factory=list)
+    size: int  # ranks that share a layer
+    layers: list[LayerCut] = field(default_factory=list)  # in the order of the model
+    # by name of each attention module whose heads are divided: its original numbers of heads
     heads: dict[str, tuple[AttentionHeads, Heads]] = field(default_factory=dict)
 
     @property

@@ -45,27 +45,18 @@ class Sequence(Protocol):
 
 @dataclass
 class CutLinear:
-    """Describes the cut of a linear layer.
+    """Describes the cut of a linear layer."""
 
-    Attributes:
-        channel: The ranks.
-        shared_inputs: Shares one input between column-parallel layers.
-        split: How the output features (column) or the input features (row) are split.
-        name: The name of the layer, for messages.
-        is_transposed: The weight is (in, out), as in Transformers' ``Conv1D``.
-        is_gathered: A column-parallel layer gives all output features; a row-parallel one takes all input features.
-        replicas: The ranks that have the same part, whose gradients are summed; None: this rank alone has it.
-        sequence: Gathers and sums activations that are cut along the sequence outside the layer's region; None: not
-            cut.
-    """
-
-    channel: Channel
-    shared_inputs: SharedInputs
-    split: Split
-    name: str
-    is_transposed: bool = False
+    channel: Channel  # the ranks
+    shared_inputs: SharedInputs  # shares one input between column-parallel layers
+    split: Split  # how the output features (column) or the input features (row) are split
+    name: str  # the name of the layer, for messages
+    is_transposed: bool = False  # the weight is (in, out), as in Transformers' ``Conv1D``
+    # a column-parallel layer gives all output features; a row-parallel one takes all input features
     is_gathered: bool = False
+    # the ranks that have the same part, whose gradients are summed; None: this rank alone has it
     replicas: Channel | None = None
+    # gathers and sums activations that are cut along the sequence outside the layer's region; None: not cut
     sequence: Sequence | None = None
 
     @property

@@ -37,7 +37,6 @@ def cut_parameter(
 
     Args:
         parameter: Whole on every rank; or sharded by ``zero.Init``, then every rank that shares it must call this.
-        cut: How the parameter is cut.
         logical: Name of the logical parameter.
         channel: The ranks that share the layer.
         group: The ranks that have the same part, by the name of a bucket group; None: this rank alone.
@@ -75,7 +74,6 @@ def become_part(parameter: nn.Parameter, cut: ParameterCut, place: int) -> None:
 
     Args:
         parameter: The parameter, not sharded.
-        cut: How it is cut.
         place: The rank's place among those that share the layer.
     """
     owners = part_owners_of(parameter)
@@ -265,7 +263,6 @@ def set_head_counts(module: nn.Module, whole: AttentionHeads, heads: Heads, plac
     """Sets the numbers of an attention module to those of a rank's part.
 
     Args:
-        module: The module.
         whole: Its numbers before the cut.
         heads: How the heads are divided.
         place: This rank's place.
@@ -282,7 +279,6 @@ def slice_arguments(module: nn.Module, whole: AttentionHeads, heads: Heads, chan
     """Makes an attention module slice its per-head arguments (ALiBi, position biases) to this rank's heads.
 
     Args:
-        module: The module.
         whole: Its numbers before the cut.
         heads: How the heads are divided.
         channel: The ranks that share them.

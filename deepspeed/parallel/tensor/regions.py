@@ -28,18 +28,14 @@ class SharedInput:
         channel: The ranks.
         label: Describes the transfer, for messages.
         on_backward: Called when the first gradient arrives.
-
-    Attributes:
-        users: Number of layers that use the input.
-        is_open: No gradient has arrived yet, so a layer may still join.
     """
 
     def __init__(self, channel: Channel, label: str, on_backward: Callable[[SharedInput], None]) -> None:
         self.channel = channel
         self._label = label
         self._on_backward = on_backward
-        self.users = 0
-        self.is_open = True
+        self.users = 0  # number of layers that use the input
+        self.is_open = True  # no gradient has arrived yet, so a layer may still join
         self._arrived = 0
         self._sum: torch.Tensor | None = None
 
@@ -96,13 +92,9 @@ def enter_shared(values: torch.Tensor, shared: SharedInput) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SplitParts:
-    """Parts along the last dimension as in a :class:`Split`, uneven or not contiguous.
+    """Parts along the last dimension as in a :class:`Split`, uneven or not contiguous."""
 
-    Attributes:
-        split: How the last dimension is split.
-    """
-
-    split: Split
+    split: Split  # how the last dimension is split
 
     def gather(self, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
         """Returns the whole, ``[..., extent]``, from every rank's part ``[..., width of the rank]``."""

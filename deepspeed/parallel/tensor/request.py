@@ -21,19 +21,12 @@ _REQUEST = "_ds_tensor_request"
 
 @dataclass(frozen=True)
 class TensorParallelRequest:
-    """Arguments of one call of :func:`tp_model_init`.
+    """Arguments of one call of :func:`tp_model_init`."""
 
-    Attributes:
-        size: Ranks that share a layer.
-        dtype: The model's type.
-        config: A ``tensor_parallel`` section or a whole configuration, or None.
-        ranks: The ranks of the given process group, or None.
-    """
-
-    size: int
-    dtype: torch.dtype | None
-    config: dict[str, Any] | None
-    ranks: tuple[int, ...] | None
+    size: int  # ranks that share a layer
+    dtype: torch.dtype | None  # the model's type
+    config: dict[str, Any] | None  # a ``tensor_parallel`` section or a whole configuration, or None
+    ranks: tuple[int, ...] | None  # the ranks of the given process group, or None
 
 
 def tp_model_init(
@@ -42,7 +35,6 @@ def tp_model_init(
     """Requests that ``initialize`` cuts a model over ``tp_size`` ranks. Communicates nothing and cuts nothing yet.
 
     Args:
-        model: The model.
         tp_size: Ranks that share a layer, neighbors in the job.
         dtype: The model's compute dtype; must equal the configured one.
         config: The configuration, or its ``tensor_parallel`` section; keys that it lacks are taken from that of

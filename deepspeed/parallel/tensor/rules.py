@@ -57,17 +57,12 @@ class CutStyle(Enum):
 
 @dataclass(frozen=True)
 class CutRule:
-    """Describes how one layer or parameter is cut.
-
-    Attributes:
-        way: How it is cut.
-        source: Where the rule comes from, for messages.
-        parts: Extents of the tensors that are packed along the cut dimension; ``(2,)`` or ``(3,)`` for that many of
-            equal extent; empty: not packed, or as the heads show.
-    """
+    """Describes how one layer or parameter is cut."""
 
     way: CutStyle
-    source: str
+    source: str  # where the rule comes from, for messages
+    # extents of the tensors that are packed along the cut dimension; ``(2,)`` or ``(3,)`` for that many of equal
+    # extent; empty: not packed, or as the heads show
     parts: tuple[int, ...] = ()
     is_interleaved: bool = False
 

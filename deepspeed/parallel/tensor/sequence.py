@@ -35,17 +35,12 @@ _DIM = 1
 
 @dataclass
 class CutSequence:
-    """The cut of activations along the sequence, between the regions of one model.
+    """The cut of activations along the sequence, between the regions of one model."""
 
-    Attributes:
-        channel: The ranks.
-        is_cut: Activations are cut now; False in an evaluation whose length is not divisible by the number of ranks.
-        must_divide: Evaluations must be cut too: pipeline stages cannot see each other's ``is_cut``.
-    """
-
-    channel: Channel
+    channel: Channel  # the ranks
+    # activations are cut now; False in an evaluation whose length is not divisible by the number of ranks
     is_cut: bool = True
-    must_divide: bool = False
+    must_divide: bool = False  # evaluations must be cut too: pipeline stages cannot see each other's ``is_cut``
 
     @uncompiled
     def split(self, values: torch.Tensor) -> torch.Tensor:
@@ -103,24 +98,15 @@ class CutSequence:
 
 @dataclass
 class ScatterPlan:
-    """Names the modules that change when activations are cut along the sequence.
+    """Names the modules that change when activations are cut along the sequence."""
 
-    Attributes:
-        first: Name of the first block; None: it lies on another stage.
-        last: Name of the last block, as ``first``.
-        is_of_stages: The blocks are layers of a pipeline.
-        regions: Names of modules whose input is gathered.
-        columns: Names of column-parallel layers in them.
-        rows: Names of row-parallel layers.
-        between: Names of modules with parameters that work on a part of the sequence.
-    """
-
-    first: str | None
-    last: str | None
-    is_of_stages: bool = False
-    regions: list[str] = field(default_factory=list)
-    columns: list[str] = field(default_factory=list)
-    rows: list[str] = field(default_factory=list)
+    first: str | None  # name of the first block; None: it lies on another stage
+    last: str | None  # name of the last block, as ``first``
+    is_of_stages: bool = False  # the blocks are layers of a pipeline
+    regions: list[str] = field(default_factory=list)  # names of modules whose input is gathered
+    columns: list[str] = field(default_factory=list)  # names of column-parallel layers in them
+    rows: list[str] = field(default_factory=list)  # names of row-parallel layers
+    # names of modules with parameters that work on a part of the sequence
     between: list[str] = field(default_factory=list)
 
 
@@ -128,7 +114,6 @@ def plan_of(model: nn.Module, layout: Layout) -> ScatterPlan:
     """Determines where the sequence is cut. Changes nothing.
 
     Args:
-        model: The model.
         layout: How it is cut.
 
     Raises:
@@ -223,7 +208,6 @@ def cut_sequences(model: nn.Module, plan: ScatterPlan, channel: Channel) -> None
     """Changes the modules of a plan, whose layers have been cut.
 
     Args:
-        model: The model.
         plan: Result of :func:`plan_of`.
         channel: The ranks.
     """

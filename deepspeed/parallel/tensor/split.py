@@ -28,18 +28,13 @@ def even(count: int, size: int, place: int) -> Interval:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one attention layer.
+    """The heads of one attention layer."""
 
-    Attributes:
-        query: Query heads.
-        key_value: Key/value heads; a divisor of ``query``. Query head *i* uses the one with the number
-            ``i // (query // key_value)``.
-        size: Ranks that share the layer.
-    """
-
-    query: int
+    query: int  # query heads
+    # Key/value heads; a divisor of ``query``. Query head *i* uses the one with the number ``i // (query //
+    # key_value)``.
     key_value: int
-    size: int
+    size: int  # ranks that share the layer
 
     @property
     def shared_by(self) -> int:
@@ -101,19 +96,12 @@ class UnitAssignment(Enum):
 
 @dataclass(frozen=True)
 class UnitRun:
-    """A run of equal units in a dimension.
+    """A run of equal units in a dimension."""
 
-    Attributes:
-        start: Its first index.
-        units: How many units it has.
-        unit: Indices of one.
-        assignment: Who gets them.
-    """
-
-    start: int
-    units: int
-    unit: int = 1
-    assignment: UnitAssignment = UnitAssignment.EVENLY
+    start: int  # its first index
+    units: int  # how many units it has
+    unit: int = 1  # indices of one
+    assignment: UnitAssignment = UnitAssignment.EVENLY  # who gets them
 
     @property
     def stop(self) -> int:
@@ -123,17 +111,11 @@ class UnitRun:
 
 @dataclass(frozen=True)
 class Split:
-    """Describes how a dimension is divided among the ranks.
+    """Describes how a dimension is divided among the ranks."""
 
-    Attributes:
-        runs: In order; together the whole dimension.
-        size: Ranks that share the layer.
-        heads: For runs that are divided as heads are.
-    """
-
-    runs: tuple[UnitRun, ...]
-    size: int
-    heads: Heads | None = None
+    runs: tuple[UnitRun, ...]  # in order; together the whole dimension
+    size: int  # ranks that share the layer
+    heads: Heads | None = None  # for runs that are divided as heads are
 
     @classmethod
     def evenly(cls, extent: int, size: int, grain: int = 1, parts: int = 1) -> Split:

@@ -292,7 +292,6 @@ def _forward(model: nn.Module, inputs: Mapping[str, Any], *, is_meta: bool) -> l
     """Returns the outputs of a small forward with stand-ins for all parameters, on the meta device if possible.
 
     Args:
-        model: The model.
         inputs: Its keyword arguments.
         is_meta: Run it on the meta device only.
 

@@ -24,21 +24,13 @@ from deepspeed.uncompiled import uncompiled
 
 @dataclass
 class CutEmbedding:
-    """Describes the cut of an embedding.
+    """Describes the cut of an embedding."""
 
-    Attributes:
-        channel: The ranks.
-        split: How the vocabulary, or the width, is split.
-        name: The name of the layer, for messages.
-        padding_index: The row without a gradient, in the whole vocabulary; None: all rows have one.
-        projection: How a head with the same weight is cut.
-    """
-
-    channel: Channel
-    split: Split
-    name: str
-    padding_index: int | None = None
-    projection: CutLinear | None = None
+    channel: Channel  # the ranks
+    split: Split  # how the vocabulary, or the width, is split
+    name: str  # the name of the layer, for messages
+    padding_index: int | None = None  # the row without a gradient, in the whole vocabulary; None: all rows have one
+    projection: CutLinear | None = None  # how a head with the same weight is cut
 
 
 class _MadeFromEmbedding(nn.Embedding):

@@ -30,36 +30,22 @@ _MOST_FACTOR = 1.3
 
 @dataclass(frozen=True)
 class ProbeSizes:
-    """Holds the sizes that the block probe runs.
+    """Holds the sizes that the block probe runs."""
 
-    Attributes:
-        shape: The decoder whose block is timed; one layer, vocabulary and head are not used.
-        tokens: Tokens of a sample.
-        micro_batches: Samples of the two runs, the smaller first.
-        dtype: The dtype of parameters and activations.
-        trials: Runs of each that count.
-    """
-
-    shape: DecoderShape
-    tokens: int
-    micro_batches: tuple[int, int]
-    dtype: torch.dtype
-    trials: int
+    shape: DecoderShape  # the decoder whose block is timed; one layer, vocabulary and head are not used
+    tokens: int  # tokens of a sample
+    micro_batches: tuple[int, int]  # samples of the two runs, the smaller first
+    dtype: torch.dtype  # the dtype of parameters and activations
+    trials: int  # runs of each that count
 
 
 @dataclass(frozen=True)
 class BlockSpeed:
-    """Holds the rates that a rank's device reaches in a block.
+    """Holds the rates that a rank's device reaches in a block."""
 
-    Attributes:
-        rates: Operations (products, attention) or bytes (elementwise) per second, by kind.
-        launch: Seconds to start an operation.
-        factor: Seconds of whole blocks over those that ``rates`` and ``launch`` give.
-    """
-
-    rates: dict[OperationKind, float]
-    launch: float
-    factor: float
+    rates: dict[OperationKind, float]  # operations (products, attention) or bytes (elementwise) per second, by kind
+    launch: float  # seconds to start an operation
+    factor: float  # seconds of whole blocks over those that ``rates`` and ``launch`` give
 
 
 class _TimedOperations(TorchDispatchMode):

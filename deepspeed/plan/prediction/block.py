@@ -27,25 +27,15 @@ _BACKWARD_FLOPS = 2.5  # of fused attention, over those of its forward: five pro
 
 @dataclass
 class WorkTimes:
-    """Holds the times of a rank's work in one pass of one micro-batch, in seconds.
+    """Holds the times of a rank's work in one pass of one micro-batch, in seconds."""
 
-    Attributes:
-        matmul: Matrix products.
-        attention: Attention.
-        traffic: Elementwise operations.
-        exposed: Exchanges that the next operation waits for, by axis.
-        exchanged: Full duration of exchanges by axis, waited for or not.
-        flops: Number of floating-point operations.
-        launches: Number of operations that the host starts.
-    """
-
-    matmul: float = 0.0
+    matmul: float = 0.0  # matrix products
     attention: float = 0.0
-    traffic: float = 0.0
-    exposed: dict[str, float] = field(default_factory=dict)
-    exchanged: dict[str, float] = field(default_factory=dict)
-    flops: float = 0.0
-    launches: int = 0
+    traffic: float = 0.0  # elementwise operations
+    exposed: dict[str, float] = field(default_factory=dict)  # exchanges that the next operation waits for, by axis
+    exchanged: dict[str, float] = field(default_factory=dict)  # full duration of exchanges by axis, waited for or not
+    flops: float = 0.0  # number of floating-point operations
+    launches: int = 0  # number of operations that the host starts
 
     @property
     def compute(self) -> float:
@@ -86,27 +76,16 @@ def _sum_by_axis(one: dict[str, float], other: dict[str, float], times: float) -
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """The cost of a block, the embedding or the head, on one rank and for one micro-batch.
-
-    Attributes:
-        forward: Forward.
-        backward: The whole backward, with recomputed forward operations.
-        weight: Seconds of that backward that compute gradients of weights.
-        kept: Bytes that forward keeps for backward.
-        passing: Peak of additional bytes while backward runs.
-        parameters: Elements of the parameters that this rank has; experts of other ranks do not count.
-        expert_parameters: Elements of experts among ``parameters``.
-        output: Bytes of the 16-bit logits; 0 for all but the head.
-    """
+    """The cost of a block, the embedding or the head, on one rank and for one micro-batch."""
 
     forward: WorkTimes
-    backward: WorkTimes
-    weight: float
-    kept: float
-    passing: float
-    parameters: float
-    expert_parameters: float = 0.0
-    output: float = 0.0
+    backward: WorkTimes  # the whole backward, with recomputed forward operations
+    weight: float  # seconds of that backward that compute gradients of weights
+    kept: float  # bytes that forward keeps for backward
+    passing: float  # peak of additional bytes while backward runs
+    parameters: float  # elements of the parameters that this rank has; experts of other ranks do not count
+    expert_parameters: float = 0.0  # elements of experts among ``parameters``
+    output: float = 0.0  # bytes of the 16-bit logits; 0 for all but the head
 
 
 class BlockCost:

@@ -16,11 +16,7 @@ _FULL_HEAD = 128  # head size at which a fused attention kernel reaches its rate
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """Turns operations into seconds.
-
-    Attributes:
-        device: The device.
-    """
+    """Turns operations into seconds."""
 
     device: Device
 

@@ -26,87 +26,60 @@ class ParallelLayout:
     """Degrees of all axes, the batch, and options that save memory or time.
 
     Neighboring ranks share layers, then sequences, then batches; stages are furthest apart.
-
-    Attributes:
-        tensor: Ranks that share layers.
-        pipe: Stages of a pipeline.
-        chunks: Chunks of each stage.
-        schedule: The schedule of the pipeline.
-        context: Ranks that share sequences.
-        is_ring: These ranks use ring attention; otherwise they exchange tokens for heads.
-        balances_ring: Tokens are assigned so that causal attention has equally many scores on all ranks of the ring.
-        experts: Ranks that share experts; they are neighbors among those that share a batch.
-        data: Ranks that share a batch.
-        stage: ZeRO stage.
-        shard_ranks: Ranks that share states, if fewer than those that share a batch; None: all.
-        micro_batch: Samples of a forward.
-        accumulation: Micro-batches of a step.
-        recompute: One of :data:`RECOMPUTATIONS`.
-        is_fp8: Linear layers of blocks multiply in fp8.
-        is_compiled: Elementwise operations are fused.
-        has_fused_loss: One kernel computes the loss from 16-bit logits and writes their gradient there.
-        cuts_norms: With ``tensor``, norms and residual sums work on a part of the sequence.
-        cuts_vocabulary: With ``tensor``, embedding, head and loss are cut over the vocabulary.
-        overlaps_tensor: Exchanges between tensor ranks run beside the products that need them, in chunks.
-        overlaps_data: Gradients are sent while backward runs.
-        overlaps_gather: At stages 1 and 2 updated parameters are gathered while the next forward runs, as in Megatron.
-            This engine waits for them.
-        gradient_bytes: Bytes of an element of the exchanged gradients.
-        lighter_ends: How many layers fewer the first and the last chunk have; None: as few as possible.
-        imbalance: Tokens of the busiest rank's experts over the mean.
-        offload: Optimizer states are in host memory, which updates them; at stages 2 and 3 shards of gradients too.
-        offload_parameters: At stage 3, shards of parameters are in host memory.
-        states_on_disk: With ``offload``, optimizer states are in files: read, updated and written one after the other.
-        most_in_host: With ``offload_parameters``, elements of a rank's shards that stay in host memory; the others are
-            in files. None: all stay.
-        is_fsdp: Stage 3 as in FSDP: shards of parameters and gradients are in fp32 only and cast when
-            gathered; embedding and head are gathered together until the end of the backward, and their
-            gradients are reduced then.
-        keeps_outputs: The last stage of a pipeline keeps the logits of all micro-batches until the step ends, as
-            ``torch.distributed.pipelining`` does unless it is set not to return them.
-        summed_bytes: Bytes of an element of the gradients kept until the update; None: ``gradient_bytes``.
-        is_megatron: Megatron's behavior instead of torch's: with ``recompute="full"`` whole blocks are recomputed;
-            with ``is_fp8`` weights are cast once per step; with ``cuts_norms`` tokens come before samples, so that
-            gathered parts are in order.
-        sums_in_products: The product that computes the gradient of a weight adds it to the sum over micro-batches.
-        weight_ranks: At stage 3, neighboring ranks that share 16-bit weights, if fewer than those that share states
-            (``zero_hpz_partition_size``); None: all of these.
     """
 
-    tensor: int = 1
-    pipe: int = 1
-    chunks: int = 1
-    schedule: str = "1f1b"
-    context: int = 1
-    is_ring: bool = True
+    tensor: int = 1  # ranks that share layers
+    pipe: int = 1  # stages of a pipeline
+    chunks: int = 1  # chunks of each stage
+    schedule: str = "1f1b"  # the schedule of the pipeline
+    context: int = 1  # ranks that share sequences
+    is_ring: bool = True  # these ranks use ring attention; otherwise they exchange tokens for heads
+    # tokens are assigned so that causal attention has equally many scores on all ranks of the ring
     balances_ring: bool = True
-    experts: int = 1
-    data: int = 1
-    stage: int = 0
-    shard_ranks: int | None = None
-    micro_batch: int = 1
-    accumulation: int = 1
-    recompute: str = "none"
-    is_fp8: bool = False
-    is_compiled: bool = False
-    has_fused_loss: bool = False
-    cuts_norms: bool = False
-    cuts_vocabulary: bool = True
-    overlaps_tensor: bool = False
-    overlaps_data: bool = True
+    experts: int = 1  # ranks that share experts; they are neighbors among those that share a batch
+    data: int = 1  # ranks that share a batch
+    stage: int = 0  # ZeRO stage
+    shard_ranks: int | None = None  # ranks that share states, if fewer than those that share a batch; None: all
+    micro_batch: int = 1  # samples of a forward
+    accumulation: int = 1  # micro-batches of a step
+    recompute: str = "none"  # one of :data:`RECOMPUTATIONS`
+    is_fp8: bool = False  # linear layers of blocks multiply in fp8
+    is_compiled: bool = False  # elementwise operations are fused
+    has_fused_loss: bool = False  # one kernel computes the loss from 16-bit logits and writes their gradient there
+    cuts_norms: bool = False  # with ``tensor``, norms and residual sums work on a part of the sequence
+    cuts_vocabulary: bool = True  # with ``tensor``, embedding, head and loss are cut over the vocabulary
+    overlaps_tensor: bool = False  # exchanges between tensor ranks run beside the products that need them, in chunks
+    overlaps_data: bool = True  # gradients are sent while backward runs
+    # At stages 1 and 2 updated parameters are gathered while the next forward runs, as in Megatron. This engine waits
+    # for them.
     overlaps_gather: bool = False
-    gradient_bytes: int = 2
-    lighter_ends: int | None = None
-    imbalance: float = 1.0
+    gradient_bytes: int = 2  # bytes of an element of the exchanged gradients
+    lighter_ends: int | None = None  # how many layers fewer the first and the last chunk have; None: as few as possible
+    imbalance: float = 1.0  # tokens of the busiest rank's experts over the mean
+    # optimizer states are in host memory, which updates them; at stages 2 and 3 shards of gradients too
     offload: bool = False
-    offload_parameters: bool = False
+    offload_parameters: bool = False  # at stage 3, shards of parameters are in host memory
+    # with ``offload``, optimizer states are in files: read, updated and written one after the other
     states_on_disk: bool = False
+    # With ``offload_parameters``, elements of a rank's shards that stay in host memory; the others are in files. None:
+    # all stay.
     most_in_host: int | None = None
+    # stage 3 as in FSDP: shards of parameters and gradients are in fp32 only and cast when gathered; embedding and head
+    # are gathered together until the end of the backward, and their gradients are reduced then
     is_fsdp: bool = False
+    # the last stage of a pipeline keeps the logits of all micro-batches until the step ends, as
+    # ``torch.distributed.pipelining`` does unless it is set not to return them
     keeps_outputs: bool = False
+    # bytes of an element of the gradients kept until the update; None: ``gradient_bytes``
     summed_bytes: int | None = None
+    # megatron's behavior instead of torch's: with ``recompute="full"`` whole blocks are recomputed; with ``is_fp8``
+    # weights are cast once per step; with ``cuts_norms`` tokens come before samples, so that gathered parts are in
+    # order
     is_megatron: bool = False
+    # the product that computes the gradient of a weight adds it to the sum over micro-batches
     sums_in_products: bool = False
+    # at stage 3, neighboring ranks that share 16-bit weights, if fewer than those that share states
+    # (``zero_hpz_partition_size``); None: all of these
     weight_ranks: int | None = None
 
     def __post_init__(self) -> None:

@@ -19,24 +19,15 @@ _BETWEEN = 8e-6  # seconds of one step between two nodes
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks of a collective: every ``stride``-th rank, ``size`` of them.
+    """Ranks of a collective: every ``stride``-th rank, ``size`` of them."""
 
-    Attributes:
-        size: Number of ranks.
-        stride: From one to the next, in ranks of the job.
-    """
-
-    size: int
-    stride: int = 1
+    size: int  # number of ranks
+    stride: int = 1  # from one to the next, in ranks of the job
 
 
 @dataclass(frozen=True)
 class NetworkModel:
-    """Turns collectives into seconds.
-
-    Attributes:
-        machine: The machine.
-    """
+    """Turns collectives into seconds."""
 
     machine: Machine
 

@@ -32,29 +32,19 @@ _RECOMPUTE_SCORES = ("none", "selective", "attention", "full")
 
 @dataclass(frozen=True)
 class RankedLayout:
-    """One of the best layouts.
-
-    Attributes:
-        step: Its predicted step.
-        reason: How it differs from the fastest one.
-    """
+    """One of the best layouts."""
 
     step: PredictedStep
-    reason: str
+    reason: str  # how it differs from the fastest one
 
 
 @dataclass
 class LayoutSearch:
-    """Holds the result of a search for layouts.
+    """Holds the result of a search for layouts."""
 
-    Attributes:
-        best: The fastest layouts that fit, in order.
-        tried: Number of layouts considered.
-        refused: Reasons why layouts were excluded, with the number of layouts of each.
-    """
-
-    best: list[RankedLayout]
-    tried: int = 0
+    best: list[RankedLayout]  # the fastest layouts that fit, in order
+    tried: int = 0  # number of layouts considered
+    # reasons why layouts were excluded, with the number of layouts of each
     refused: Counter[str] = field(default_factory=Counter)
 
 

@@ -39,19 +39,12 @@ _MUCH = 1e6  # speed-up that makes a cost negligible
 
 @dataclass(frozen=True)
 class StepSetup:
-    """A model, how ranks share it, and the machine: what :func:`predict_step` needs.
+    """A model, how ranks share it, and the machine: what :func:`predict_step` needs."""
 
-    Attributes:
-        shape: The model.
-        layout: How ranks share the model and the batch.
-        machine: Where they run.
-        tokens: Tokens of a sample.
-    """
-
-    shape: DecoderShape
-    layout: ParallelLayout
-    machine: Machine
-    tokens: int
+    shape: DecoderShape  # the model
+    layout: ParallelLayout  # how ranks share the model and the batch
+    machine: Machine  # where they run
+    tokens: int  # tokens of a sample
 
     @property
     def model_flops(self) -> float:
@@ -68,23 +61,14 @@ class StepSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep(StepTimes):
-    """The times of the busiest stage, and the memory of the stage that needs most.
+    """The times of the busiest stage, and the memory of the stage that needs most."""
 
-    Attributes:
-        setup: What was predicted.
-        flops: Operations of a rank, including recomputation.
-        device_bytes: Peak of bytes that the device's allocator reserves.
-        state_bytes: Parameters, gradients and optimizer states in that sum.
-        activation_bytes: Activations kept for backward in that sum, except logits.
-        memory: The bytes of that stage, by part.
-    """
-
-    setup: StepSetup
-    flops: float
-    device_bytes: float
-    state_bytes: float
-    activation_bytes: float
-    memory: MemoryParts = field(default_factory=MemoryParts)
+    setup: StepSetup  # what was predicted
+    flops: float  # operations of a rank, including recomputation
+    device_bytes: float  # peak of bytes that the device's allocator reserves
+    state_bytes: float  # parameters, gradients and optimizer states in that sum
+    activation_bytes: float  # activations kept for backward in that sum, except logits
+    memory: MemoryParts = field(default_factory=MemoryParts)  # the bytes of that stage, by part
 
     @property
     def tokens(self) -> int:
@@ -162,21 +146,13 @@ def layers_of_chunks(layers: int, chunks: int, lighter_ends: int | None = None) 
 
 @dataclass(frozen=True)
 class ChunkTimes:
-    """The layers of a chunk, for one micro-batch.
+    """The layers of a chunk, for one micro-batch."""
 
-    Attributes:
-        parts: Its parts in the order of a forward, with the number of each.
-        forward: Forward.
-        backward: Whole backward.
-        weight: Seconds of that backward that compute gradients of weights.
-        host: Waits for the host in forward and in backward, in seconds.
-    """
-
-    parts: tuple[tuple[str, BlockTimes, int], ...]
+    parts: tuple[tuple[str, BlockTimes, int], ...]  # its parts in the order of a forward, with the number of each
     forward: WorkTimes
-    backward: WorkTimes
-    weight: float
-    host: tuple[float, float]
+    backward: WorkTimes  # whole backward
+    weight: float  # seconds of that backward that compute gradients of weights
+    host: tuple[float, float]  # waits for the host in forward and in backward, in seconds
 
     @property
     def times(self) -> Times:
@@ -186,21 +162,13 @@ class ChunkTimes:
 
 @dataclass(frozen=True)
 class DataExchangeTimes:
-    """Exchanges along the data axis, in seconds: of a block at stage 3, of a whole step at the other stages.
+    """Exchanges along the data axis, in seconds: of a block at stage 3, of a whole step at the other stages."""
 
-    Attributes:
-        gather: The gather of parameters.
-        reduce: The reduction of gradients.
-        gather_wait: The part of ``gather`` that computation waits for; not used for a block.
-        reduce_wait: The same of ``reduce``.
-        is_beside: They overlap with computation, which they slow down.
-    """
-
-    gather: float = 0.0
-    reduce: float = 0.0
-    gather_wait: float = 0.0
+    gather: float = 0.0  # the gather of parameters
+    reduce: float = 0.0  # the reduction of gradients
+    gather_wait: float = 0.0  # the part of ``gather`` that computation waits for; not used for a block
     reduce_wait: float = 0.0
-    is_beside: bool = True
+    is_beside: bool = True  # they overlap with computation, which they slow down
 
 
 class StepModel:
@@ -517,11 +485,7 @@ def _refuse_uneven(setup: StepSetup) -> None:
 
 
 def costs_turned_off(step: PredictedStep) -> list[tuple[str, float]]:
-    """Returns possible improvements and the seconds that each would save, the largest first.
-
-    Args:
-        step: The step.
-    """
+    """Returns possible improvements and the seconds that each would save, the largest first."""
     found = [(name, step.seconds - predict_step(change(step.setup)).seconds) for name, change in _CHANGES]
     if step.bubble > 0:
         found.append(("no waiting for other stages (more micro-batches, more chunks, another schedule)", step.bubble))

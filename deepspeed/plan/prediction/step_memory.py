@@ -29,22 +29,15 @@ _CHANNEL_BYTES = 2 * 5 * 2**20  # ring and tree: 4 MiB (NCCL_BUFFSIZE) and 1 MiB
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """The bytes of the stage that needs most, at the moment when it needs most.
+    """The bytes of the stage that needs most, at the moment when it needs most."""
 
-    Attributes:
-        tensors: Bytes of tensors by purpose.
-        gaps: Bytes that the allocator reserves beyond them, because it rounds sizes up and leaves gaps.
-        cached: Bytes that were freed before the peak and that the allocator keeps: the 16-bit logits, in a block too
-            small for the fp32 logits. It releases such blocks before it runs out of memory.
-        context: Bytes of the driver and its libraries.
-        communicators: Bytes of the buffers of all communicators.
-    """
-
-    tensors: dict[str, float] = field(default_factory=dict)
-    gaps: float = 0.0
+    tensors: dict[str, float] = field(default_factory=dict)  # bytes of tensors by purpose
+    gaps: float = 0.0  # bytes that the allocator reserves beyond them, because it rounds sizes up and leaves gaps
+    # Bytes that were freed before the peak and that the allocator keeps: the 16-bit logits, in a block too small for
+    # the fp32 logits. It releases such blocks before it runs out of memory.
     cached: float = 0.0
-    context: float = 0.0
-    communicators: float = 0.0
+    context: float = 0.0  # bytes of the driver and its libraries
+    communicators: float = 0.0  # bytes of the buffers of all communicators
 
     @property
     def reserved(self) -> float:
@@ -73,23 +66,14 @@ class MemoryParts:
 
 @dataclass
 class StageState:
-    """Which part of the model one stage has.
+    """Which part of the model one stage has."""
 
-    Attributes:
-        parameters: Elements of a rank.
-        experts: Elements of experts among them.
-        ends: Elements of the embedding and the head among them.
-        layers: Blocks of all its chunks.
-        chunks: Positions of its chunks in the model.
-        has_head: It has the head and computes the loss.
-    """
-
-    parameters: float = 0.0
-    experts: float = 0.0
-    ends: float = 0.0
-    layers: int = 0
-    chunks: list[int] = field(default_factory=list)
-    has_head: bool = False
+    parameters: float = 0.0  # elements of a rank
+    experts: float = 0.0  # elements of experts among them
+    ends: float = 0.0  # elements of the embedding and the head among them
+    layers: int = 0  # blocks of all its chunks
+    chunks: list[int] = field(default_factory=list)  # positions of its chunks in the model
+    has_head: bool = False  # it has the head and computes the loss
 
 
 class StepMemory:
@@ -208,7 +192,6 @@ class StepMemory:
 
         Args:
             number: The number of the stage.
-            share: The stage.
             gradients: Bytes of all its gradients.
             moments: The moments of the last chunk.
         """
@@ -248,7 +231,6 @@ class StepMemory:
         what is used again within ``stage3_max_reuse_distance``.
 
         Args:
-            share: The stage.
             least: Elements that are needed at once.
         """
         if self._layout.is_fsdp:

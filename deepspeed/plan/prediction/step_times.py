@@ -8,25 +8,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The parts of a step on the busiest rank, in seconds. They add up to the step.
+    """The parts of a step on the busiest rank, in seconds. They add up to the step."""
 
-    Attributes:
-        matmul: Matrix products.
-        attention: Attention.
-        traffic: Elementwise operations.
-        exposed: Exchanges that computation waits for, by axis.
-        host: Waits for the host, which starts operations more slowly than the device runs them.
-        bubble: Waits for other stages of a pipeline.
-        update: The optimizer's update.
-    """
-
-    matmul: float = 0.0
+    matmul: float = 0.0  # matrix products
     attention: float = 0.0
-    traffic: float = 0.0
-    exposed: dict[str, float] = field(default_factory=dict)
-    host: float = 0.0
-    bubble: float = 0.0
-    update: float = 0.0
+    traffic: float = 0.0  # elementwise operations
+    exposed: dict[str, float] = field(default_factory=dict)  # exchanges that computation waits for, by axis
+    host: float = 0.0  # waits for the host, which starts operations more slowly than the device runs them
+    bubble: float = 0.0  # waits for other stages of a pipeline
+    update: float = 0.0  # the optimizer's update
 
     @property
     def compute(self) -> float:

@@ -25,33 +25,21 @@ class OperationKind(enum.Enum):
 
 @dataclass(frozen=True)
 class OperationCost:
-    """The cost of one operation.
+    """The cost of one operation."""
 
-    Attributes:
-        name: Torch's name of the operation.
-        kind: The kind of its kernel.
-        flops: Floating-point operations, as torch counts them.
-        nbytes: Bytes read and written.
-        sides: m, n, k and number of matrix products; zeros otherwise.
-        head_size: Head size of attention; 0 otherwise.
-        is_causal: Attention is causal, so half of its operations count.
-        is_backward: A kernel of the backward.
-    """
-
-    name: str
-    kind: OperationKind
-    flops: int = 0
-    nbytes: int = 0
-    sides: tuple[int, int, int, int] = (0, 0, 0, 0)
-    head_size: int = 0
-    is_causal: bool = False
-    is_backward: bool = False
+    name: str  # torch's name of the operation
+    kind: OperationKind  # the kind of its kernel
+    flops: int = 0  # floating-point operations, as torch counts them
+    nbytes: int = 0  # bytes read and written
+    sides: tuple[int, int, int, int] = (0, 0, 0, 0)  # m, n, k and number of matrix products; zeros otherwise
+    head_size: int = 0  # head size of attention; 0 otherwise
+    is_causal: bool = False  # attention is causal, so half of its operations count
+    is_backward: bool = False  # a kernel of the backward
 
     def seconds(self, device: DeviceModel, *, fp8: bool = False) -> float:
         """Returns the seconds on a device.
 
         Args:
-            device: The device.
             fp8: Products of linear layers are in fp8 where all their sides are multiples of 16, with the casts of
                 their operands, each of which is cast once for two products.
         """
@@ -99,7 +87,6 @@ def cost_of(
         func: The operation.
         args: Its arguments.
         kwargs: Its arguments by keyword.
-        result: Its result.
         flops: By torch's formula; 0 where there is none.
         device_type: The device type of the tensors that count; an operation without any costs nothing.
     """

@@ -23,19 +23,12 @@ _MOST_PASSES = 4_000  # most passes of blocks drawn per stage; beyond it fewer m
 
 @dataclass(frozen=True)
 class PredictedTimeline:
-    """Spans on the streams of some ranks in one step.
+    """Spans on the streams of some ranks in one step."""
 
-    Attributes:
-        ranks: Name of a rank to its spans; the name is empty without pipeline stages.
-        drawn: Micro-batches that have spans.
-        accumulation: Micro-batches of the step.
-        flows: Dependencies between the spans.
-    """
-
-    ranks: Mapping[str, Sequence[StreamSpan]]
-    drawn: int
-    accumulation: int
-    flows: Sequence[SpanFlow] = ()
+    ranks: Mapping[str, Sequence[StreamSpan]]  # name of a rank to its spans; the name is empty without pipeline stages
+    drawn: int  # micro-batches that have spans
+    accumulation: int  # micro-batches of the step
+    flows: Sequence[SpanFlow] = ()  # dependencies between the spans
 
 
 class PassTimeline(NamedTuple):
@@ -47,16 +40,11 @@ class PassTimeline(NamedTuple):
 
 @dataclass
 class StageTimeline:
-    """The computations of a stage at their times in the schedule.
+    """The computations of a stage at their times in the schedule."""
 
-    Attributes:
-        spans: Spans of all of them, and the waits between them.
-        flows: Dependencies between the spans.
-        ends: First and last span of each action on the compute stream.
-    """
-
-    spans: list[StreamSpan] = field(default_factory=list)
-    flows: list[SpanFlow] = field(default_factory=list)
+    spans: list[StreamSpan] = field(default_factory=list)  # spans of all of them, and the waits between them
+    flows: list[SpanFlow] = field(default_factory=list)  # dependencies between the spans
+    # first and last span of each action on the compute stream
     ends: dict[Action, tuple[StreamSpan, StreamSpan]] = field(default_factory=dict)
 
 
@@ -156,11 +144,7 @@ def _is_wait(span: StreamSpan) -> bool:
 
 
 def predicted_streams(step: PredictedStep) -> PredictedTimeline:
-    """Returns the streams of a predicted step.
-
-    Args:
-        step: The step.
-    """
+    """Returns the streams of a predicted step."""
     model = StepModel(step.setup)
     layout, pipeline = step.setup.layout, model.pipeline
     chunks, stages = model.chunks(), model.stages()

@@ -50,21 +50,13 @@ class StreamSpan(NamedTuple):
 
 
 class SpanFlow(NamedTuple):
-    """A dependency between two spans: the second one starts after the first one has ended.
+    """A dependency between two spans: the second one starts after the first one has ended."""
 
-    Attributes:
-        name: The name of the dependency.
-        source: The first span.
-        target: The second span.
-        source_rank: Name of the rank of the first span; empty: there is one rank.
-        target_rank: Name of the rank of the second span.
-    """
-
-    name: str
-    source: StreamSpan
-    target: StreamSpan
-    source_rank: str = ""
-    target_rank: str = ""
+    name: str  # the name of the dependency
+    source: StreamSpan  # the first span
+    target: StreamSpan  # the second span
+    source_rank: str = ""  # name of the rank of the first span; empty: there is one rank
+    target_rank: str = ""  # name of the rank of the second span
 
 
 class _ReplayedTransfer(NamedTuple):
@@ -80,46 +72,31 @@ class _ReplayedTransfer(NamedTuple):
 
 @dataclass
 class _SideStream:
-    """A side stream: any stream other than that of computation.
+    """A side stream: any stream other than that of computation."""
 
-    Attributes:
-        free: When all its work is done.
-        copies: When its last copy between device and host is done.
-        transfers: By number, the exchanges that it waited for, and by numbers below 0 its operations and copies.
-    """
-
-    free: float = 0.0
-    copies: float = 0.0
+    free: float = 0.0  # when all its work is done
+    copies: float = 0.0  # when its last copy between device and host is done
+    # by number, the exchanges that it waited for, and by numbers below 0 its operations and copies
     transfers: dict[int, _ReplayedTransfer] = field(default_factory=dict)
 
 
 @dataclass
 class ReplayTimes:
-    """Divides the time of recorded events by cause, in seconds.
+    """Divides the time of recorded events by cause, in seconds."""
 
-    Attributes:
-        work: Computation by kind of kernel, that of updates left out.
-        exposed: By axis, waits for exchanges, and the slowdown of computation beside them.
-        host: Time in which the device was idle because the host had issued nothing or was reading a value.
-        copies: Waits for copies between device and host.
-        files: Waits for reads and writes of files.
-        update: Computation of updates.
-        seconds: Until everything is over.
-        spans: The spans of each stream.
-        flows: Dependencies of exchanges and copies on their inputs, and of waits on them.
-        marks: When parts of the step began.
-    """
-
+    # computation by kind of kernel, that of updates left out
     work: dict[OperationKind, float] = field(default_factory=lambda: defaultdict(float))
+    # by axis, waits for exchanges, and the slowdown of computation beside them
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    host: float = 0.0
-    copies: float = 0.0
-    files: float = 0.0
-    update: float = 0.0
-    seconds: float = 0.0
+    host: float = 0.0  # time in which the device was idle because the host had issued nothing or was reading a value
+    copies: float = 0.0  # waits for copies between device and host
+    files: float = 0.0  # waits for reads and writes of files
+    update: float = 0.0  # computation of updates
+    seconds: float = 0.0  # until everything is over
     spans: list[StreamSpan] = field(default_factory=list)
+    # dependencies of exchanges and copies on their inputs, and of waits on them
     flows: list[SpanFlow] = field(default_factory=list)
-    marks: list[tuple[MarkEvent, float]] = field(default_factory=list)
+    marks: list[tuple[MarkEvent, float]] = field(default_factory=list)  # when parts of the step began
 
 
 class ReplayRunner:

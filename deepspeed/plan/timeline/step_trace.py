@@ -85,17 +85,11 @@ class HostWaitEvent(NamedTuple):
 
 
 class MarkEvent(NamedTuple):
-    """The start of a part of the step.
+    """The start of a part of the step."""
 
-    Attributes:
-        phase: forward, backward or step; of a pipeline, the kind of computation, step, or other.
-        micro_batch: Number of the micro-batch; -1: none.
-        chunk: Number of the pipeline's chunk; -1: none.
-    """
-
-    phase: str
-    micro_batch: int
-    chunk: int = -1
+    phase: str  # forward, backward or step; of a pipeline, the kind of computation, step, or other
+    micro_batch: int  # number of the micro-batch; -1: none
+    chunk: int = -1  # number of the pipeline's chunk; -1: none
 
 
 TraceEvent = (
@@ -114,17 +108,12 @@ TraceEvent = (
 
 @dataclass
 class StepRecording:
-    """Records the events of a rank's step.
+    """Records the events of a rank's step."""
 
-    Attributes:
-        events: The recorded events, in the order in which the engine issued them.
-        is_on: True while events are recorded.
-        stream: Number of the stream to which operations and exchanges are issued.
-    """
-
+    # the recorded events, in the order in which the engine issued them
     events: list[TraceEvent] = field(default_factory=list)
-    is_on: bool = False
-    stream: int = COMPUTE_STREAM
+    is_on: bool = False  # true while events are recorded
+    stream: int = COMPUTE_STREAM  # number of the stream to which operations and exchanges are issued
     _count: int = 0
 
     @contextmanager
@@ -198,12 +187,9 @@ class TracedTransport:
     """Records the transfers of a simulated transport; a mixin that stands before the transport's class.
 
     A transfer that calls others is recorded once.
-
-    Attributes:
-        trace: Records the transfers.
     """
 
-    trace: StepRecording
+    trace: StepRecording  # records the transfers
     axis: str
     rank: int
     ranks: tuple[int, ...]

@@ -30,19 +30,12 @@ from deepspeed.plan.timeline.step_trace import TraceEvent
 
 @dataclass(frozen=True)
 class TimedStep(StepTimes):
-    """The times of a step as they were replayed.
+    """The times of a step as they were replayed."""
 
-    Attributes:
-        copies: Waits for copies between device and host, in seconds.
-        files: Waits for reads and writes of files, in seconds.
-        spans: The spans of each stream in the simulated micro-batches.
-        flows: Dependencies between these spans.
-    """
-
-    copies: float = 0.0
-    files: float = 0.0
-    spans: list[StreamSpan] = field(default_factory=list)
-    flows: list[SpanFlow] = field(default_factory=list)
+    copies: float = 0.0  # waits for copies between device and host, in seconds
+    files: float = 0.0  # waits for reads and writes of files, in seconds
+    spans: list[StreamSpan] = field(default_factory=list)  # the spans of each stream in the simulated micro-batches
+    flows: list[SpanFlow] = field(default_factory=list)  # dependencies between these spans
 
     @property
     def seconds(self) -> float:
@@ -100,19 +93,12 @@ def time_step(events: Sequence[TraceEvent], machine: Machine, accumulation: int,
 
 @dataclass(frozen=True)
 class PipelineRecording:
-    """The events of a pipeline's stages in a step.
+    """The events of a pipeline's stages in a step."""
 
-    Attributes:
-        events: The events of each simulated stage.
-        alike: By stage, the simulated one with the same layers.
-        pipeline: Its stages and schedule.
-        transfer: Seconds from the end of a computation until the next stage has its result.
-    """
-
-    events: Mapping[int, Sequence[TraceEvent]]
-    alike: Mapping[int, int]
-    pipeline: Pipeline
-    transfer: float
+    events: Mapping[int, Sequence[TraceEvent]]  # the events of each simulated stage
+    alike: Mapping[int, int]  # by stage, the simulated one with the same layers
+    pipeline: Pipeline  # its stages and schedule
+    transfer: float  # seconds from the end of a computation until the next stage has its result
 
 
 class PipelineTimes:
@@ -176,26 +162,18 @@ class PipelineTimes:
 
 @dataclass(frozen=True)
 class _TimedStage:
-    """The times of a stage without waits for other stages.
+    """The times of a stage without waits for other stages."""
 
-    Attributes:
-        passes: All its passes together.
-        tail: The end of the step after them.
-        times: Times of its chunks for one micro-batch.
-        parts: By chunk and phase, one micro-batch.
-    """
-
-    passes: TimedStep
-    tail: ReplayTimes
-    times: list[Times]
-    parts: Mapping[tuple[int, str], ReplayTimes]
+    passes: TimedStep  # all its passes together
+    tail: ReplayTimes  # the end of the step after them
+    times: list[Times]  # times of its chunks for one micro-batch
+    parts: Mapping[tuple[int, str], ReplayTimes]  # by chunk and phase, one micro-batch
 
     def streams_of(self, place: int, kind: Computation) -> PassTimeline:
         """Returns the streams in one computation; a whole backward may have been recorded in two halves.
 
         Args:
             place: Position of the chunk among those of the stage.
-            kind: The computation.
         """
         chunk = sorted({chunk for chunk, _ in self.parts})[place]
         if kind is Computation.BACKWARD and (chunk, kind.value) not in self.parts:

@@ -28,31 +28,18 @@ from deepspeed.attention_products import OPERATIONS_OF_ATTENTION
 
 @dataclass
 class ModuleProfile:
-    """Holds the counts and times of one module.
+    """Holds the counts and times of one module."""
 
-    Attributes:
-        name: Its name in its parent; empty for the model.
-        kind: Its class.
-        description: Its ``extra_repr``.
-        depth: 0 for the model.
-        own_params: Elements of its own parameters; a shared parameter counts only where it is found first.
-        own_flops: Operations that ran in it outside its children.
-        own_macs: Multiply-accumulates among these.
-        seconds: Total time of its forward calls, children included.
-        calls: Number of forward calls.
-        children: The modules below it.
-    """
-
-    name: str
-    kind: str
-    description: str
-    depth: int
-    own_params: int = 0
-    own_flops: int = 0
-    own_macs: int = 0
-    seconds: float = 0.0
-    calls: int = 0
-    children: list[ModuleProfile] = field(default_factory=list)
+    name: str  # its name in its parent; empty for the model
+    kind: str  # its class
+    description: str  # its ``extra_repr``
+    depth: int  # 0 for the model
+    own_params: int = 0  # elements of its own parameters; a shared parameter counts only where it is found first
+    own_flops: int = 0  # operations that ran in it outside its children
+    own_macs: int = 0  # multiply-accumulates among these
+    seconds: float = 0.0  # total time of its forward calls, children included
+    calls: int = 0  # number of forward calls
+    children: list[ModuleProfile] = field(default_factory=list)  # the modules below it
 
     def walk(self) -> Iterator[ModuleProfile]:
         """Yields this module and all below it, in order."""

@@ -250,7 +250,6 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
     """Returns a number and a prefix: ``1234567`` as ``"1.23 M"``.
 
     Args:
-        num: The number.
         units: The prefix: T, G, M, K, m, u, or empty; None chooses it by the size of the number.
         precision: Digits behind the point; zeros at the end are left out.
 

@@ -22,7 +22,6 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
 
     Args:
         module: The module that uses it.
-        parameter: The parameter.
 
     Raises:
         DeepSpeedConfigError: ``parameter`` is not a ``torch.nn.Parameter``.

@@ -230,7 +230,6 @@ def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> 
     """Writes the master weight of a parameter and the compute copy with it.
 
     Args:
-        param: The parameter.
         value: Whole, of any floating dtype, and the same on every rank of the group; every rank must call it.
 
     Raises:
@@ -265,7 +264,6 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
     share the parameters), every rank must call it.
 
     Args:
-        param: The parameter.
         value: As many elements as this rank's part has, in any shape and dtype.
     """
     with untouched():
@@ -339,7 +337,6 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Replaces the reduced gradient of a parameter, whole and without the loss scale; the next update uses it.
 
     Args:
-        param: The parameter.
         value: In the full shape, and the same on every rank of the group; every rank must call it. Where gradients are
             not sharded the update compares which parameters the ranks have set, and raises ``DivergenceError`` if they
             differ.
@@ -368,7 +365,6 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Replaces this rank's part of the reduced gradient, without the loss scale.
 
     Args:
-        param: The parameter.
         value: As many elements as this rank's part has, in any shape and dtype.
     """
     with untouched():
@@ -520,7 +516,6 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
     """Writes one optimizer state of a parameter.
 
     Args:
-        param: The parameter.
         value: In the full shape, and the same on every rank of the group; every rank must call it.
         optim_state_key: Name of a per-element state, such as ``exp_avg``.
 
@@ -559,7 +554,6 @@ def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tenso
     """Writes this rank's part of one optimizer state.
 
     Args:
-        param: The parameter.
         value: As many elements as this rank's part has, in any shape and dtype.
         optim_state_key: Name of a per-element state, such as ``exp_avg``.
     """

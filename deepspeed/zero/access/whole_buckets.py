@@ -37,21 +37,13 @@ DTYPES = (
 
 @dataclass(frozen=True)
 class Source:
-    """This rank's part of one quantity of a bucket.
+    """This rank's part of one quantity of a bucket."""
 
-    Attributes:
-        flat: 1-D, aligned with this rank's slice of ``layout``.
-        layout: How the quantity is cut; ``num_slices`` 1 where every rank has all of it.
-        transport: The transport of the ranks that share it.
-        label: For messages.
-        device: Where the whole is put together: that of the transport, as ``flat`` may be offloaded.
-    """
-
-    flat: torch.Tensor
-    layout: BucketLayout
-    transport: Transport
-    label: str
-    device: torch.device
+    flat: torch.Tensor  # 1-D, aligned with this rank's slice of ``layout``
+    layout: BucketLayout  # how the quantity is cut; ``num_slices`` 1 where every rank has all of it
+    transport: Transport  # the transport of the ranks that share it
+    label: str  # for messages
+    device: torch.device  # where the whole is put together: that of the transport, as ``flat`` may be offloaded
 
     def read(self, tiles: Sequence[int], *, borrow: bool = False) -> dict[int, torch.Tensor]:
         """Returns whole tensors in their shapes, by tile. Every rank must call it with the same tiles.
@@ -93,7 +85,6 @@ def bucket_source(runtime: ZeroRuntime, bucket: Bucket, kind: str, dtype: torch.
 
     Args:
         runtime: The model's.
-        bucket: One of its buckets.
         kind: ``param``, ``fp32``, ``grad``, or the name of a per-element optimizer state.
         dtype: Dtype of a state, for ranks that own nothing of it.
     """
@@ -251,7 +242,6 @@ def tile_windows(layout: BucketLayout, tiles: set[int], itemsize: int, limit: in
     """Yields groups of neighboring tiles of at most ``limit`` bytes: the whole bucket if it fits.
 
     Args:
-        layout: The layout of the bucket.
         tiles: Numbers of the tiles that are wanted.
         itemsize: Bytes of an element.
         limit: Most bytes of a group; a larger tile is a group of its own. None: the whole bucket.

@@ -70,14 +70,10 @@ def load_files(model: nn.Module, load_config: Any, original: Callable[[], Any]) 
 
 
 class _Loading:
-    """Loads files into one model, on one rank: rank 0 calls :meth:`lead`, the others :meth:`follow`.
-
-    Attributes:
-        loaded: Names of the tensors that got values.
-    """
+    """Loads files into one model, on one rank: rank 0 calls :meth:`lead`, the others :meth:`follow`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.loaded: list[str] = []
+        self.loaded: list[str] = []  # names of the tensors that got values
         self._model = model
         ranks, timeout = Job.current().axis_of(), comm.default_timeout()
         self._messages = ranks.objects(patience=timeout, why="loading of weights")

@@ -170,7 +170,6 @@ class Construction:
         """Makes a parameter full, in its own shape, for code of the model. Every rank runs that code.
 
         Args:
-            parameter: The parameter.
             together: All parameters that the running operation needs; others are resharded first.
 
         Returns:

@@ -55,9 +55,6 @@ class Agreement:
         serves: Different wishes are no error (``zero_optimization.agreement``); see :meth:`collect`.
         adapts: ``serves`` is set when wishes differ.
         on_adapted: Called when it has been set so, on all ranks alike.
-
-    Attributes:
-        serves: See the argument.
     """
 
     def __init__(
@@ -73,7 +70,7 @@ class Agreement:
         self._transport = transport
         self._describe = describe
         self._name = name
-        self.serves = serves
+        self.serves = serves  # see the argument
         self._adapts = adapts
         self._on_adapted = on_adapted
         self._pass = 0

@@ -93,9 +93,6 @@ class SavedTensorHooks:
         buckets: The sharded buckets.
         demand: Makes a bucket FULL; excluded from compilation, as is ``on_death``.
         on_death: Called when the last live handle of a bucket dies.
-
-    Attributes:
-        on_death: As given.
     """
 
     def __init__(
@@ -105,7 +102,7 @@ class SavedTensorHooks:
         for bucket in buckets:
             bucket.full.on_move = self._follow
         self._demand = demand
-        self.on_death = on_death
+        self.on_death = on_death  # as given
         _alive.add(self)
 
     def close(self) -> None:

@@ -37,23 +37,14 @@ from deepspeed.zero.gather.schedule import GatherSchedule
 
 @dataclass
 class _Scope:
-    """One running forward of the module with the number ``entry``.
+    """One running forward of the module with the number ``entry``."""
 
-    Attributes:
-        entry: Number of the module.
-        buckets: What the module needs.
-        opened_pass: Whether it has begun the open pass of the schedule.
-        pushed_hooks: Whether it has installed the saved-tensor hooks.
-        pushed_guard: Whether it has put a guard over saved-tensor hooks of other libraries.
-        held: Buckets of which it is a user.
-    """
-
-    entry: int
-    buckets: list[Bucket]
-    opened_pass: bool = False
-    pushed_hooks: bool = False
-    pushed_guard: bool = False
-    held: list[Bucket] = field(default_factory=list)
+    entry: int  # number of the module
+    buckets: list[Bucket]  # what the module needs
+    opened_pass: bool = False  # whether it has begun the open pass of the schedule
+    pushed_hooks: bool = False  # whether it has installed the saved-tensor hooks
+    pushed_guard: bool = False  # whether it has put a guard over saved-tensor hooks of other libraries
+    held: list[Bucket] = field(default_factory=list)  # buckets of which it is a user
 
 
 class _ScopeHook:

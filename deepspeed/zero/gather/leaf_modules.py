@@ -24,7 +24,6 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
     Args:
         model: The module itself.
-        flag: Whether it is a leaf.
     """
     if any(_has_engine(parameter) for parameter in model.parameters()):
         log_dist(
@@ -94,7 +93,6 @@ def set_z3_leaf_modules_by_name(
 
     Args:
         model: Whose modules are searched.
-        module_names: Names.
         flag: False removes the mark.
         raise_if_not_found: None found is an error.
 

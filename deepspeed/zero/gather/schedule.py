@@ -41,20 +41,16 @@ from deepspeed.zero.gather.agreement import END_OF_PASS, EVALUATION, Agreement, 
 
 @dataclass(frozen=True)
 class GatherLimits:
-    """Sizes from the configuration, in elements.
+    """Sizes from the configuration, in elements."""
 
-    Attributes:
-        prefetch: Elements that may be in flight ahead of their use (``stage3_prefetch_bucket_size``). The next unit
-            may, regardless of its size, unless this is 0.
-        max_live: Gathered elements at once, beyond which nothing is prefetched or kept
-            (``stage3_max_live_parameters``); None: 1,000,000,000, or the size of the largest two neighboring units if
-            that is more.
-        max_reuse_distance: A bucket stays gathered after its forward when its backward is at most this many elements
-            away (``stage3_max_reuse_distance``).
-    """
-
+    # Elements that may be in flight ahead of their use (``stage3_prefetch_bucket_size``). The next unit may, regardless
+    # of its size, unless this is 0.
     prefetch: int = 50_000_000
+    # gathered elements at once, beyond which nothing is prefetched or kept (``stage3_max_live_parameters``); None:
+    # 1,000,000,000, or the size of the largest two neighboring units if that is more
     max_live: int | None = None
+    # a bucket stays gathered after its forward when its backward is at most this many elements away
+    # (``stage3_max_reuse_distance``)
     max_reuse_distance: int = 1_000_000_000
 
 
@@ -436,18 +432,13 @@ class GatherSchedule:
 
 
 class GatherCount:
-    """Counts the gathered elements of sharded buckets. A change costs the same for any number of buckets.
-
-    Attributes:
-        live: Elements of buckets that are gathered or in flight.
-        arriving: Elements of each bucket that is in flight, by the index of the bucket, oldest first.
-        arriving_numel: Their sum.
-    """
+    """Counts the gathered elements of sharded buckets. A change costs the same for any number of buckets."""
 
     def __init__(self) -> None:
-        self.live = 0
+        self.live = 0  # elements of buckets that are gathered or in flight
+        # elements of each bucket that is in flight, by the index of the bucket, oldest first
         self.arriving: OrderedDict[int, int] = OrderedDict()
-        self.arriving_numel = 0
+        self.arriving_numel = 0  # their sum
 
     def change(self, index: int, numel: int, before: State, after: State) -> None:
         """Records that a bucket changes its state.
@@ -484,12 +475,10 @@ class LearnedOrder:
     A pass that leaves buckets out shows a part of the order; several such passes are merged. If they do not determine
     which of two buckets comes first, the bucket numbers do. If that is wrong, a gather is only early: a rank skips
     what it does not need now.
-
-    Attributes:
-        order: Numbers of buckets, in the order of their gathers; a bucket may come more than once.
     """
 
     def __init__(self) -> None:
+        # numbers of buckets, in the order of their gathers; a bucket may come more than once
         self.order: list[int] = []
         self._unseen: frozenset[int] | None = None  # buckets left out by every pass so far; None before the first pass
 

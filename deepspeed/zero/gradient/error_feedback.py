@@ -18,7 +18,6 @@ def feedback_numel(layout: BucketLayout, *, to_owner: bool, spread: bool = False
     """Returns the elements of the error that a rank keeps of the reductions of a bucket.
 
     Args:
-        layout: The bucket's.
         to_owner: The owner of a slice gets its sum; otherwise every rank gets the whole sum, and the owner also keeps
             what is lost of the slice that it sends on.
         spread: Sums of slices over the ranks with the same ones are cut among these, too; else all of them get them.

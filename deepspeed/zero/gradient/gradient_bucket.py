@@ -38,33 +38,15 @@ class GradientState(Enum):
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A reduction in flight.
+    """A reduction in flight."""
 
-    Attributes:
-        work: The transfer.
-        source: What is sent.
-        incoming: Where the sum arrives.
-    """
-
-    work: Work
-    source: FlatBuffer
-    incoming: FlatBuffer
+    work: Work  # the transfer
+    source: FlatBuffer  # what is sent
+    incoming: FlatBuffer  # where the sum arrives
 
 
 class GradientBucket:
-    """The gradients of one trainable bucket.
-
-    Attributes:
-        bucket: The bucket of parameters.
-        sum: The sums of this backward and earlier ones since the last update.
-        state: Where the gradients of this backward are.
-        repeats: Whether gradients arrive more than once in a backward.
-        feedback: The error feedback of reductions; None without a lossy codec or without error feedback.
-        writes: Parameters whose whole gradient a program has set since the last update: all ranks must set the same.
-        is_coded: Reductions use ``reduce_codec`` of their group; otherwise ``early_codec``.
-        is_local: A group of one: nothing is reduced.
-        is_own_result: Whether the update reads this rank's own sum as it is.
-    """
+    """The gradients of one trainable bucket."""
 
     def __init__(
         self,
@@ -73,15 +55,18 @@ class GradientBucket:
         memory_tracker: MemoryTracker,
         destination: GradientDestination,
     ) -> None:
-        self.bucket = bucket
+        self.bucket = bucket  # the bucket of parameters
         self._group = group = bucket.group
         self._prescale, self._postscale = policy.factors(group.divisor)
         self._destination = destination
-        self.state = GradientState.IDLE
+        self.state = GradientState.IDLE  # where the gradients of this backward are
+        # parameters whose whole gradient a program has set since the last update: all ranks must set the same
         self.writes: set[int] = set()
         self._policy = policy
-        self.is_coded = policy.begins_coded
+        self.is_coded = policy.begins_coded  # reductions use ``reduce_codec`` of their group; otherwise ``early_codec``
+        # a group of one: nothing is reduced
         self.is_local = isinstance(group.reduce, LocalTransport) and group.combine is None
+        # whether the update reads this rank's own sum as it is
         self.is_own_result = self.is_local and self._postscale * self._prescale == 1.0
         layout = bucket.layout
         self._flat = FlatBuffer(
@@ -105,6 +90,7 @@ class GradientBucket:
         accumulate_dtype = policy.accumulate_dtype
         if policy.narrows:  # modules that stay fp32 have fp32 masters and keep fp32 gradients
             accumulate_dtype = torch.promote_types(accumulate_dtype, bucket.dtype)
+        # the sums of this backward and earlier ones since the last update
         self.sum = GradientSum(
             self._flat,
             layout.starts,
@@ -115,12 +101,13 @@ class GradientBucket:
             memory_tracker=memory_tracker,
         )
         self._before = self.sum.mark()
-        self.repeats = False
+        self.repeats = False  # whether gradients arrive more than once in a backward
         codec = group.reduce_codec
         self._rows: ZeroRows | None = None
         self._combine_rows: ZeroRows | None = None
         if not self.is_local and (group.reduces_rows or (codec is not None and not codec.encodes_zero)):
             self._open_rows()
+        # the error feedback of reductions; None without a lossy codec or without error feedback
         self.feedback: ErrorFeedback | None = None
         if group.feeds_back:
             self.feedback = ErrorFeedback(
@@ -281,7 +268,6 @@ class GradientBucket:
         """Discards what a backward delivered, after an exception in it.
 
         Args:
-            reduced: Whether the backward reduces.
             with_sum: Discard the sum of earlier micro-batches too.
         """
         for parameter in self.bucket.params:

@@ -34,32 +34,16 @@ _CHUNK_BLOCKS = 4096  # 1 MiB of fp32: the cast copy of a 16-bit buffer stays in
 
 @dataclass(frozen=True)
 class GradientSumState:
-    """Holds the state of a gradient sum at one moment.
+    """Holds the state of a gradient sum at one moment."""
 
-    Attributes:
-        is_empty: Whether there was no sum.
-        has_local: Whether there was a local sum.
-        additions: Number of backwards whose addition had started.
-        used: Per parameter, whether a gradient had arrived since the last update.
-    """
-
-    is_empty: bool
-    has_local: bool
-    additions: int
-    used: tuple[bool, ...]
+    is_empty: bool  # whether there was no sum
+    has_local: bool  # whether there was a local sum
+    additions: int  # number of backwards whose addition had started
+    used: tuple[bool, ...]  # per parameter, whether a gradient had arrived since the last update
 
 
 class GradientSum:
     """The sums of one bucket.
-
-    Attributes:
-        dtype: The dtype of sums over micro-batches; sums over ranks are kept in it where each micro-batch is reduced.
-        local: 1-D, the whole bucket, or None.
-        partial: 1-D, aligned with the slice of this rank or with the bucket, or None.
-        reduced: As ``partial``; it may lie in the buffer into which gradients are packed.
-        used: Per parameter, whether a gradient arrived since the last update.
-        squares: Sum of squares of ``reduced``, if it was computed with it; else None.
-        takes_squares: Whether the update follows, so that squares are computed while gradients are in cache.
 
     Args:
         packed: The buffer into which gradients are packed.
@@ -84,15 +68,18 @@ class GradientSum:
     ) -> None:
         self._packed = packed
         self._tiles = starts, shapes
+        # the dtype of sums over micro-batches; sums over ranks are kept in it where each micro-batch is reduced
         self.dtype = dtype
         self._device = device
         self._destination = destination
         self._memory_tracker = memory_tracker
-        self.local: FlatBuffer | None = None
-        self.partial: FlatBuffer | None = None
+        self.local: FlatBuffer | None = None  # 1-D, the whole bucket, or None
+        self.partial: FlatBuffer | None = None  # 1-D, aligned with the slice of this rank or with the bucket, or None
+        # as ``partial``; it may lie in the buffer into which gradients are packed
         self.reduced: FlatBuffer | None = None
-        self.used = [False] * len(starts)
-        self.squares: Squares | None = None
+        self.used = [False] * len(starts)  # per parameter, whether a gradient arrived since the last update
+        self.squares: Squares | None = None  # sum of squares of ``reduced``, if it was computed with it; else None
+        # whether the update follows, so that squares are computed while gradients are in cache
         self.takes_squares = False
         self._additions = 0
         self._cut: tuple[FlatBuffer, list[torch.Tensor]] | None = None  # a local sum, and each parameter's part of it
@@ -304,7 +291,6 @@ def pack_and_square(
     """Copies gradients into ``flat`` part by part, and computes the squares of each part while it is in the cache.
 
     Args:
-        layout: The layout of the bucket.
         flat: 1-D, the whole buffer; already zero where there is no gradient.
         views: A view of every tile in it.
         grads: By index of the tile, in its shape.

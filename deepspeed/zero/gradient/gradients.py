@@ -45,26 +45,17 @@ _PATIENCE = 60.0  # seconds: how long the host waits for a reduction that a peer
 
 @dataclass
 class _Backward:
-    """An open backward.
+    """An open backward."""
 
-    Attributes:
-        reaches: Positions of the buckets whose parameters it may reach.
-        reduces: Positions of those whose gradients are reduced.
-        order: The order of reductions; None until the ranks have agreed on it.
-        combines: Whether its end takes the second step of the sums.
-        completed: Buckets with all gradients, in the order of completion on this rank.
-        packed: Buckets whose gradients have left the parameters.
-        cursor: Number of entries of ``order`` that have been sent.
-        is_patient: Whether the host waits for a device that lags behind; False once a peer has held a bucket back.
-    """
-
-    reaches: Sequence[int]
-    reduces: frozenset[int]
-    order: list[int] | None
-    combines: bool
+    reaches: Sequence[int]  # positions of the buckets whose parameters it may reach
+    reduces: frozenset[int]  # positions of those whose gradients are reduced
+    order: list[int] | None  # the order of reductions; None until the ranks have agreed on it
+    combines: bool  # whether its end takes the second step of the sums
+    # buckets with all gradients, in the order of completion on this rank
     completed: list[int] = field(default_factory=list)
-    packed: set[int] = field(default_factory=set)
-    cursor: int = 0
+    packed: set[int] = field(default_factory=set)  # buckets whose gradients have left the parameters
+    cursor: int = 0  # number of entries of ``order`` that have been sent
+    # whether the host waits for a device that lags behind; False once a peer has held a bucket back
     is_patient: bool = True
 
 
@@ -87,12 +78,6 @@ class GradientReducer:
 
     The order is that in which buckets were completed on rank 0 in the first backward; until it is known, and for
     buckets with repeated arrivals, everything is reduced at the end of the backward.
-
-    Attributes:
-        keeps_own: Whether the next update exchanges something other than gradients, so that each rank keeps its own sum
-            unreduced.
-        on_clear: Called when all gradients are discarded or used.
-        program: What the program sees in ``.grad``, and has done to it.
 
     Args:
         buckets: Trainable buckets in model order.
@@ -123,8 +108,10 @@ class GradientReducer:
         self.policy = policy
         self.is_coded = policy.begins_coded
         self._trial = Trial() if policy.is_trial else None
+        # whether the next update exchanges something other than gradients, so that each rank keeps its own sum
+        # unreduced
         self.keeps_own = False
-        self.on_clear: Callable[[], None] = _nothing
+        self.on_clear: Callable[[], None] = _nothing  # called when all gradients are discarded or used
         self._overlaps = policy.overlap
         self._needs_one_order = needs_one_order
         self._has_partial_sums = False  # equal on all ranks
@@ -136,6 +123,7 @@ class GradientReducer:
             GradientBucket(bucket, policy, memory_tracker, destination)
             for bucket, destination in zip(buckets, destinations, strict=True)
         ]
+        # what the program sees in ``.grad``, and has done to it
         self.program = ProgramGradients(self.buckets, self.stop_reading)
         self._positions = {gradients: position for position, gradients in enumerate(self.buckets)}
         self._combines = any(bucket.group.combine is not None for bucket in buckets)
@@ -171,7 +159,6 @@ class GradientReducer:
         """Collects the gradients of one more bucket from now on. Every rank must call it, between two backwards.
 
         Args:
-            bucket: The bucket.
             destination: How its gradients get to where the update reads them.
         """
         require_state(self._backward is None, self, "no open backward")

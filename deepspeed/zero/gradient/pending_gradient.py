@@ -29,13 +29,9 @@ REMEDY = (
 
 
 class GradientEntry(Protocol):
-    """Gives access to the gradient of one parameter.
+    """Gives access to the gradient of one parameter."""
 
-    Attributes:
-        is_accumulated: Autograd has added to it outside of a backward of this engine.
-    """
-
-    is_accumulated: bool
+    is_accumulated: bool  # autograd has added to it outside of a backward of this engine
 
     @property
     def name(self) -> str:

@@ -223,18 +223,12 @@ class RunGradients(Protocol):
 
 
 class ProgramGradients:
-    """Shows the gradients of one engine in ``.grad``, and takes over what the program does to them.
-
-    Attributes:
-        buckets: Those of the reducer; the list may grow.
-        before_change: Called before a sum changes.
-        why_scaled: See :meth:`attach`.
-    """
+    """Shows the gradients of one engine in ``.grad``, and takes over what the program does to them."""
 
     def __init__(self, buckets: list[GradientBucket], before_change: Callable[[], None]) -> None:
-        self.buckets = buckets
-        self.before_change = before_change
-        self.why_scaled: Callable[[], str] = str
+        self.buckets = buckets  # those of the reducer; the list may grow
+        self.before_change = before_change  # called before a sum changes
+        self.why_scaled: Callable[[], str] = str  # see :meth:`attach`
         self._on_discard: Callable[[bool], Any] = bool
         self._is_enabled = False
         self._entries: list[list[_SummedGradient]] = []

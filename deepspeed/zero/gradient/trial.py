@@ -23,15 +23,12 @@ UPDATES = len(_FIRST) + len(_COUNTED)
 class Trial:
     """Decides between the two ways.
 
-    Attributes:
-        outcome: What was found, for the log; empty until it is decided.
-
     Args:
         clock: Returns seconds; replaced in tests.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.outcome = ""
+        self.outcome = ""  # what was found, for the log; empty until it is decided
         self._clock = clock
         self._plan = [*((way, False) for way in _FIRST), *((way, True) for way in _COUNTED)]
         self._present: tuple[bool, bool] | None = None

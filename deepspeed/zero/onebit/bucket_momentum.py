@@ -43,18 +43,10 @@ class _Tensor:
 
 
 class BucketMomentum:
-    """The momentum of one bucket as a message: the trained tensors one after the other, without padding.
-
-    Attributes:
-        master: The bucket's master.
-        private: The errors of this rank, 1-D fp32: of what it sends, then of the slice that it sums.
-        momentum: The whole momentum as of the last update, in the order of the message; None where the optimizer's
-            state has all of it.
-        root: In the same case, what momentum is divided by before it is sent; None where it is sent as it is.
-    """
+    """The momentum of one bucket as a message: the trained tensors one after the other, without padding."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, master: MasterBucket, memory_tracker: MemoryTracker) -> None:
-        self.master = master
+        self.master = master  # the bucket's master
         self._optimizer = optimizer
         self._transport = master.bucket.group.reduce
         layout = master.layout
@@ -66,6 +58,7 @@ class BucketMomentum:
         self.numel = ends[-1]
         size = self._transport.size
         padded = padded_numel(self.numel, size)
+        # the errors of this rank, 1-D fp32: of what it sends, then of the slice that it sums
         self.private: FlatBuffer | None = None
         if not isinstance(self._transport, LocalTransport):
             self.private = self._buffer(padded + padded // size, memory_tracker)
@@ -75,7 +68,10 @@ class BucketMomentum:
             self._error = Residual(nothing, nothing)
         self._padded = padded
         assert isinstance(optimizer, ExchangesMomentum)
+        # the whole momentum as of the last update, in the order of the message; None where the optimizer's state has
+        # all of it
         self.momentum = self._buffer(padded, memory_tracker) if master.is_sharded else None
+        # in the same case, what momentum is divided by before it is sent; None where it is sent as it is
         self.root: FlatBuffer | None = None
         if master.is_sharded and optimizer.precondition and self.private is not None:
             self.root = self._buffer(padded, memory_tracker)

@@ -39,9 +39,6 @@ from deepspeed.zero.update.driver import (
 class MomentumExchange(MeanGradient):
     """Exchanges momenta, coded in one bit for each element; in the optimizer's warm-up gradients are reduced.
 
-    Attributes:
-        buckets: One for each master, in their order.
-
     Args:
         optimizer: An optimizer of the 1-bit family.
     """
@@ -54,7 +51,7 @@ class MomentumExchange(MeanGradient):
         self._optimizer = optimizer
         self._is_collected = False
         self._updates = 0
-        self.buckets: list[BucketMomentum] = []
+        self.buckets: list[BucketMomentum] = []  # one for each master, in their order
 
     @override
     def refuse(self, root: Root, placement: Placement) -> None:

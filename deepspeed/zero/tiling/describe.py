@@ -44,13 +44,9 @@ _building: list[str] = []
 
 @dataclass(frozen=True)
 class Description:
-    """Describes a parameter before it has a place.
+    """Describes a parameter before it has a place."""
 
-    Attributes:
-        group: Name of the group of ranks that share it.
-    """
-
-    group: str = DATA
+    group: str = DATA  # name of the group of ranks that share it
 
 
 def describe(name: str, parameter: torch.Tensor) -> Description:
@@ -93,7 +89,6 @@ def put_in_group(parameters: Iterable[torch.nn.Parameter], name: str) -> None:
     """Puts ``parameters`` into a declared group. Must be called before ``zero.Init`` or an engine takes them.
 
     Args:
-        parameters: The parameters.
         name: The name of a group; see ``comm.job.declared_groups.define_group``.
     """
     for parameter in parameters:

@@ -25,9 +25,6 @@ def itemsize(dtype: str) -> int:
 class MemoryFormula:
     """Bytes on one rank between two steps, in one tier.
 
-    Attributes:
-        placement: The ZeRO row.
-
     Args:
         layout: Every bucket.
         placement: The ZeRO row.
@@ -45,7 +42,7 @@ class MemoryFormula:
         placed: Sequence[BucketPlacement] | None = None,
     ) -> None:
         self._layout = layout
-        self.placement = placement
+        self.placement = placement  # the ZeRO row
         self._placed = placement.of_buckets(layout) if placed is None else tuple(placed)
         self._host_is_device = host_is_device
 

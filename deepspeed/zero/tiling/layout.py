@@ -35,21 +35,13 @@ def round_up(numel: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Fragment:
-    """The interval of one flattened tile that lies in one rank's slice.
+    """The interval of one flattened tile that lies in one rank's slice."""
 
-    Attributes:
-        tile: Index of the tile in its bucket.
-        rank: Whose slice.
-        tile_start: First element of the interval in the flattened tile.
-        slice_start: Where that element lies in the rank's slice.
-        numel: Length in elements; never 0.
-    """
-
-    tile: int
-    rank: int
-    tile_start: int
-    slice_start: int
-    numel: int
+    tile: int  # index of the tile in its bucket
+    rank: int  # whose slice
+    tile_start: int  # first element of the interval in the flattened tile
+    slice_start: int  # where that element lies in the rank's slice
+    numel: int  # length in elements; never 0
 
     @property
     def tile_stop(self) -> int:
@@ -87,29 +79,17 @@ class Run:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Tiles end to end in one flat buffer of ``num_slices`` equal slices.
+    """Tiles end to end in one flat buffer of ``num_slices`` equal slices."""
 
-    Attributes:
-        index: Position among the buckets of the model.
-        tiles: In buffer order.
-        starts: First element of each tile in the buffer, a multiple of ``BLOCK``.
-        dtype: Name of the compute dtype, such as ``bfloat16``.
-        trainable: Whether the tiles had ``requires_grad`` when the layout was made.
-        num_slices: Slices of the buffer, one for each rank that shares it.
-        numel: Elements of the whole buffer, padding included: a multiple of ``num_slices * replicas * BLOCK``.
-        group: Name of the group of ranks (``zero.group``).
-        replicas: Ranks that hold the same slice.
-    """
-
-    index: int
-    tiles: tuple[Tile, ...]
-    starts: tuple[int, ...]
-    dtype: str
-    trainable: bool
-    num_slices: int
-    numel: int
-    group: str = DATA
-    replicas: int = 1
+    index: int  # position among the buckets of the model
+    tiles: tuple[Tile, ...]  # in buffer order
+    starts: tuple[int, ...]  # first element of each tile in the buffer, a multiple of ``BLOCK``
+    dtype: str  # name of the compute dtype, such as ``bfloat16``
+    trainable: bool  # whether the tiles had ``requires_grad`` when the layout was made
+    num_slices: int  # slices of the buffer, one for each rank that shares it
+    numel: int  # elements of the whole buffer, padding included: a multiple of ``num_slices * replicas * BLOCK``
+    group: str = DATA  # name of the group of ranks (``zero.group``)
+    replicas: int = 1  # ranks that hold the same slice
 
     @property
     def slice_numel(self) -> int:
@@ -236,47 +216,30 @@ Kind = tuple[str, bool, str]
 
 @dataclass(frozen=True)
 class SliceLayout:
-    """Describes how a group cuts its buckets into slices.
+    """Describes how a group cuts its buckets into slices."""
 
-    Attributes:
-        ranks: Ranks that share a bucket.
-        copies: Ranks that hold the same slice.
-    """
-
-    ranks: int
-    copies: int = 1
+    ranks: int  # ranks that share a bucket
+    copies: int = 1  # ranks that hold the same slice
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Holds the configured limits of sizes, in elements.
+    """Holds the configured limits of sizes, in elements."""
 
-    Attributes:
-        persistence: Units up to this size are joined with their neighbors and stay gathered at stage 3.
-        model_persistence: Total that may stay gathered.
-        joined: Largest bucket that joining small neighbors may make.
-        unit: Largest bucket of one unit; a bigger unit is split between tiles (a single bigger tile stays whole).
-    """
-
-    persistence: int = 100_000
-    model_persistence: int = 2**63 - 1
-    joined: int = 500_000_000
+    persistence: int = 100_000  # units up to this size are joined with their neighbors and stay gathered at stage 3
+    model_persistence: int = 2**63 - 1  # total that may stay gathered
+    joined: int = 500_000_000  # largest bucket that joining small neighbors may make
+    # largest bucket of one unit; a bigger unit is split between tiles (a single bigger tile stays whole)
     unit: int = 500_000_000
 
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Every bucket of a model.
+    """Every bucket of a model."""
 
-    Attributes:
-        buckets: In model order.
-        persistent: Indices of buckets that stay gathered at stage 3.
-        units: For each unit, the indices of the buckets that hold its tiles.
-    """
-
-    buckets: tuple[BucketLayout, ...]
-    persistent: frozenset[int]
-    units: tuple[tuple[int, ...], ...]
+    buckets: tuple[BucketLayout, ...]  # in model order
+    persistent: frozenset[int]  # indices of buckets that stay gathered at stage 3
+    units: tuple[tuple[int, ...], ...]  # for each unit, the indices of the buckets that hold its tiles
 
 
 def model_layout(

@@ -24,15 +24,10 @@ _NAME = "ds_logical_name"
 
 @dataclass(frozen=True)
 class PartOwners:
-    """The ranks that each have a part of one logical parameter.
+    """The ranks that each have a part of one logical parameter."""
 
-    Attributes:
-        transport: Transport between them; they must use it in one order.
-        parts: Part of each rank, by its position among them. Ranks with equal parts hold copies.
-    """
-
-    transport: Transport
-    parts: tuple[TilePart, ...]
+    transport: Transport  # transport between them; they must use it in one order
+    parts: tuple[TilePart, ...]  # Part of each rank, by its position among them. Ranks with equal parts hold copies.
 
     @property
     def mine(self) -> TilePart:
@@ -68,7 +63,6 @@ class PartOwners:
 
         Args:
             whole: In the shape of the logical parameter.
-            shape: The shape of the tile.
         """
         tile = whole.new_zeros(shape)
         for region in self.mine.regions:

@@ -19,17 +19,11 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class TileRegion:
-    """A region of a logical parameter, and where it lies in a tile.
+    """A region of a logical parameter, and where it lies in a tile."""
 
-    Attributes:
-        whole: Its first index in every dimension of the logical parameter.
-        tile: Its first index in every dimension of the tile.
-        shape: Its extents; none is 0.
-    """
-
-    whole: tuple[int, ...]
-    tile: tuple[int, ...]
-    shape: tuple[int, ...]
+    whole: tuple[int, ...]  # its first index in every dimension of the logical parameter
+    tile: tuple[int, ...]  # its first index in every dimension of the tile
+    shape: tuple[int, ...]  # its extents; none is 0
 
     @property
     def numel(self) -> int:
@@ -53,17 +47,11 @@ def _slices(first: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]
 
 @dataclass(frozen=True)
 class TilePart:
-    """Describes which part of its logical parameter a tile is.
+    """Describes which part of its logical parameter a tile is."""
 
-    Attributes:
-        name: The name of the logical parameter; the same for all of its tiles.
-        global_shape: Its shape.
-        regions: Its regions in the tile; they overlap neither there nor in the logical parameter.
-    """
-
-    name: str
+    name: str  # the name of the logical parameter; the same for all of its tiles
     global_shape: tuple[int, ...]
-    regions: tuple[TileRegion, ...]
+    regions: tuple[TileRegion, ...]  # its regions in the tile; they overlap neither there nor in the logical parameter
 
     @classmethod
     def all_of(cls, name: str, shape: tuple[int, ...]) -> TilePart:
@@ -76,7 +64,6 @@ class TilePart:
 
         Args:
             name: The name of the logical parameter.
-            global_shape: Its shape.
             dim: The dimension that is cut.
             intervals: First and last-plus-one index; empty ones are left out.
         """
@@ -95,20 +82,14 @@ class TilePart:
 class Tile:
     """One parameter as this rank's model holds it.
 
-    Attributes:
-        name: Qualified name in the model; unique.
-        shape: Shape of the tile in elements.
-        param_group: Index of the optimizer param group, or -1 for none (frozen, or no optimizer).
-        part: Its part of the logical parameter; None: all of it, under the same name.
-
     Raises:
         ValueError: The regions do not fit the shapes, or overlap.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    param_group: int = -1
-    part: TilePart | None = None
+    name: str  # qualified name in the model; unique
+    shape: tuple[int, ...]  # shape of the tile in elements
+    param_group: int = -1  # index of the optimizer param group, or -1 for none (frozen, or no optimizer)
+    part: TilePart | None = None  # its part of the logical parameter; None: all of it, under the same name
 
     def __post_init__(self) -> None:
         if self.part is not None:
@@ -220,17 +201,11 @@ def in_common(one: TileRegion, other: TileRegion) -> tuple[tuple[slice, ...], tu
 
 
 class CommonRun(NamedTuple):
-    """Elements that are contiguous in two flattened tiles.
+    """Elements that are contiguous in two flattened tiles."""
 
-    Attributes:
-        start: The first in the one tile.
-        other_start: The first in the other.
-        numel: How many; never 0.
-    """
-
-    start: int
-    other_start: int
-    numel: int
+    start: int  # the first in the one tile
+    other_start: int  # the first in the other
+    numel: int  # how many; never 0
 
 
 def common_runs(tile: Tile, start: int, stop: int, other: Tile) -> Iterator[CommonRun]:

@@ -10,13 +10,9 @@ from deepspeed.errors import CallOrderError
 
 
 class DeepSpeedOptimizer:
-    """Base class of what ``deepspeed.initialize`` returns as the optimizer; not a torch ``Optimizer``.
+    """Base class of what ``deepspeed.initialize`` returns as the optimizer; not a torch ``Optimizer``."""
 
-    Attributes:
-        optimizer: The torch optimizer underneath; its ``param_groups`` are live.
-    """
-
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer  # the torch optimizer underneath; its ``param_groups`` are live
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -46,7 +42,6 @@ def refuse_changed_groups(optimizer: torch.optim.Optimizer, runs: int) -> None:
     """Raises if parameters were added to a group or taken from it, or if a group with parameters was added.
 
     Args:
-        optimizer: The torch optimizer.
         runs: Number of this rank's runs, which are all that its groups may list.
 
     Raises:

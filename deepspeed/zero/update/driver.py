@@ -36,55 +36,33 @@ ERROR_FEEDBACK = "error feedback of what is sent in fewer bits"
 
 @dataclass(frozen=True)
 class UpdateParts:
-    """Holds the parts that an update driver works on.
+    """Holds the parts that an update driver works on."""
 
-    Attributes:
-        masters: Master weights of this rank, by trainable bucket; the list may grow.
-        reducer: The gradients, in the same order.
-        groups: The ranks that share masters, and those that decide together.
-        memory_tracker: Counts the memory.
-        carry_user_writes: Copies a program's writes to parameters into the masters.
-        publish_masters: Updates the compute parameters from masters that were written; a collective.
-    """
-
-    masters: list[MasterBucket]
-    reducer: GradientReducer
-    groups: Groups
-    memory_tracker: MemoryTracker
-    carry_user_writes: Callable[[], None]
-    publish_masters: Callable[[], None]
+    masters: list[MasterBucket]  # master weights of this rank, by trainable bucket; the list may grow
+    reducer: GradientReducer  # the gradients, in the same order
+    groups: Groups  # the ranks that share masters, and those that decide together
+    memory_tracker: MemoryTracker  # counts the memory
+    carry_user_writes: Callable[[], None]  # copies a program's writes to parameters into the masters
+    publish_masters: Callable[[], None]  # updates the compute parameters from masters that were written; a collective
 
 
 @dataclass(frozen=True)
 class ExchangeResult:
-    """Holds what the ranks agree on in the exchange before an update.
+    """Holds what the ranks agree on in the exchange before an update."""
 
-    Attributes:
-        norm: Norm of the mean gradient, unscaled, before clipping.
-        factor: Multiplier of what the update reads in each bucket; None for exactly 1.
-        used: By bucket and parameter, whether it is updated.
-    """
-
-    norm: float
-    factor: float | None
-    used: list[list[bool]]
+    norm: float  # norm of the mean gradient, unscaled, before clipping
+    factor: float | None  # multiplier of what the update reads in each bucket; None for exactly 1
+    used: list[list[bool]]  # by bucket and parameter, whether it is updated
 
 
 @dataclass(frozen=True)
 class PrivateState:
-    """State that a rank keeps for itself, for checkpoints.
+    """State that a rank keeps for itself, for checkpoints."""
 
-    Attributes:
-        kind: Its name in a checkpoint, or the beginning of it where it belongs to a bucket.
-        layout: Layout of the bucket; None where it belongs to the rank's place alone.
-        tensor: The live tensor.
-        what: What it is, for messages.
-    """
-
-    kind: str
-    layout: BucketLayout | None
-    tensor: torch.Tensor
-    what: str
+    kind: str  # its name in a checkpoint, or the beginning of it where it belongs to a bucket
+    layout: BucketLayout | None  # layout of the bucket; None where it belongs to the rank's place alone
+    tensor: torch.Tensor  # the live tensor
+    what: str  # what it is, for messages
 
 
 class UpdateDriver(ABC):

@@ -25,21 +25,13 @@ from deepspeed.zero.update.masters import MasterBucket
 
 @dataclass
 class UpdateSlice:
-    """A contiguous part of one master.
-
-    Attributes:
-        master: The master.
-        gradients: The bucket's gradients.
-        used: Per tile, whether it got a gradient on any rank.
-        start: First element in the master; a multiple of 64.
-        stop: One past the last element.
-    """
+    """A contiguous part of one master."""
 
     master: MasterBucket
     gradients: GradientBucket
-    used: list[bool]
-    start: int
-    stop: int
+    used: list[bool]  # per tile, whether it got a gradient on any rank
+    start: int  # first element in the master; a multiple of 64
+    stop: int  # one past the last element
 
     @property
     def numel(self) -> int:
@@ -49,19 +41,13 @@ class UpdateSlice:
 
 @dataclass
 class Operands:
-    """Holds the operands of the kernel: 1-D tensors as long as the chunk, all on one device.
+    """Holds the operands of the kernel: 1-D tensors as long as the chunk, all on one device."""
 
-    Attributes:
-        master: Updated in place.
-        grad: Read.
-        states: Per-element states, updated in place; None: those that lie in the optimizer's ``state``.
-        out: Receives the new compute parameters, or None where ``master`` is the compute tensor.
-    """
-
-    master: torch.Tensor
-    grad: torch.Tensor
+    master: torch.Tensor  # updated in place
+    grad: torch.Tensor  # read
+    # per-element states, updated in place; None: those that lie in the optimizer's ``state``
     states: dict[str, torch.Tensor] | None
-    out: torch.Tensor | None
+    out: torch.Tensor | None  # receives the new compute parameters, or None where ``master`` is the compute tensor
 
 
 class PendingCopy(Protocol):
@@ -267,8 +253,6 @@ def update_chunk(
         flat: The optimizer's update of a 1-D run.
         groups: Hyperparameters, by number of the param group.
         states: By run; changed.
-        chunk: The chunk to update.
-        operands: The chunk's operands.
         factor: Multiplier of the gradient; None is exactly 1.
         number: The number of the update, where results of 16 bit are rounded stochastically; None: to nearest.
 

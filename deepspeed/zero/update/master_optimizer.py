@@ -415,7 +415,6 @@ def _follow_zero_grad(optimizer: torch.optim.Optimizer, discard: Callable[[], No
     """Makes ``optimizer.zero_grad`` discard the engine's gradients too; its groups list runs, which have none.
 
     Args:
-        optimizer: The torch optimizer.
         discard: A bound method; its object is not kept alive.
 
     Returns:

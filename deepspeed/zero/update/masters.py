@@ -30,15 +30,11 @@ _PART_NUMEL = 1 << 22  # elements of a master that are compared with its compute
 
 @dataclass(eq=False)  # compared by identity: comparing the tensors would fail
 class MasterRun:
-    """One run of a master as the optimizer sees it.
+    """One run of a master as the optimizer sees it."""
 
-    Attributes:
-        param: 1-D view of the master (in the shape of its one parameter if the optimizer needs shapes).
-        interval: Where it lies in the master.
-    """
-
+    # 1-D view of the master (in the shape of its one parameter if the optimizer needs shapes)
     param: torch.nn.Parameter
-    interval: Run
+    interval: Run  # where it lies in the master
 
 
 class MasterBucket:
@@ -144,7 +140,6 @@ class MasterBucket:
         """Moves the per-element state of a run into the master's memory; creates missing states.
 
         Args:
-            run: One of ``runs``.
             state: The state of the run, in the optimizer; changed.
             initial: What a new run starts with, see ``update.loop.first_state``.
         """

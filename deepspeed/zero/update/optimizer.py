@@ -43,17 +43,11 @@ _NAME = 240  # bytes of a parameter's name that are sent
 
 @dataclass
 class StepReport:
-    """Reports what one update did.
+    """Reports what one update did."""
 
-    Attributes:
-        norm: Unscaled gradient norm before clipping.
-        overflow: Whether a gradient was not finite; then nothing was changed.
-        extra: What each rank of the job gave to :meth:`DeepSpeedZeroOptimizer.update`, by rank: 2-D, fp64.
-    """
-
-    norm: float
-    overflow: bool
-    extra: torch.Tensor
+    norm: float  # unscaled gradient norm before clipping
+    overflow: bool  # whether a gradient was not finite; then nothing was changed
+    extra: torch.Tensor  # what each rank of the job gave to :meth:`DeepSpeedZeroOptimizer.update`, by rank: 2-D, fp64
 
 
 class DeepSpeedZeroOptimizer(MasterOptimizer):

@@ -32,25 +32,15 @@ from deepspeed.zero.update.masters import MasterBucket
 
 @dataclass
 class OuterState:
-    """The outer state of one master.
+    """The outer state of one master."""
 
-    Attributes:
-        master: Whose.
-        anchor: Its values after the last outer step.
-        momentum: The momentum of the outer steps.
-    """
-
-    master: MasterBucket
-    anchor: FlatBuffer
-    momentum: FlatBuffer
+    master: MasterBucket  # whose
+    anchor: FlatBuffer  # its values after the last outer step
+    momentum: FlatBuffer  # the momentum of the outer steps
 
 
 class OuterStep(UpdateDriver):
     """Adds the outer step of islands to the exchange inside an island.
-
-    Attributes:
-        inner: Exchanges inside this rank's island.
-        states: One for each master.
 
     Args:
         inner: See the attribute.
@@ -59,8 +49,8 @@ class OuterStep(UpdateDriver):
     """
 
     def __init__(self, inner: UpdateDriver, section: Islands, across: Transport) -> None:
-        self.inner = inner
-        self.states: list[OuterState] = []
+        self.inner = inner  # exchanges inside this rank's island
+        self.states: list[OuterState] = []  # one for each master
         self.reported_codec, self.has_warm_up = inner.reported_codec, inner.has_warm_up
         self.reads_mean_gradients = inner.reads_mean_gradients
         self._section = section

@@ -19,15 +19,12 @@ from deepspeed.zero.update.masters import MasterBucket
 class MasterRunGradients:
     """Puts a :class:`PendingGradient` that refuses everything into ``.grad`` of each run.
 
-    Attributes:
-        is_accumulated: Always False: autograd does not reach runs.
-
     Args:
         masters: The masters; the list may grow.
     """
 
     def __init__(self, masters: Sequence[MasterBucket]) -> None:
-        self.is_accumulated = False
+        self.is_accumulated = False  # always False: autograd does not reach runs
         self._masters = masters
         self._shown: list[tuple[torch.Tensor, PendingGradient]] = []
 

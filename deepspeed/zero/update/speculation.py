@@ -95,13 +95,6 @@ def workers_from(make: Callable[[], HostWorker]) -> Iterator[None]:
 class ShadowMaster:
     """The second set of one bucket's master and optimizer states, and host memory for its new compute parameters.
 
-    Attributes:
-        master: The first set.
-        flat: 1-D, as ``master.flat``.
-        states: Per-element states by name, 1-D, as ``master.states``.
-        out: 1-D, in the compute dtype; None where ``master.flat`` is the compute tensor.
-        copy: The copy of ``out`` to the compute tensor.
-
     Args:
         master: In host memory.
         states: Dtypes of the per-element states, by name.
@@ -109,13 +102,15 @@ class ShadowMaster:
     """
 
     def __init__(self, master: MasterBucket, states: Mapping[str, torch.dtype], memory_tracker: MemoryTracker) -> None:
-        self.master = master
+        self.master = master  # the first set
         self._memory_tracker = memory_tracker
         self.nbytes = 0
-        self.flat = self._empty(master.flat.dtype, "the second set of master weights")
+        self.flat = self._empty(master.flat.dtype, "the second set of master weights")  # 1-D, as ``master.flat``
+        # per-element states by name, 1-D, as ``master.states``
         self.states = {key: self._empty(dtype, f"the second set of the state {key}") for key, dtype in states.items()}
+        # 1-D, in the compute dtype; None where ``master.flat`` is the compute tensor
         self.out = None if master.out is None else self._empty(master.out.dtype, "the new parameters")
-        self.copy: PendingCopy | None = None
+        self.copy: PendingCopy | None = None  # the copy of ``out`` to the compute tensor
 
     def _empty(self, dtype: torch.dtype, what: str) -> torch.Tensor:
         numel = self.master.flat.numel()
@@ -164,35 +159,22 @@ class ShadowMaster:
 
 @dataclass(eq=False)
 class SpeculativeUpdate:
-    """A speculative update of one master: it starts before the gradient norm is known, and is kept or discarded.
+    """A speculative update of one master: it starts before the gradient norm is known, and is kept or discarded."""
 
-    Attributes:
-        shadow: Receives it.
-        gradients: What it reads.
-        used: By tile, whether it got a gradient on this rank.
-        runs: Those that are updated.
-        factor: Multiplier of the gradient; None for exactly 1.
-        groups: Copies of the optimizer's param groups, without their parameters.
-        states: By run: what its update changes; per-element states are parts of the shadow's.
-        inputs: What was read: tensors with their versions, and numbers.
-        updated: The parts that were updated.
-        is_withdrawn: Whether its result is no longer needed.
-        is_complete: Whether the computation finished.
-        job: The worker's job.
-    """
-
-    shadow: ShadowMaster
-    gradients: GradientBucket
-    used: list[bool]
-    runs: tuple[MasterRun, ...]
-    factor: float | None
-    groups: list[dict[str, Any]]
+    shadow: ShadowMaster  # receives it
+    gradients: GradientBucket  # what it reads
+    used: list[bool]  # by tile, whether it got a gradient on this rank
+    runs: tuple[MasterRun, ...]  # those that are updated
+    factor: float | None  # multiplier of the gradient; None for exactly 1
+    groups: list[dict[str, Any]]  # copies of the optimizer's param groups, without their parameters
+    # by run: what its update changes; per-element states are parts of the shadow's
     states: dict[torch.Tensor, dict[str, Any]]
+    # what was read: tensors with their versions, and numbers
     inputs: list[tuple[Any, Any]] = field(default_factory=list)
-    updated: list[slice] = field(default_factory=list)
-    is_withdrawn: bool = False
-    is_complete: bool = False
-    job: Future[None] = field(default_factory=Future)
+    updated: list[slice] = field(default_factory=list)  # the parts that were updated
+    is_withdrawn: bool = False  # whether its result is no longer needed
+    is_complete: bool = False  # whether the computation finished
+    job: Future[None] = field(default_factory=Future)  # the worker's job
 
     @torch.no_grad()
     def compute(self, flat: FlatUpdate, live: Mapping[torch.Tensor, dict[str, Any]]) -> None:

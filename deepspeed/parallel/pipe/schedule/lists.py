@@ -58,19 +58,12 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Lists the computations of all stages in one step.
+    """Lists the computations of all stages in one step."""
 
-    Attributes:
-        name: How the program chose it.
-        micro_batches: How many micro-batches the step has.
-        stage_of: The stage of each chunk.
-        actions: The computations of each stage, in order.
-    """
-
-    name: str
-    micro_batches: int
-    stage_of: tuple[int, ...]
-    actions: tuple[tuple[Action, ...], ...]
+    name: str  # how the program chose it
+    micro_batches: int  # how many micro-batches the step has
+    stage_of: tuple[int, ...]  # the stage of each chunk
+    actions: tuple[tuple[Action, ...], ...]  # the computations of each stage, in order
 
     @property
     def stages(self) -> int:
@@ -213,7 +206,6 @@ def make_schedule(name: str, stages: int, micro_batches: int, num_chunks: int | 
     """Returns what all stages compute in a training step.
 
     Args:
-        name: The name of the schedule.
         stages: Pipeline stages.
         micro_batches: Micro-batches of a step, 1 or more.
         num_chunks: Chunks per stage; None: as few as the schedule can have.

@@ -35,18 +35,12 @@ class ScheduleError(Exception):
 
 @dataclass(frozen=True)
 class Times:
-    """Holds the times of one micro-batch on a stage (all of its chunks together) or on one chunk, in any unit.
-
-    Attributes:
-        forward: Forward.
-        backward: Whole backward.
-        weight: The part of the backward that gives the weights' gradients.
-        transfer: From the end of a computation until the other stage has the result; the sender is not kept busy.
-    """
+    """Holds the times of one micro-batch on a stage (all of its chunks together) or on one chunk, in any unit."""
 
     forward: float = 1.0
-    backward: float = 2.0
-    weight: float = 1.0
+    backward: float = 2.0  # whole backward
+    weight: float = 1.0  # the part of the backward that gives the weights' gradients
+    # from the end of a computation until the other stage has the result; the sender is not kept busy
     transfer: float = 0.0
 
     def of(self, kind: Kind) -> float:
@@ -70,15 +64,10 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step, computation by computation.
+    """A step, computation by computation."""
 
-    Attributes:
-        spans: The spans of each stage, in order.
-        held: For each stage, the most activations (of micro-batches and chunks) that it keeps at once.
-    """
-
-    spans: tuple[tuple[TimedAction, ...], ...]
-    held: tuple[int, ...]
+    spans: tuple[tuple[TimedAction, ...], ...]  # the spans of each stage, in order
+    held: tuple[int, ...]  # for each stage, the most activations (of micro-batches and chunks) that it keeps at once
 
     @property
     def makespan(self) -> float:
