@@ -8,6 +8,7 @@ function, and :func:`redirect_tensors` makes the library's ordinary loader pass 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +36,7 @@ def wrap_loading(load: Callable[[nn.Module, Any, Callable[[], Any]], Any]) -> No
     kind: Any = getattr(sys.modules.get(_MODELS), "PreTrainedModel", None)
     original = getattr(kind, "_load_pretrained_model", None)
     loader = sys.modules.get(_LOADER)
-    if original is None or hasattr(original, _WRAPPED) or not hasattr(loader, "set_param_for_module"):
+    if original is None or hasattr(original, _WRAPPED) or not _passes_a_record(loader):
         return
 
     @functools.wraps(original)
@@ -47,6 +48,12 @@ def wrap_loading(load: Callable[[nn.Module, Any, Callable[[], Any]], Any]) -> No
 
     setattr(load_files, _WRAPPED, True)
     kind._load_pretrained_model = staticmethod(load_files)
+
+
+def _passes_a_record(loader: Any) -> bool:
+    """Returns whether the library's loader takes a record. That of 5.0 does not, and gathers parameters itself."""
+    setter = getattr(loader, "set_param_for_module", None)
+    return setter is not None and "loading_info" in inspect.signature(setter).parameters
 
 
 @contextmanager
