@@ -60,6 +60,15 @@ def test_paths_exist(guide):
     assert not missing, missing
 
 
+def test_a_version_of_the_change_log_is_short_and_begins_with_what_breaks():
+    for version in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1:]:
+        headings = re.findall(r"^### (.*)$", version, flags=re.MULTILINE)
+        name = version.partition("\n")[0]
+        assert len(version.strip().splitlines()) <= 60, f"{name}: say what users notice in 60 lines"
+        assert len(set(headings)) == len(headings), f"{name}: one section per heading"
+        assert not headings or headings[0] == "Changes of what was public", f"{name}: begin with what breaks"
+
+
 def test_the_table_of_benchmarks_names_every_script():
     table = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     missing = [path.name for path in (ROOT / "benchmarks").glob("*.py") if f"`{path.name}`" not in table]
