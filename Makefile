@@ -27,7 +27,7 @@ RANKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.accelerator.is
 RAY_VENV := .venv-ray
 
 .PHONY: help quickstart generate test default-tests test-all test-older-transformers test-ray test-matrix lint style types \
-  check-tree docs docs-check wheel release-check check-release-tag install clean
+  check-tree docs docs-version docs-check wheel release-check check-release-tag install clean
 
 help:
 	@echo "make quickstart   train a small language model with ZeRO stage 3 on this machine"
@@ -39,6 +39,7 @@ help:
 	@echo "make lint         ruff and mypy only"
 	@echo "make check-tree   imports between layers, and what may lie in the tree"
 	@echo "make docs         the documentation as a site in site/ (SERVE=1 shows it while you write)"
+	@echo "make docs-version the site as one version more in the branch gh-pages, with a menu of versions"
 	@echo "make docs-check   documents against the code they describe"
 	@echo "make wheel        a wheel and a source distribution in dist/, the same bytes from the same commit"
 	@echo "make release-check  both installed into clean environments and used there (some minutes)"
@@ -89,6 +90,11 @@ check-tree: $(VENV)/.for-tests
 
 docs: $(VENV)/.for-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(SERVE),serve,build --strict)
+
+# Into the local branch gh-pages, beside the versions that it has; nothing is pushed.
+docs-version: $(VENV)/.for-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mike deploy --update-aliases \
+	  $$(sed -n 's/^RELEASE = "\([0-9]*\.[0-9]*\).*/\1/p' deepspeed/release.py) latest
 
 docs-check: $(VENV)/.for-tests
 	$(TEST_ENV) $(BIN)/python -m pytest -m docs

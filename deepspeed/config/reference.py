@@ -160,8 +160,36 @@ def _refused_names(title: str, reasons: Mapping[str, str]) -> Iterable[str]:
     yield from _two_columns(("Name", "Reason"), ((f"`{name}`", why) for name, why in reasons.items()))
 
 
+TASKS = {
+    "choose batch sizes": "", "choose an optimizer and a schedule": "optimizer scheduler",
+    "compute in 16 bits": "fp16 bf16 torch_autocast data_types", "shard the model states": "zero_optimization",
+    "keep states on the host or on NVMe": "zero_optimization.offload_optimizer zero_optimization.offload_param aio",
+    "recompute activations": "activation_checkpointing", "cut layers over ranks": "tensor_parallel",
+    "spread experts": "expert_parallel", "divide sequences": "sequence_parallel", "run a pipeline": "pipeline",
+    "send fewer bytes": "communication_compression zero_optimization", "compile": "compile",
+    "save and load": "checkpoint", "see what a run does": "tensorboard csv_monitor wandb comet run_report trace timers",
+    "see what it costs": "flops_profiler comms_logger", "find a configuration": "autotuning",
+    "survive lost ranks and stops": "elasticity preemption",
+    "choose and order samples": "data_efficiency curriculum_learning",
+    "make attention sparse": "sparse_attention", "make the model smaller": "compression_training quantize_training",
+    "train with few bits or adapters": "weight_quantization", "generate between steps": "hybrid_engine",
+}  # fmt: skip
+"""What one wants to do, and the sections for it; none: the keys at the top level."""
+
+
+def _tasks() -> Iterable[str]:
+    yield "## By task"
+    yield ""
+    links = {
+        task: ", ".join(f"[`{name}`](#{name.replace('.', '')})" for name in names.split()) or "[top level](#top-level)"
+        for task, names in TASKS.items()
+    }
+    yield from _two_columns(("To", "Sections"), links.items())
+
+
 def _lines() -> Iterable[str]:
     yield HEAD
+    yield from _tasks()
     yield "## Top level"
     yield ""
     yield from _table(Root)
