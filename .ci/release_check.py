@@ -167,8 +167,8 @@ def check(artifact: Path, tools: Path, folder: Path) -> None:
             fail(f"the quickstart reports no loss:\n{shown}")
     with step("types, by mypy and pyright"):
         check_types(tools, python, work)
-    with step("Accelerate"):
-        run([str(python), "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), "accelerate"], work)
+    with step("Accelerate, whose plugin also needs Transformers"):
+        run([str(python), "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), "accelerate", "transformers"], work)
         (work / "accelerated.py").write_text(ACCELERATED)
         # Without --use_cpu: with it Accelerate leaves DeepSpeed out.
         run([launcher, "--num_gpus", "2", "accelerated.py"], work)
