@@ -170,8 +170,10 @@ def check(artifact: Path, tools: Path, folder: Path) -> None:
     with step("Accelerate, whose plugin also needs Transformers"):
         run([str(python), "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), "accelerate", "transformers"], work)
         (work / "accelerated.py").write_text(ACCELERATED)
-        # Without --use_cpu: with it Accelerate leaves DeepSpeed out.
-        run([launcher, "--num_gpus", "2", "accelerated.py"], work)
+        shutil.copy(
+            ROOT / "examples" / "on_cpu.py", work
+        )  # without a GPU Accelerate counts one process beside DeepSpeed
+        run([launcher, "--num_gpus", "2", "on_cpu.py", "accelerated.py"], work)
 
 
 def main() -> None:
