@@ -170,10 +170,9 @@ def check(artifact: Path, tools: Path, folder: Path) -> None:
     with step("Accelerate, whose plugin also needs Transformers"):
         run([str(python), "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), "accelerate", "transformers"], work)
         (work / "accelerated.py").write_text(ACCELERATED)
-        shutil.copy(
-            ROOT / "examples" / "on_cpu.py", work
-        )  # without a GPU Accelerate counts one process beside DeepSpeed
-        run([launcher, "--num_gpus", "2", "on_cpu.py", "accelerated.py"], work)
+        # Without a GPU Accelerate counts one process beside DeepSpeed, unless this runs before the script.
+        shutil.copy(ROOT / "examples" / "on_cpu.py", work)
+        run([launcher, "--num_gpus", "2", "--no_local_rank", "on_cpu.py", "accelerated.py"], work)
 
 
 def main() -> None:
