@@ -46,8 +46,6 @@ _MARK = object()
 
 @dataclass(frozen=True)
 class _Global:
-    """A type or function, by name."""
-
     name: str
 
 
@@ -59,10 +57,7 @@ class _PickledObject:
 
 
 def check_file(file: IO[bytes]) -> None:
-    """Checks a torch file.
-
-    Args:
-        file: Open for reading, at its start; reset to the start afterwards.
+    """Checks a torch file. ``file``: open for reading, at its start; reset to the start afterwards.
 
     Raises:
         pickle.UnpicklingError: It would allocate more than its own size, or is no torch file.

@@ -44,11 +44,7 @@ class CheckpointCommitInfo:
 
 
 class CheckpointEngine:
-    """Base class of objects that store state dicts by path. Rank-local: no method is a collective.
-
-    Args:
-        config_params: Settings of a derived class.
-    """
+    """Base class of objects that store state dicts by path. Rank-local: no method is a collective."""
 
     def __init__(self, config_params: Any = None) -> None:
         self.config_params = config_params
@@ -129,8 +125,6 @@ class StateDictWriter(FileWriter):
     """Writes the tensors of one rank through a checkpoint engine, and small files into the folder itself.
 
     Args:
-        folder: The tag folder.
-        engine: Stores the tensors.
         note: Called with the number of bytes of each part; None: not reported.
     """
 
@@ -170,8 +164,6 @@ class StateDictFile(FileReader):
     """Reads the bytes of one file that :class:`StateDictWriter` gave to a checkpoint engine.
 
     Args:
-        folder: The tag folder.
-        record: The file's entry in the manifest.
         engine: Loads the state dict, whole, when the file is opened.
     """
 

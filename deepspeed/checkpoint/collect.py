@@ -44,10 +44,7 @@ def collect(
     """Gathers references; copies nothing.
 
     Args:
-        runtime: The sharded model.
-        optimizer: The torch optimizer over runs, or None.
         numbers: Maps the index of each bucket that this rank writes to its number in the checkpoint.
-        exclude_frozen: Leave out parameters that have no gradient and no master.
     """
     found = RankCheckpoint()
     masters = {master.bucket.index: master for master in runtime.masters}

@@ -42,8 +42,6 @@ class SaveFolder:
     """The folder of one save until it is committed. One process owns it; others may write files into it.
 
     Args:
-        root: The folder of checkpoints.
-        tag: Name of the checkpoint.
         token: Makes the name of the folder unique; the same for all processes that write into it.
     """
 
@@ -93,11 +91,7 @@ class SaveFolder:
         disk.sync_folder(self.folder)
 
     def commit(self) -> Path:
-        """Renames the folder to its tag.
-
-        Returns:
-            The tag folder.
-        """
+        """Renames the folder to its tag; returns the tag folder."""
         final, replaced = self._root / self._tag, replaced_folder(self._root, self._tag)
         disk.make_folder(final.parent)
         stands_aside = os.path.lexists(final)
@@ -201,15 +195,10 @@ def point_latest(root: Path, tag: str) -> None:
 
 
 def prune(root: Path, keep: int, newest: str) -> list[str]:
-    """Removes the oldest checkpoints of this format.
+    """Removes the oldest checkpoints of this format; returns the tags that were removed.
 
     Args:
-        root: The folder of checkpoints.
-        keep: How many stay.
         newest: The tag that was just saved; it always stays.
-
-    Returns:
-        The tags that were removed.
     """
     ours = []
     for tag in tags(root):

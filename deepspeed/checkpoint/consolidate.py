@@ -33,13 +33,7 @@ _DTYPES = {
 
 
 class FullTensor:
-    """A tensor of a checkpoint that is read when it is requested.
-
-    Attributes:
-        name: Name of the parameter or buffer.
-        shape: Full shape.
-        dtype: Dtype that it will have.
-    """
+    """A tensor of a checkpoint that is read when it is requested."""
 
     def __init__(self, source: CheckpointSource, name: str, dtype: torch.dtype | None, kind: str | None = None) -> None:
         self._source = source
@@ -148,9 +142,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """Returns the model's full state dict in fp32; integer buffers keep their dtype, tied names share one tensor.
 
     Args:
-        checkpoint_dir: The folder of checkpoints.
         tag: Name of the checkpoint; None for the one that ``latest`` names.
-        exclude_frozen_parameters: Leave parameters without gradient out.
         lazy_mode: Return :class:`FullTensor` objects, which are read when ``contiguous()`` is called.
 
     Raises:
@@ -174,7 +166,6 @@ def to_torch_tensor(
     Args:
         state_dict: The result of :func:`get_fp32_state_dict_from_zero_checkpoint` with ``lazy_mode``.
         return_empty_tensor: Return uninitialized tensors of the right shapes, to plan sizes.
-        dtype: Convert floating tensors to it.
     """
     made: dict[str, torch.Tensor] = {}
     by_entry: dict[int, torch.Tensor] = {}
@@ -198,20 +189,15 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> list[str]:
-    """Writes the model's full tensors as files that other programs read.
+    """Writes the model's full tensors as files that other programs read; returns paths of the files.
 
     Args:
         checkpoint_dir: The folder of checkpoints.
         output_dir: A name ending in ``.bin`` or ``.safetensors`` is that one file; anything else is a folder, in which
             the files are called ``pytorch_model.bin`` or ``model.safetensors``, with an index if there are several.
-        dtype: The dtype of floating tensors.
         max_shard_size: Largest file in bytes or as a text such as ``5GB``; None for one file.
         safe_serialization: Write safetensors into the folder instead of torch files.
         tag: Name of the checkpoint; None for the one that ``latest`` names.
-        exclude_frozen_parameters: Leave parameters without gradient out.
-
-    Returns:
-        Paths of the files.
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged; no file was changed.
@@ -257,8 +243,6 @@ def load_state_dict_from_zero_checkpoint(
     The model must not be an engine's; for that there is ``engine.load_checkpoint``.
 
     Args:
-        model: A plain model.
-        checkpoint_dir: The folder of checkpoints.
         tag: Name of the checkpoint; None for the one that ``latest`` names.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
@@ -268,11 +252,7 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line of ``zero_to_fp32.py``.
-
-    Returns:
-        The exit code.
-    """
+    """Runs the command line of ``zero_to_fp32.py``; returns the exit code."""
     parser = argparse.ArgumentParser(description="Writes the full weights of a checkpoint as ordinary files.")
     parser.add_argument("checkpoint_dir", help="folder that contains the tag folder, such as path/checkpoint-12")
     parser.add_argument("output_dir", help="folder for the results, or one file ending in .bin or .safetensors")

@@ -46,12 +46,6 @@ def restore_position(run_state: RunState, state: TrainingState, plans: Sequence[
     """Restores the saved position in the data, without communication.
 
     Random states belong to a rank, and are restored only where the layout of ranks is the same.
-
-    Args:
-        run_state: The training run.
-        state: What was saved.
-        plans: Those of all ranks.
-        rank: This one.
     """
     mine, position = plans[rank], _position(state)
     if mine.has_loader and any(plan.by_samples for plan in plans):

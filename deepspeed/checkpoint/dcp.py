@@ -18,11 +18,7 @@ from deepspeed.checkpoint.source import CheckpointSource, TrainingState, Wanted
 
 
 class _LazyTensor(torch.Tensor):
-    """A tensor without storage; :class:`_ReadingPlanner` reads its values when they are written.
-
-    Attributes:
-        full: Reads the values.
-    """
+    """A tensor without storage; :class:`_ReadingPlanner` reads its values when they are written."""
 
     full: FullTensor
 
@@ -38,11 +34,6 @@ class _ReadingPlanner(DefaultSavePlanner):
 
 def write_dcp(source: CheckpointSource, state: TrainingState, folder: Path) -> None:
     """Writes the files.
-
-    Args:
-        source: Any checkpoint.
-        state: Its small states.
-        folder: A folder without such files.
 
     Raises:
         CheckpointError: The source is damaged.

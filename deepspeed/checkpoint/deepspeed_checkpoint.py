@@ -161,9 +161,6 @@ class DeepSpeedCheckpoint:
         """Returns the optimizer states of one rank that wrote the folder, as they are in its file.
 
         Args:
-            pp_index: Stage.
-            tp_index: Tensor-parallel rank.
-            dp_index: Data-parallel rank.
             strip_tensor_paddings: Leave out the padding behind moments, so that they are as long as the masters.
 
         Raises:

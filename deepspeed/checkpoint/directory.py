@@ -117,7 +117,6 @@ def find(root: Path, tag: str | None, *, prefer_universal: bool = False) -> Foun
     """Returns the checkpoint that ``load_checkpoint(root, tag)`` means.
 
     Args:
-        root: The folder of checkpoints.
         tag: Its name; None for the one that ``latest`` names.
         prefer_universal: Without a tag, follow ``latest_universal`` if that exists.
 

@@ -50,8 +50,6 @@ def convert_folder(source: Path, target: Path, output_format: str = "universal",
     """Writes the tag folder ``source`` as ``target`` and lets ``latest_universal`` beside it name it.
 
     Args:
-        source: A checkpoint of this package or of upstream.
-        target: The new tag folder.
         output_format: One of :data:`FORMATS`. ``latest_universal`` is not written for ``dcp``.
         zero_stage: The stage at which upstream will load the universal layout; None: the one that saved (0 becomes 1).
 
@@ -123,11 +121,7 @@ def _link(source: Path, root: Path, tag: str) -> None:
 
 
 def _name_on_disk(source: Path, manifest: Manifest, entry: SavedFile) -> str:
-    """Returns the name of a checkpoint's file, which may be written by a checkpoint engine of the program.
-
-    Raises:
-        CheckpointError: The checkpoint engine has stored it elsewhere.
-    """
+    """Returns the name of a checkpoint's file, which may be written by a checkpoint engine of the program."""
     if STORED_BY not in manifest.facts or not (entry.runs or entry.tensors):
         return entry.name
     name = Path(path_for_engine(source / entry.name)).name
@@ -158,15 +152,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | Any = None) -> int:
-    """Runs the command line, or converts with settings that a program has made.
+    """Runs the command line, or converts with settings that a program has made; returns the exit code.
 
     Args:
         arguments: The words of the command line; None stands for those of the process. Or an object with the attributes
             ``input_folder`` and ``output_folder``, such as :func:`parse_arguments` returns, and if wanted
             ``output_format`` and ``zero_stage``; others have no effect.
-
-    Returns:
-        The exit code.
 
     Raises:
         CheckpointError: There is no whole checkpoint, and settings were given. The command line writes the message.
@@ -194,8 +185,6 @@ _DROPPED = ("module", "frozen_param_fragments", "optimizer")
 
 @dataclass(frozen=True)
 class _Parameter:
-    """One parameter's values of one kind, read while they are written."""
-
     source: CheckpointSource
     kind: str
     name: str
@@ -216,16 +205,7 @@ class _Parameter:
 
 
 def convert(source: CheckpointSource, state: TrainingState, root: Path, tag: str, version: str) -> Path:
-    """Converts a checkpoint of any supported layout to this package's.
-
-    Args:
-        state: Its small states.
-        root: Folder of checkpoints.
-        tag: Name of the new one.
-        version: The version of this package.
-
-    Returns:
-        The tag folder.
+    """Converts a checkpoint of any supported layout to this package's; returns the tag folder.
 
     Raises:
         CheckpointError: The source is damaged or not complete.

@@ -21,7 +21,6 @@ class Exchange:
     """Small messages between the ranks that save or load together. Every rank must make one, in the same order.
 
     Args:
-        group: Their process group; None for all ranks.
         transport: A transport of objects to use instead of one of its own.
     """
 
@@ -40,7 +39,6 @@ class Exchange:
         """Runs ``action`` on every rank and gives every rank all results.
 
         Args:
-            doing: What is being done, as "... failed" continues it.
             action: This rank's part. It must not communicate.
 
         Raises:

@@ -34,9 +34,7 @@ def full_state_dict(run_state: RunState, exchange: Exchange, *, exclude_frozen: 
     Every rank must call it.
 
     Args:
-        run_state: The training run.
         exchange: The ranks; only rank 0 keeps the values.
-        exclude_frozen: Leave frozen parameters out.
 
     Returns:
         On rank 0 copies of which each owns its storage, but for tied ones, which are one tensor; None elsewhere.
@@ -60,11 +58,6 @@ def write_weights(
     """Writes the full parameters, in their compute dtype, for other programs. Every rank must call it.
 
     Args:
-        run_state: The training run.
-        exchange: The ranks.
-        folder: Made if it is not there; only rank 0 writes.
-        filename: Ends in ``.safetensors`` for that format.
-        exclude_frozen: Leave frozen parameters out.
         limit: Largest file in bytes; None for one file.
 
     Raises:
@@ -117,9 +110,7 @@ def iter_weights(
 
     Args:
         run_state: The training run.
-        exchange: The ranks.
         dtype: The dtype of floating parameters; None: their compute dtype.
-        exclude_frozen: Leave frozen parameters out.
         gathered_bytes: Most bytes that are gathered at once; a larger tensor is gathered alone.
 
     Yields:
@@ -195,7 +186,6 @@ def _tied(listed: Roster) -> dict[str, list[str]]:
 
 
 def _entries(listed: Roster, buffers: dict[str, torch.Tensor], exclude_frozen: bool) -> list[TensorEntry]:
-    """Returns what :func:`_walk` will yield, one entry per name."""
     tied = _tied(listed)
     found: list[TensorEntry] = []
 
@@ -226,8 +216,6 @@ def rounds(listed: Roster, *, exclude_frozen: bool, gathered_bytes: int = GATHER
     """Yields what is sent, in rounds: in each, some tiles of one bucket of every rank.
 
     Args:
-        listed: The model of all ranks.
-        exclude_frozen: Leave parameters without gradient out.
         gathered_bytes: Most bytes of a round, over all ranks; a rank whose next tile is larger sends that one alone.
     """
     by_index: dict[int, list[Listed]] = {}
@@ -273,10 +261,7 @@ def walk_job(
     """Yields ``(logical name, values)`` on the job's first rank, nothing elsewhere. Every rank must iterate to the end.
 
     Args:
-        run_state: The training run.
         listed: The model of all ranks.
-        exclude_frozen: Leave parameters without gradient out.
-        gathered_bytes: See :func:`rounds`.
     """
     runtime = run_state.runtime
     job, device = runtime.groups.job, runtime.device

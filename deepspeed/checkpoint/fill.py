@@ -23,9 +23,6 @@ class WeightFiller:
     checkpoint has separate compute values, they replace the rounded ones.
 
     Args:
-        runtime: The sharded model.
-        source: The checkpoint.
-        matches: Which of its parameters fills which of the model's.
         use_masters: False: masters are taken from the compute values.
     """
 
@@ -117,12 +114,7 @@ class WeightFiller:
 
 @torch.no_grad()
 def load_buffers(source: CheckpointSource, names: Mapping[str, str], buffers: Mapping[str, torch.Tensor]) -> None:
-    """Copies buffers in place.
-
-    Args:
-        names: The checkpoint's name of each of the model's buffers.
-        buffers: The model's, by name, in the shapes that the checkpoint has.
-    """
+    """Copies buffers in place; the checkpoint has them in the shapes of ``buffers``, or longer."""
     for name, saved in names.items():
         target, values = distinct(buffers[name]), source.read_buffer(saved)
         target.copy_(values[tuple(slice(size) for size in target.shape)])

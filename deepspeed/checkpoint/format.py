@@ -219,10 +219,6 @@ class Manifest:
     def decode(cls, data: bytes, where: str | os.PathLike[str]) -> Manifest:
         """Reads ``manifest.json``; everything in it is checked, nothing is trusted.
 
-        Args:
-            data: The bytes of the file.
-            where: Its path, for messages.
-
         Raises:
             CheckpointError: It is damaged, of a later version, or describes something impossible.
         """
@@ -288,8 +284,6 @@ def _encode_file(entry: SavedFile) -> dict[str, Any]:
 
 
 class _Checker:
-    """Reads values from untrusted JSON and raises for invalid ones."""
-
     def __init__(self, where: str) -> None:
         self.where = where
 
@@ -482,12 +476,7 @@ def _decode_file(entry: Any, buckets: Sequence[BucketLayout], check: _Checker) -
 def safetensors_header(
     entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
 ) -> bytes:
-    """Returns the first bytes of a safetensors file whose tensors follow end to end, in this order.
-
-    Args:
-        entries: Name, dtype and shape of each tensor.
-        metadata: Texts for the file's own section.
-    """
+    """Returns the first bytes of a safetensors file whose tensors follow end to end, in this order."""
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     position = 0
     for name, dtype, shape in entries:

@@ -183,7 +183,6 @@ def _parameter_table(source: CheckpointSource) -> Table:
 
 
 def _tiles(parameter: SavedParameter) -> str:
-    """Returns how a parameter is cut: the shapes of its tiles, and of how many regions each is made."""
     shown = [
         f"{tile.shape}" + (f" of {len(tile.regions)} regions" if len(tile.regions) != 1 else "")
         for tile in parameter.tiles[:_SHOWN_TILES]
@@ -201,11 +200,7 @@ def _show_tags(path: Path, console: Console) -> None:
 
 
 def main(arguments: list[str] | None = None, prog: str = "ds_inspect") -> int:
-    """Runs the command line.
-
-    Returns:
-        The exit code: 1 if there is no checkpoint or it is damaged.
-    """
+    """Runs the command line; returns the exit code: 1 if there is no checkpoint or it is damaged."""
     parser = argparse.ArgumentParser(
         prog=prog, description="Shows the contents of a checkpoint, in this package's or upstream's format."
     )

@@ -66,8 +66,6 @@ class LoadResult:
 
 @dataclass
 class _LoadPlan:
-    """A checked checkpoint, and the copies to make from it."""
-
     source: CheckpointSource
     state: TrainingState
     weights: WeightFiller
@@ -133,11 +131,7 @@ def load_by(
     """Lets the caller's function fill the model, with every parameter in full. Every rank must call it.
 
     Args:
-        run_state: The training run.
-        state_dict: Full tensors by name.
         custom_load_fn: Called with ``(src=state_dict, dst=model)``.
-        exchange: The ranks.
-        doing: What is being done, for messages.
         has_masters: The masters have the values of the state dict; they stay where they round to what the function
             writes. Otherwise all are read from the parameters.
 
@@ -173,10 +167,6 @@ def load_state_dict(
     """Fills the model from a full state dict that every rank has. Every rank must call it.
 
     Args:
-        run_state: The training run.
-        state_dict: Full tensors by name.
-        exchange: The ranks.
-        strict: Differences are an error.
         may_miss: Names that need not be there.
 
     Raises:
@@ -451,8 +441,6 @@ def read_training_state(reader: CheckpointReader, rank: int, *, trust: bool) -> 
     """Returns the training state of a checkpoint: counters, schedulers, scalars, everything but large tensors.
 
     Args:
-        reader: The open checkpoint.
-        rank: Whose RNG and data position.
         trust: Also unpickle objects that were saved apart, which may run code.
 
     Raises:

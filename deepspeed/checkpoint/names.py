@@ -73,10 +73,6 @@ def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
     """Returns the model-states file of rank 0.
 
-    Args:
-        checkpoint_dir: The tag folder.
-        zero_stage: The stage that saved, which decides the name.
-
     Raises:
         FileNotFoundError: The folder has no such file.
     """

@@ -24,14 +24,7 @@ from deepspeed.zero.update.masters import MasterBucket, MasterRun
 
 
 class OptimizerFiller:
-    """Fills the optimizer of one rank.
-
-    Args:
-        run_state: The engine's state, with an optimizer.
-        source: The checkpoint.
-        state: Its small states.
-        matches: Which of its parameters fills which of the model's.
-    """
+    """Fills the optimizer of one rank."""
 
     def __init__(
         self,

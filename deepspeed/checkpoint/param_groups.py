@@ -84,7 +84,6 @@ def merge_groups(
 
     Args:
         ranks: The groups of each rank, and for each group the names of the parameters that the rank stands for.
-        schedule: State of the first rank's learning-rate schedule, or None.
     """
     merged = MergedGroups(schedule=schedule)
     first_seen: list[tuple[RankGroups, int]] = []  # where each merged group was seen first
@@ -152,9 +151,7 @@ def _with_lists(
     """Returns a schedule's state with other per-group lists; states of schedules inside it are searched too.
 
     Args:
-        state: It is not changed.
         change: Called with the place of a list in the state, and the list; returns what goes there.
-        path: Where ``state`` is.
     """
     made: dict[str, Any] = {}
     for key, value in state.items():
@@ -188,11 +185,6 @@ def choose_groups(
 
     A group without trained parameters (all are frozen now) continues from the saved one of the same number, where there
     are as many and no other group takes it: its learning rate counts again when its parameters are unfrozen.
-
-    Args:
-        saved: The checkpoint's groups.
-        matches: Which of its parameters fills which of the model's.
-        group_names: The model's parameter names by param group.
     """
     group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
     choices = []
@@ -216,14 +208,7 @@ def choose_groups(
 def schedule_for(
     state: dict[str, Any], present: Mapping[str, Any], saved_count: int, choices: Sequence[GroupChoice]
 ) -> dict[str, Any]:
-    """Returns the state of a schedule for other param groups than those that it was saved with.
-
-    Args:
-        state: As it was saved.
-        present: What the schedule to be filled has now: for groups that no saved one fits.
-        saved_count: Groups of the checkpoint.
-        choices: The result of :func:`choose_groups`.
-    """
+    """Returns the state of a schedule for other param groups than those that it was saved with."""
     if saved_count == 0 or [choice.number for choice in choices] == list(range(saved_count)):
         return state
     own: dict[Path, list[Any]] = {}

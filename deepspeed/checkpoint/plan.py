@@ -126,12 +126,7 @@ def match(
     aliases: Mapping[str, str],
     buffers: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, ParameterMatch], dict[str, str], Mismatch]:
-    """Pairs the model's tensors with the checkpoint's, by name; a tied tensor is found by each of its names.
-
-    Args:
-        shapes: Shape of each of the model's logical parameters.
-        aliases: Further names of the model's tied tensors.
-        buffers: The model's persistent buffers.
+    """Pairs the model's tensors with the checkpoint's, by name and shape; ``aliases`` are further names of tied ones.
 
     Returns:
         Matches by the model's parameter name; the checkpoint's name of each buffer; the differences.
@@ -199,9 +194,6 @@ def fills(layout: BucketLayout, rank: int, matches: Mapping[str, ParameterMatch]
     """Returns what ``rank``'s slice of a bucket takes from a checkpoint.
 
     Args:
-        layout: The bucket as it is shared.
-        rank: Whose slice.
-        matches: The result of :func:`match`.
         kind: What to read; None for the best values of each parameter.
 
     Returns:

@@ -39,15 +39,7 @@ def _name(state: PrivateState) -> str:
 
 
 class PrivateFiller:
-    """Restores the private state of one rank, or drops what it has.
-
-    Args:
-        run_state: The training run.
-        source: The checkpoint.
-        state: Its training state.
-        rank: This rank among those that save together.
-        wanted: Whether optimizer states are restored at all.
-    """
+    """Restores the private state of one rank, or drops what it has."""
 
     def __init__(
         self, run_state: RunState, source: CheckpointSource, state: TrainingState, rank: int, *, wanted: bool

@@ -43,12 +43,7 @@ _WINDOW_BYTES = 1 << 20
 
 
 class FileReader:
-    """Random access to one file of a checkpoint, by ``pread``: a file that shrinks under it is an error, not a crash.
-
-    Args:
-        folder: The tag folder.
-        record: The file's entry in the manifest.
-    """
+    """Random access to one file of a checkpoint, by ``pread``: a file that shrinks under it is an error, no crash."""
 
     def __init__(self, folder: Path, record: SavedFile) -> None:
         self._descriptor: int | None = None
@@ -182,7 +177,6 @@ class CheckpointReader(CheckpointSource):
     """The tensors of one tag folder.
 
     Args:
-        folder: The tag folder.
         verify: Whether :meth:`check` compares checksums.
         manifest: The manifest; None: read it from the folder.
         files: Readers of its files that are not in the folder; None: all of them are.

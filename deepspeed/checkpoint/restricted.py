@@ -98,10 +98,6 @@ def dumps(value: Any) -> bytes:
 def loads(data: bytes, what: str) -> Any:
     """Reads a torch file without running code.
 
-    Args:
-        data: The file.
-        what: Its path, for messages.
-
     Raises:
         CheckpointError: It is no torch file, or needs more than the allow-list.
     """
@@ -123,9 +119,6 @@ def loads_trusting(data: bytes) -> Any:
 
 def split(value: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, Any]]:
     """Splits off the entries of a nested dict that the restricted loader would refuse.
-
-    Args:
-        value: The state; it is not changed.
 
     Returns:
         A dict without the refused entries, and the refused entries by path. Dicts are searched recursively; other

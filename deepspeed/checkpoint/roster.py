@@ -77,12 +77,7 @@ class Roster:
 
 
 def roster(run_state: RunState, exchange: Exchange) -> Roster:
-    """Lists the model. Every rank that saves must call it; communicates only where the ranks have different buckets.
-
-    Args:
-        run_state: The training run.
-        exchange: The ranks that save together.
-    """
+    """Lists the model. Every rank that saves must call it; communicates only where the ranks have different buckets."""
     runtime = run_state.runtime
     counted = [bucket for bucket in runtime.buckets if bucket.group.is_primary_replica]
     aliases, buffers = run_state.aliases(), list(run_state.buffers())

@@ -74,11 +74,7 @@ class _Job:
 
 
 class Saver:
-    """The saves of one engine, one at a time.
-
-    Args:
-        group: Process group of the ranks that save together; None for all.
-    """
+    """The saves of one engine, one at a time."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -362,7 +358,6 @@ def _share(job: _Job, exchange: Exchange, doing: str, *, leads: bool) -> None:
 
 
 def _write_files(job: _Job, folder: Path, buffers_file: str) -> list[SavedFile]:
-    """Returns this rank's files."""
     written = []
     runs_of = [run for runs in job.collected.runs.values() for run in runs]
     tensors = [tensor for _, tensor in (*job.buffers, *job.private)]
@@ -459,11 +454,6 @@ def make_folders(exchange: Exchange, folder: SaveFolder, doing: str) -> list[int
 
     The ranks of one folder are those that see the same files. A node with a disk of its own has one, and so has each
     rank that a program gives a folder of its own (Ray Train does). The leader makes the folder and commits it.
-
-    Args:
-        exchange: The ranks that save together.
-        folder: This rank's, by its own path.
-        doing: What is being done, for messages.
     """
     what = f"{doing}: making the folder"
 

@@ -114,7 +114,6 @@ def read_whole(wanted: Wanted, out: torch.Tensor, read: Callable[[int, int, torc
     """:meth:`CheckpointSource.read` for a source that has every parameter whole.
 
     Args:
-        wanted: What goes into ``out``.
         out: 1-D.
         read: Called with first and last-plus-one element of the flattened parameter, and where they go.
     """
@@ -129,12 +128,7 @@ def read_whole(wanted: Wanted, out: torch.Tensor, read: Callable[[int, int, torc
 
 
 class StateDictSource(CheckpointSource):
-    """Reads a full state dict in memory.
-
-    Args:
-        state_dict: Tensors by name; tied names may share one tensor.
-        others: Keys that are no tensors of the model.
-    """
+    """Reads a full state dict in memory."""
 
     label = "the state dict"
 

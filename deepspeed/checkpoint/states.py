@@ -56,12 +56,7 @@ def shared_files(
     """Returns the content, by file name, of the small files that rank 0 writes for all.
 
     Args:
-        run_state: The training run.
-        listed: The model of all ranks.
-        client_state: The caller's state.
         scalars: Optimizer states that are no per-element tensors, of all ranks.
-        merged: Param groups and learning-rate schedule of all ranks.
-        position: :func:`position_of_all` ranks in the data.
     """
     entries = {key: value for key, value in client_state.items() if key in RESERVED_KEYS}
     others = {key: value for key, value in client_state.items() if key not in RESERVED_KEYS}
@@ -141,7 +136,6 @@ def restore_loader_state(state: dict[str, Any], *, trust: bool) -> list[str]:
     """Restores the loader's state in the content of a rank's file, if it is pickled and the caller trusts it.
 
     Args:
-        state: The content; completed in place.
         trust: Whether the state may be unpickled, which may run code.
 
     Returns:
@@ -181,17 +175,12 @@ def _objects(refused: dict[str, dict[restricted.Path, Any]]) -> bytes:
 
 
 def merge_objects(data: bytes, what: str, training: dict[str, Any], top: dict[str, Any], *, trust: bool) -> list[str]:
-    """Restores the objects in the separate file, if the caller trusts it.
+    """Restores the objects in the separate file, if the caller trusts it; returns names of what was withheld.
 
     Args:
-        data: The file.
-        what: Its path, for messages.
         training: Content of the training-state file; completed in place.
         top: Content of the model-states file; completed in place.
         trust: Whether the objects may be unpickled, which may run code.
-
-    Returns:
-        Names of what was withheld.
 
     Raises:
         CheckpointError: The file does not hold objects that were saved apart.

@@ -17,7 +17,6 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
     Args:
         item: A tensor, or lists, tuples and mappings of such; other things pass through.
-        device: Where the copies go.
 
     Returns:
         The same structure with detached copies.

@@ -110,7 +110,6 @@ class WeightsWriter:
         """Writes the next entry.
 
         Args:
-            entry: The next of the entries.
             parts: Consecutive 1-D chunks of the flattened tensor, in host memory, in the entry's dtype. Not read for a
                 tied entry whose values this file has already, where the format can share them.
         """

@@ -51,8 +51,6 @@ class ChunkedStream:
     """Writes bytes to a file and computes a CRC-32 for each chunk.
 
     Args:
-        descriptor: The descriptor of the file.
-        crc_pool: One thread, which computes checksums.
         note: Called with the number of bytes after each write, by the thread that writes; None: not reported.
     """
 
@@ -71,7 +69,6 @@ class ChunkedStream:
         """Writes ``data``, which must stay unchanged until the returned future is done.
 
         Args:
-            data: Bytes.
             owner: The owner of the memory, if the view does not hold it; kept alive until then.
         """
         last: Future[None] | None = None
@@ -136,9 +133,7 @@ class SaveProgress:
     """Logs how much of a rank's files is written, every 15 seconds; short saves log nothing.
 
     Args:
-        tag: Name of the checkpoint.
         total: Bytes of tensors that the rank writes.
-        clock: Returns seconds.
     """
 
     seconds = 15.0
@@ -211,10 +206,6 @@ class FileWriter:
     """Writes the files of one rank into a folder. A context manager: it owns the threads, and syncs before it ends.
 
     A file goes to the disk while the next one is copied to the kernel.
-
-    Args:
-        folder: An existing folder.
-        note: See :class:`ChunkedStream`.
     """
 
     def __init__(self, folder: Path, note: Callable[[int], None] | None = None) -> None:

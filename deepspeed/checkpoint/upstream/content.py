@@ -22,13 +22,7 @@ class ValueSource(Protocol):
         """Dtype of the elements."""
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> bool:
-        """Copies elements of the flattened parameter; returns whether all were there.
-
-        Args:
-            start: First element.
-            stop: One behind the last element.
-            out: 1-D, as long.
-        """
+        """Copies elements of the flattened parameter; returns whether all were there. ``out``: 1-D, as long."""
 
 
 @dataclass
@@ -88,8 +82,6 @@ def is_element_state(state: str, value: Any, shape: tuple[int, ...] | None) -> b
     """Returns whether an optimizer state has a value for each element of its parameter.
 
     Args:
-        state: Name of the state.
-        value: What is saved under it.
         shape: Shape of the parameter, which may be (); None: not known.
     """
     if not isinstance(value, torch.Tensor) or (value.dim() == 0 and state in _COUNTERS):
@@ -116,10 +108,7 @@ def stage_1_and_2(
     """Locates the parameters of a group that lie end to end over all ranks; a rank may end anywhere in a parameter.
 
     Args:
-        shapes: Parameters in flat order.
-        lengths: Elements of each rank's tensor.
         gaps: Elements left free after each parameter, or None.
-        where: For messages.
 
     Raises:
         CheckpointError: The tensors are shorter than the parameters, or longer than padding explains.
@@ -150,11 +139,6 @@ def stage_1_and_2(
 
 def stage_3(shapes: Shapes, lengths: Sequence[int], where: str) -> dict[str, list[RankFragment]]:
     """Locates the parameters of a sub-group of which every rank holds equal slices.
-
-    Args:
-        shapes: Parameters in order.
-        lengths: Elements of each rank's tensor.
-        where: For messages.
 
     Raises:
         CheckpointError: The walk does not end where the tensors do.

@@ -98,7 +98,6 @@ def load(path: Path, *, trust: bool = False) -> Any:
     """Opens a torch file; tensors stay on the disk until they are read, where the format allows it.
 
     Args:
-        path: The file.
         trust: Unpickle whatever is in it, which may run code.
 
     Raises:
@@ -263,10 +262,6 @@ def _by_rank(folder: Path, files: dict[int, Path], what: str) -> tuple[Path, ...
 
 def parse_optim_states(files: Sequence[str], ds_checkpoint_dir: str) -> tuple[int, int, list[Any]]:
     """Returns the ZeRO stage, the data-parallel ranks and the fp32 values of a tag folder.
-
-    Args:
-        files: Result of ``get_optim_files``.
-        ds_checkpoint_dir: The tag folder.
 
     Returns:
         The values by rank, as in upstream's files: at stages 1 and 2 a flat tensor per param group, at stage 3 one of

@@ -34,13 +34,7 @@ _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def read_partitioned(folder: Path, *, trust: bool, trained: Sequence[Sequence[str]] = ()) -> CheckpointValues:
-    """Reads a tag folder of any stage.
-
-    Args:
-        folder: The tag folder.
-        trust: Unpickle objects of the caller, which may run code.
-        trained: Parameter names by param group, for stage 0.
-    """
+    """Reads a tag folder of any stage. ``trained``: parameter names by param group, for stage 0."""
     read = [_read_rank(folder, files, trust, trained) for files in find_files(folder)]
     return join_slices([content for content, _ in read], read[0][1], str(folder))
 
@@ -48,7 +42,6 @@ def read_partitioned(folder: Path, *, trust: bool, trained: Sequence[Sequence[st
 def _read_rank(
     folder: Path, files: Files, trust: bool, trained: Sequence[Sequence[str]]
 ) -> tuple[CheckpointValues, Mapping[str, Any] | None]:
-    """Returns what one model-parallel rank saved, and its description of slices."""
     model = [load(path, trust=trust) for path in files.model]
     optim = [load(path, trust=trust)["optimizer_state_dict"] for path in files.optim]
     if files.experts:
@@ -190,7 +183,6 @@ def _take_group(
     gaps: Sequence[int] | None,
     where: str,
 ) -> None:
-    """Masters and states of a group that the ranks of ``optim`` share."""
     tensors = [rank["single_partition_of_fp32_groups"][number] for rank in optim]
     fragments = stage_1_and_2(shapes, [t.numel() for t in tensors], gaps, where)
     for name, shape in shapes.items():
@@ -264,7 +256,6 @@ def _stage_3(folder: Path, content: CheckpointValues, model: list[dict[str, Any]
 
 
 def _sharing(optim: list[dict[str, Any]], number: int) -> list[tuple[int, ...]]:
-    """Returns the ranks that share a sub-group, for every place among those that share experts."""
     with_groups = [rank["ds_zero_partition_groups"][number] for rank in optim if "ds_zero_partition_groups" in rank]
     if len(with_groups) < len(optim):
         return [tuple(range(len(optim)))]
@@ -311,11 +302,6 @@ def _stage_0(content: CheckpointValues, model: Mapping[str, Any], trained: Seque
 
 def take_unsharded(content: CheckpointValues, state: Mapping[str, Any], trained: Sequence[Sequence[str]]) -> None:
     """Reads the states (and masters beside 16-bit weights) of a whole optimizer; nothing where the names do not fit.
-
-    Args:
-        content: Gets them; it has the shapes.
-        state: The state of the optimizer.
-        trained: Parameter names by param group.
 
     Raises:
         CheckpointError: A param group lists its parameters in another order than the model.
@@ -364,12 +350,7 @@ _NUMBER = re.compile(r"(?<=deepspeed_experts\.)\d+(?=\.)")
 
 
 def expert_weights(paths: Sequence[Path], *, trust: bool) -> dict[str, torch.Tensor]:
-    """Returns the weights of all experts, by name.
-
-    Args:
-        paths: One file per expert.
-        trust: Unpickle objects of the caller, which may run code.
-    """
+    """Returns the weights of all experts, by name."""
     found: dict[str, torch.Tensor] = {}
     for path in paths:
         found.update(load(path, trust=trust))
@@ -378,10 +359,6 @@ def expert_weights(paths: Sequence[Path], *, trust: bool) -> dict[str, torch.Ten
 
 def sharing_ranks(group: Mapping[str, Any], ranks: int) -> int:
     """Returns how many ranks share the experts of an optimizer group; 1 for a group without experts.
-
-    Args:
-        group: Its hyperparameters.
-        ranks: Data-parallel ranks.
 
     Raises:
         CheckpointError: Its name does not show it.
@@ -402,7 +379,6 @@ def numbered_among_all(shapes: Shapes, place: int) -> dict[str, tuple[int, ...]]
     """Returns the shapes under the names that the experts of a place have among all.
 
     Args:
-        shapes: Under the names that every rank uses.
         place: Position of the rank among those that share the experts.
     """
     numbers = [int(found[0]) for name in shapes if (found := _NUMBER.search(name))]

@@ -38,8 +38,6 @@ def read_pipeline(
     """Reads a tag folder of ZeRO stage 0 or 1.
 
     Args:
-        folder: The tag folder.
-        trust: Unpickle objects of the caller, which may run code.
         layer_names: With what the names of a layer begin in the model, where that is not its number; layers that are
             missing here are found by their shapes.
         trained: Parameter names of all stages by param group, in the order of the model: the optimizer's states of
@@ -112,11 +110,6 @@ def _names_by_stage(
     """Returns the parameter names of each stage's optimizer, by param group; empty where they do not fit.
 
     The layers of a stage follow each other. Its tied modules come first, then the other layers.
-
-    Args:
-        optimizers: States of the stages' optimizers.
-        beginnings: With what the names of each layer begin.
-        trained: Names of all stages by param group.
     """
     found: list[list[list[str]]] = []
     waiting = deque(beginnings)
@@ -142,10 +135,6 @@ def _of_layers(beginnings: Sequence[str], trained: Sequence[Sequence[str]]) -> l
 
 def joined_states(folder: Path, *, trust: bool) -> list[dict[str, Any]]:
     """Returns the model states of all stages as if they were one model's, of each tensor-parallel rank.
-
-    Args:
-        folder: The tag folder.
-        trust: Unpickle objects of the caller, which may run code.
 
     Returns:
         Empty where the folder is not a pipeline's.

@@ -114,11 +114,6 @@ class JoinedValues:
 def join_slices(contents: Sequence[CheckpointValues], info: Mapping[str, Any] | None, where: str) -> CheckpointValues:
     """Returns what all model-parallel ranks saved, as if one had.
 
-    Args:
-        contents: What each rank's files contain.
-        info: The checkpoint's description of the slices.
-        where: For messages.
-
     Raises:
         CheckpointError: There is no such description, or the slices do not fit it.
     """
@@ -157,12 +152,6 @@ def join_slices(contents: Sequence[CheckpointValues], info: Mapping[str, Any] | 
 
 def whole_of(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any], where: str) -> SlicedParam:
     """Returns how the slices of a parameter fit together.
-
-    Args:
-        name: The name of the parameter.
-        shapes: The shapes of the slices, by rank.
-        info: The checkpoint's description of the slices.
-        where: For messages.
 
     Raises:
         CheckpointError: The description does not fit the shapes.

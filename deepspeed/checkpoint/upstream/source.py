@@ -101,8 +101,6 @@ def open_upstream(
     """Opens a tag folder of the original package.
 
     Args:
-        folder: The tag folder.
-        kind: Its layout.
         trust: Unpickle objects of the caller, which may run code.
         trained: Parameter names by param group, in the optimizer's order, of a pipeline those of all stages. Needed for
             optimizer states of stage 0 alone, whose files do not name them.
@@ -126,12 +124,7 @@ def open_upstream(
 
 
 def read_universal(folder: Path, *, trust: bool) -> CheckpointValues:
-    """Reads a converted tag folder.
-
-    Args:
-        folder: The tag folder; its parameters lie below ``zero/``.
-        trust: Unpickle objects of the caller, which may run code.
-    """
+    """Reads a converted tag folder."""
     pipeline = joined_states(folder, trust=trust)
     ranks = () if pipeline else find_files(folder)
     models = [[load(path, trust=trust) for path in files.model] for files in ranks]

@@ -34,8 +34,6 @@ def put_together(content: CheckpointValues, module: Mapping[str, Any], where: st
 
     Args:
         content: The content of a folder; changed in place. Other models are left alone.
-        module: The names in the model-states file.
-        where: For messages.
 
     Raises:
         CheckpointError: Experts are missing.
@@ -92,7 +90,6 @@ def _fuse(
 
 
 def _values(readable: ValueSource) -> Values:
-    """Returns what the files of one rank have of a parameter."""
     assert isinstance(readable, Values)
     return readable
 
@@ -143,7 +140,6 @@ def _rename_shared(content: CheckpointValues) -> None:
 
 
 def _rename(content: CheckpointValues, old: str, new: str | None) -> None:
-    """Gives a parameter another name, or takes it out."""
 
     def moved(held: dict[str, Any]) -> None:
         if old in held:

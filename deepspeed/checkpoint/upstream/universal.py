@@ -48,16 +48,10 @@ class _Group:
 
 
 def write_universal(source: CheckpointSource, state: TrainingState, folder: Path, stage: int) -> list[str]:
-    """Writes the files of a tag folder.
+    """Writes the files of a tag folder; returns sentences on what upstream's layout cannot hold.
 
     Args:
-        source: Any checkpoint.
-        state: Its small states.
-        folder: An empty folder.
         stage: 1, 2 or 3: the stage that is going to load it.
-
-    Returns:
-        Sentences on what upstream's layout cannot hold.
 
     Raises:
         CheckpointError: The source is damaged, or has no optimizer states.
@@ -99,7 +93,6 @@ def _group(source: CheckpointSource, state: TrainingState, saved: Mapping[str, A
 
 
 def _untrained(source: CheckpointSource, groups: list[_Group]) -> list[str]:
-    """Returns the parameters that no optimizer updates."""
     trained = {name for group in groups for name in group.names}
     return [name for name in source.parameters if name not in trained]
 
@@ -137,7 +130,6 @@ def _about(source: CheckpointSource, parameter: SavedParameter) -> dict[str, Any
 
 
 def _folder_of(folder: Path, name: str) -> Path:
-    """Makes the folder of a parameter or buffer and returns it."""
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise CheckpointError(
             f"parameter {name!r}: the universal layout names a folder after it; expected a name that is a folder name. "
