@@ -33,10 +33,8 @@ class ElementwiseOptimizer(FlatByRule, KeepsStateDtypes):
     Invariant: per-element state has the shape of its parameter; ``step`` is one number per parameter.
 
     Args:
-        params: Parameters or group dictionaries.
         defaults: Hyperparameters of groups that have none of their own; sequences become tuples.
         amsgrad: Not available.
-        **attributes: Set on the optimizer before its groups are made.
 
     Raises:
         ValueError: ``amsgrad`` is requested, or a number is out of range.
@@ -72,14 +70,7 @@ class ElementwiseOptimizer(FlatByRule, KeepsStateDtypes):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient.
-
-        Args:
-            closure: Recomputes the loss; called with gradients enabled.
-
-        Returns:
-            What ``closure`` returned, or None.
-        """
+        """Updates every parameter that has a gradient; returns what ``closure`` returned, or None."""
         loss = evaluate(closure)
         for group in self.param_groups:
             self._update_group(group)
@@ -114,9 +105,6 @@ def update_group(
     """Applies one step of ``rule`` to the parameters of ``group`` with a gradient, of any shape, layout and dtype.
 
     Args:
-        optimizer: Has the state; named in errors.
-        rule: The arithmetic.
-        group: One of the optimizer's groups.
         fp32_states: Create missing state in fp32 at least.
     """
     names = list(rule.initial_state(group))
@@ -156,7 +144,7 @@ def keep_saved_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
 
 
 def check_supported(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
-    """Raises for gradients and parameters that no optimizer of this package can use.
+    """Raises for gradients and parameters, of any shape, that no optimizer of this package can use.
 
     Raises:
         RuntimeError: The gradient is sparse, or the parameter is not floating-point.
@@ -238,9 +226,6 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     In the hooks the parameters of the groups are flat runs without ``.grad``, because the flat update reads gradients
     from separate buffers.
-
-    Args:
-        optimizer: The optimizer whose hooks are called.
     """
     _call_each(torch_optimizer._global_optimizer_pre_hooks, optimizer)
     _call_each(optimizer._optimizer_step_pre_hooks, optimizer)

@@ -74,7 +74,6 @@ def build_optimizer(
         name: Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam or SGD in any case, or a
             class of ``torch.optim`` spelt as there. Adam decouples weight decay unless ``params`` has
             ``adam_w_mode: false``; AdamW always does; ``torch_adam: true`` chooses torch's class of the same kind.
-        params: Keyword arguments.
         model_parameters: Parameters or group dictionaries; groups without parameters are dropped.
         offload: Whether the optimizer's state is on the host: then the CPU variant is built if there is one.
         may_be_empty: Whether to build an optimizer with one empty group if there are no parameters; otherwise that is
@@ -214,7 +213,6 @@ def _without_empty_groups(model_parameters: Iterable[Any]) -> list[Any]:
 
 
 def _torch_names() -> list[str]:
-    """Returns the names of the supported classes of torch.optim, without our own names."""
     return [
         name
         for name, cls in vars(torch.optim).items()

@@ -60,9 +60,6 @@ def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer
     A subclass is of its parent's kind if it inherits ``step`` and the methods in :data:`_UPDATE_METHODS`; otherwise its
     kind is unknown.
 
-    Args:
-        optimizer: An optimizer or its class.
-
     Returns:
         The kind and the reason; true if the optimizer is elementwise.
     """

@@ -17,7 +17,6 @@ def add_over_ranks(tensor: Tensor, axis: Axis | None, purpose: str) -> None:
     Args:
         tensor: Contiguous, floating, of any shape that is equal on all ranks.
         axis: The ranks; None: the tensor stays unchanged.
-        purpose: Names the collective in messages about timeouts.
     """
     if axis is None:
         return
@@ -46,8 +45,6 @@ def exchange_parts(
         incoming: 1-D; receives the parts in the order of their source ranks.
         outgoing: 1-D; the parts in the order of their destination ranks.
         numels: Numbers of elements from each rank, and for each rank.
-        axis: The ranks.
-        purpose: Names the collective in messages about timeouts.
     """
     received, sent = numels
     transport = axis.transport("layers", device=outgoing.device)

@@ -58,7 +58,6 @@ class FlatUpdate(Protocol):
         """Runs one step on a run. The bits do not depend on how the run is cut, as long as cuts are multiples of 64.
 
         Args:
-            param_group: Hyperparameters, read now.
             master: 1-D, contiguous, fp32 (16 bit works and is widened chunk by chunk). Updated in place.
             grad: 1-D, same length, any floating dtype. Not changed.
             state: The run's optimizer state, as in ``optimizer.state[run]``; filled in at the first call. A caller
@@ -113,11 +112,7 @@ class FlatByRule:
 
 
 class RuleUpdate(FlatByRule):
-    """A flat update for an optimizer class that does not implement one.
-
-    Args:
-        rule: The arithmetic of its step.
-    """
+    """A flat update for an optimizer class that does not implement one."""
 
     def __init__(self, rule: UpdateRule) -> None:
         self._rule = rule
@@ -171,10 +166,8 @@ class UpdateRule(ABC):
         """Returns the arithmetic of update number ``step`` (1 for the first) with the hyperparameters of ``group``.
 
         Args:
-            group: Hyperparameters.
             step: A number; a scalar tensor only where it lives on an accelerator, so that the host does not wait for
                 it.
-            device: Where the update runs.
         """
 
 
@@ -479,7 +472,6 @@ def scratch(role: str, numel: int, dtype: torch.dtype, device: torch.device) -> 
 
     Args:
         role: Name of the buffer. Buffers that are in use at the same time need different roles.
-        numel: Elements.
     """
     if not get_accelerator().shares_host_memory(device):
         return torch.empty(numel, dtype=dtype, device=device)

@@ -128,7 +128,6 @@ def _table(update: int, device: torch.device) -> Tensor:
 
 
 def _mixed(number: int) -> int:
-    """Returns a 32-bit hash of ``number``."""
     number &= _MASK
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         number = ((number ^ (number >> shift)) * factor) & _MASK
@@ -136,11 +135,7 @@ def _mixed(number: int) -> int:
 
 
 class NarrowStates:
-    """A :class:`FlatUpdate` whose per-element states have the dtype of the master if that has 16 bits.
-
-    Args:
-        inner: The wrapped update.
-    """
+    """A :class:`FlatUpdate` whose per-element states have the dtype of the master if that has 16 bits."""
 
     def __init__(self, inner: FlatUpdate) -> None:
         self._inner = inner

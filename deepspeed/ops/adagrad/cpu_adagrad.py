@@ -18,10 +18,6 @@ class Adagrad(torch.optim.Adagrad):
     Torch's class makes the state at construction, in the shapes of the parameters, but a parameter that ``zero.Init``
     has sharded is empty then. Arguments and results are those of torch. Outside an engine, use torch's class: ``step``
     needs the state.
-
-    Args:
-        params: Parameters or group dictionaries.
-        **settings: As for ``torch.optim.Adagrad``.
     """
 
     __signature__ = inspect.signature(torch.optim.Adagrad)
@@ -39,7 +35,6 @@ class DeepSpeedCPUAdagrad(ElementwiseOptimizer):
 
     Args:
         model_params: Parameters or group dictionaries; groups may carry keys of other optimizers.
-        lr: Step size; a tensor is allowed.
         eps: Added to the root of the sum.
         weight_decay: Added to the gradient, times the parameter.
         amsgrad: Not available.

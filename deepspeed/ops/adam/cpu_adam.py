@@ -18,11 +18,7 @@ class DeepSpeedCPUAdam(AdamOptimizer):
 
     Args:
         model_params: Parameters or group dictionaries; groups may carry keys of other optimizers.
-        lr: Step size; a tensor is allowed.
         bias_correction: Correct the moments for their start at zero.
-        betas: Decay of the first and the second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: Weight decay.
         amsgrad: Not available.
         adamw_mode: Decoupled weight decay (AdamW); False adds it to the gradient (Adam).
         fp32_optimizer_states: Keep the moments of 16-bit parameters in fp32; False keeps the parameter's dtype.

@@ -50,12 +50,8 @@ class FusedAdam(AdamOptimizer, ClearsGradients):
 
     Args:
         params: Parameters or group dictionaries; groups may carry keys of other optimizers.
-        lr: Step size; a tensor is allowed.
         bias_correction: Correct the moments for their start at zero.
-        betas: Decay of the first and the second moment.
-        eps: Added to the root of the second moment.
         adam_w_mode: Decoupled weight decay (AdamW); False adds it to the gradient (Adam).
-        weight_decay: Weight decay.
         amsgrad: Not available.
         set_grad_none: ``zero_grad()`` drops gradients instead of zeroing them.
 
@@ -98,12 +94,7 @@ class FusedAdam(AdamOptimizer, ClearsGradients):
         """Updates every parameter that has a gradient.
 
         Args:
-            closure: Recomputes the loss.
             grads: Must be None, like the next four arguments, which only exist for compatibility.
-            output_params: Must be None.
-            scale: Must be None.
-            grad_norms: Must be None.
-            grad_scaler: Must be None.
 
         Raises:
             RuntimeError: An argument that must be None is given.

@@ -7,11 +7,7 @@ from typing import Any
 
 
 class MultiTensorApply:
-    """Passes its chunk size to an operator, with the caller's arguments.
-
-    Args:
-        chunk_size: Elements that the operator updates at once.
-    """
+    """Passes its chunk size to an operator, with the caller's arguments."""
 
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size

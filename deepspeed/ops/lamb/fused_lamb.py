@@ -35,11 +35,8 @@ class FusedLamb(KeepsStateDtypes):
     of the parameters.
 
     Args:
-        params: Parameters or group dictionaries; groups may carry keys of other optimizers.
         lr: Step size; a tensor is allowed.
         bias_correction: Correct the moments for their start at zero.
-        betas: Decay of the first and the second moment.
-        eps: Added to the root of the second moment.
         eps_inside_sqrt: Add ``eps`` before taking the root.
         weight_decay: Decoupled weight decay, part of the direction whose norm counts.
         max_grad_norm: Not available; clip with ``gradient_clipping`` or ``torch.nn.utils.clip_grad_norm_``.
@@ -136,9 +133,6 @@ class FusedLamb(KeepsStateDtypes):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient. A collective when the tensors are cut over a group.
 
-        Args:
-            closure: Recomputes the loss; called with gradients enabled.
-
         Returns:
             What ``closure`` returned, or None.
         """
@@ -192,7 +186,6 @@ def _add_over_parts(squares: Tensor, table: FragmentTable) -> None:
 
     Args:
         squares: 2 x num_tensors, of this rank's parts; completed in place.
-        table: Lists which tensors are parts.
     """
     if table.cut is None:
         return
@@ -293,9 +286,6 @@ class BlockMap:
 
     Args:
         fragments: The run's tensors in order, starting at multiples of 64; gaps and the tail are padding.
-        numel: Elements of the run.
-        num_tensors: Number of tensors on all ranks.
-        device: The device of the run.
 
     Raises:
         ValueError: A tensor does not start at a multiple of 64, in the run or of its own elements.

@@ -15,10 +15,8 @@ class FusedLion(ClearsGradients):
     Algorithms <https://arxiv.org/abs/2302.06675>`_.
 
     Args:
-        params: Parameters or group dictionaries; groups may carry keys of other optimizers.
         lr: Step size, usually 3 to 10 times smaller than Adam's; a tensor is allowed.
         betas: Interpolation of the direction, and decay of the momentum.
-        weight_decay: Decoupled weight decay.
         set_grad_none: ``zero_grad()`` drops gradients instead of zeroing them.
 
     Raises:
@@ -43,10 +41,6 @@ class DeepSpeedCPULion(ElementwiseOptimizer):
     """Lion with fp32 state, for offloaded parameters (it works on any device).
 
     Args:
-        model_params: Parameters or group dictionaries; groups may carry keys of other optimizers.
-        lr: Step size; a tensor is allowed.
-        betas: Interpolation of the direction, and decay of the momentum.
-        weight_decay: Decoupled weight decay.
         fp32_optimizer_states: Keep the momentum of 16-bit parameters in fp32; False keeps the parameter's dtype.
 
     Raises:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def _clips(setup: EngineSetup) -> bool:
-    """Returns whether attention logits are to be clipped."""
     if setup.optimizer is not None:
         return getattr(setup.optimizer, "qk_clip_threshold", None) is not None
     section = setup.root.optimizer

@@ -25,7 +25,6 @@ def is_matrix_parameter(name: str, param: Tensor) -> bool:
     Biases of stacked experts have two dimensions but are not matrices.
 
     Args:
-        name: Qualified name.
         param: The parameter; while it is sharded its true shape is ``ds_shape``.
     """
     shape = getattr(param, "ds_shape", param.shape)

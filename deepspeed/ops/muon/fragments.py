@@ -39,8 +39,6 @@ class _FragmentOfRun:
 
 
 class _ExchangeRound:
-    """The part of this rank in one round."""
-
     def __init__(self, planned: MuonRound, table: FragmentTable) -> None:
         def by_rank(fragment: MatrixFragment) -> tuple[int, int]:
             return table.ranks[fragment.peer], fragment.tensor.index
@@ -77,9 +75,7 @@ class FragmentExchange:
         all_sent_bytes: Bytes that all ranks send in a step.
 
     Args:
-        table: The fragment table.
-        runs: The runs of the matrix groups.
-        groups: Indices of the matrix groups.
+        runs: The 1-D runs of the matrix groups.
         stacks: Indices of the matrix groups whose tensors are stacks of matrices.
 
     Raises:
@@ -179,7 +175,6 @@ class FragmentExchange:
     def _orthogonalize_all(
         self, fragments: list[tuple[MatrixFragment, Tensor]], orthogonalize: Callable[..., Tensor]
     ) -> None:
-        """Joins the fragments of each matrix, orthogonalizes it, and writes the result back to the fragments."""
         by_matrix: dict[int, list[tuple[MatrixFragment, Tensor]]] = {}
         for fragment, view in fragments:
             by_matrix.setdefault(fragment.tensor.index, []).append((fragment, view))
@@ -203,7 +198,6 @@ def _sent_numel(tensor: SharedTensor, owner: int, position: int) -> int:
 
 
 def _matrices_of(tensor: SharedTensor, first: int, *, is_stack: bool) -> list[SharedTensor]:
-    """Returns the matrices of a tensor, numbered from ``first`` on."""
     if not is_stack:
         return [replace(tensor, index=first)]
     shape = tensor.shape[-2:]
@@ -293,8 +287,6 @@ def plan_rounds(tensors: Iterable[SharedTensor], world_size: int, round_numel: i
     """Assigns matrices to rounds and owners. The result is the same on all ranks, without communication.
 
     Args:
-        tensors: The matrices, with the same numbers on all ranks.
-        world_size: Ranks that share them.
         round_numel: Elements, over all ranks, that one round should not exceed (a single matrix may).
 
     Raises:

@@ -54,17 +54,11 @@ class Muon(KeepsStateDtypes):
     ``momentum_buffer`` for matrices, Adam's for the rest.
 
     Args:
-        params: Parameters or group dictionaries.
         lr: Step size of both parts; None means 0.02 for matrices and 3e-4 for the rest.
-        momentum: Decay of the momentum (matrices).
         weight_decay: Decoupled weight decay of both parts.
         ns_method: ``gram`` or ``standard``, see :func:`~deepspeed.ops.muon.muon.orthogonalize`.
-        betas: Decay of the moments (rest).
-        eps: Added to the root of the second moment (rest).
         muon_lr: Step size of matrices; None means ``lr``.
         adam_lr: Step size of the rest; None means ``lr``.
-        ns_steps: Iterations of the orthogonalization.
-        nesterov: Use Nesterov momentum.
         qk_clip_threshold: Attention logits above it are brought down to it after each step (MuonClip), see
             :mod:`~deepspeed.ops.muon.qk_clip`; inside an engine only. None: they are not measured.
 
@@ -220,9 +214,6 @@ class Muon(KeepsStateDtypes):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient. A collective when matrices are cut over a group.
 
-        Args:
-            closure: Recomputes the loss; called with gradients enabled.
-
         Returns:
             What ``closure`` returned, or None.
         """
@@ -315,11 +306,7 @@ class Muon(KeepsStateDtypes):
 
 
 def _table_of(run: Tensor, tables: tuple[FragmentTable, ...]) -> FragmentTable:
-    """Returns the table that contains a run.
-
-    Raises:
-        KeyError: No table contains it.
-    """
+    """Returns the table that contains a run."""
     found = next((table for table in tables if id(run) in table.by_param), None)
     if found is None:
         raise KeyError(
@@ -357,7 +344,6 @@ def orthogonalize(matrix: Tensor, *, method: str = "gram", num_steps: int = 5, i
         method: ``standard`` iterates on the matrix, in bf16 on accelerators and in fp32 on the CPU. ``gram`` iterates
             on its product with its own transpose, in fp32: the same polynomial with most multiplications on the short
             side, so the longer the matrix the cheaper it is in comparison.
-        num_steps: Iterations.
         is_stack: Whether ``matrix`` is a stack of matrices, 3-D or more. Each matrix of the last two dimensions is
             orthogonalized separately, all in one batch.
 
@@ -409,6 +395,5 @@ def _gram(wide: Tensor, num_steps: int) -> Tensor:
 
 
 def _add_product(addend: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
-    """Returns ``beta * addend + alpha * left @ right``, of matrices or of stacks of them."""
     product = torch.addmm if left.dim() == 2 else torch.baddbmm
     return product(addend, left, right, beta=beta, alpha=alpha)

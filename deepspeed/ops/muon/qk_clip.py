@@ -105,7 +105,6 @@ def _refuse_norms(name: str, module: nn.Module) -> None:
 
 
 def _functions(name: str) -> tuple[Any, Any]:
-    """Returns the attention and mask functions to register beside those of the implementation ``name``."""
     return functools.partial(_attend, name), functools.partial(mask_of_implementation, name)
 
 
@@ -190,11 +189,7 @@ def _hidden(mask: Any, positions: Tensor, keys: int, *, is_causal: bool, window:
     """Returns a mask, true for pairs that are masked, that broadcasts to ``[batch, heads, queries, keys]``.
 
     Args:
-        mask: See :func:`largest_logits`.
         positions: Positions of the queries, ``[queries, 1]``.
-        keys: Number of keys.
-        is_causal: See :func:`largest_logits`.
-        window: See :func:`largest_logits`.
     """
     if isinstance(mask, Tensor) and mask.dim() == 4:
         block = mask[:, :, positions.flatten()] if mask.shape[2] > 1 else mask
@@ -258,13 +253,7 @@ def _rows(projection: Any) -> int:
 
 
 class QKClipHooks(EngineHooks):
-    """Passes to Muon, before each update, the weight rows to scale after it.
-
-    Args:
-        model: The model whose attention is measured.
-        peers: The data-parallel ranks.
-        optimizer: A function that returns the optimizer.
-    """
+    """Passes to Muon, before each update, the weight rows to scale after it."""
 
     def __init__(self, model: nn.Module, peers: Transport, optimizer: Any) -> None:
         self._records = {
@@ -320,7 +309,6 @@ def factors(records: Mapping[str, LogitRecord], largest: Tensor, threshold: floa
     """Returns the factors of rows of weights and biases, by parameter name.
 
     Args:
-        records: Records of the attention layers, by name.
         largest: Largest logit of each head, in the order of ``records``: 1-D.
         threshold: Heads with a logit above it are scaled down to it.
     """

@@ -65,13 +65,9 @@ class OneBitAdam(ElementwiseOptimizer):
             0 (such as rows that never get a gradient; a sign cannot represent zero), in the shape of its one parameter
             or flat over all of them.
         deepspeed: Ignored; accepted for compatibility with upstream.
-        lr: Step size.
         freeze_step: Updates of the warm-up, 15 to 25 % of all.
         bias_correction: Correct the moments for their start at zero; the paper does not.
-        betas: Decay of the momentum and of the variance.
-        eps: Added to the root of the variance.
         eps_inside_sqrt: Must be False.
-        weight_decay: Decoupled weight decay.
         max_grad_norm: Must be 0; ``gradient_clipping`` clips, by the norm of the mean gradient.
         amsgrad: Must be False.
         cuda_aware: Ignored: messages are tensors of the process group's backend.

@@ -22,8 +22,6 @@ _MEMORY = "onebit_lamb"
 
 @dataclass
 class _LambTensorState:
-    """The state of 1-bit LAMB for one tensor."""
-
     scaling: float = 0.0
     average: float = 0.0
     last_factor: float = 1.0
@@ -43,11 +41,8 @@ class OneBitLamb(FusedLamb):
     Args:
         params: Parameters or group dictionaries; ``exp_avg_mask`` as in :class:`~deepspeed.ops.onebit.OneBitAdam`.
         deepspeed: Ignored; accepted for compatibility with upstream.
-        lr: Step size.
         freeze_step: Updates of the warm-up.
         bias_correction: Ignored, as upstream: there is no bias correction.
-        betas: Decay of the momentum and of the variances.
-        eps: Added to the root of the variances.
         eps_inside_sqrt: Must be False.
         weight_decay: Decoupled weight decay, part of the direction whose norm counts.
         max_grad_norm: Must be 0; ``gradient_clipping`` clips, by the norm of the mean gradient.
@@ -57,8 +52,6 @@ class OneBitLamb(FusedLamb):
         cuda_aware: Ignored.
         comm_backend_name: Ignored: the engine provides the process group.
         coeff_beta: Decay of the average of trust ratios.
-        factor_max: Greatest factor.
-        factor_min: Least factor.
         factor_threshold: Largest relative change of a factor in one update.
 
     Raises:
@@ -150,7 +143,6 @@ class OneBitLamb(FusedLamb):
             group[_MEMORY] = dict(numbers)
 
     def _names(self) -> dict[int, str]:
-        """Returns the names of the tensors by their indices."""
         return {shared.index: shared.name for shared in self._attached().shared}
 
     def _find_scaling(self) -> None:
@@ -266,8 +258,6 @@ class OneBitLamb(FusedLamb):
 
 @dataclass(frozen=True)
 class _FrozenUpdate:
-    """An update of one parameter after the warm-up, in two halves: before and after the reductions."""
-
     group: dict[str, Any]
     param: Tensor
     momentum: Tensor

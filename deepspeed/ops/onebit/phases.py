@@ -85,7 +85,6 @@ def largest_update(betas: tuple[float, float], rate: float = 1.0) -> float:
     arbitrarily larger.
 
     Args:
-        betas: Decay of the momentum and of the variance.
         rate: Learning rate, or the sum of the learning rates of several updates.
 
     Returns:
@@ -108,8 +107,6 @@ class PhaseCheck:
 
     Args:
         optimizer: The optimizer of the run; logs when it is garbage-collected or the process ends.
-        name: Name of the optimizer in the log.
-        freeze_step: Updates of the warm-up.
         line: Log format with two numbers: updates and ``freeze_step``; None: a line that nothing was compressed.
     """
 
@@ -132,12 +129,7 @@ def _remind(progress: dict[str, Any], name: str, freeze_step: int, line: str) ->
 
 
 def mask_of(group: dict[str, Any], numel: int, where: str) -> Tensor | None:
-    """Returns the group's ``exp_avg_mask``, flat, or None.
-
-    Args:
-        group: One of the optimizer's groups.
-        numel: Number of elements that the mask must have.
-        where: Names the parameters in messages.
+    """Returns the group's ``exp_avg_mask``, flat, or None. ``numel``: number of elements that the mask must have.
 
     Raises:
         ValueError: The mask has another number of elements.

@@ -35,7 +35,6 @@ class ZeroOneRule(UpdateRule):
     moved in these steps, as are the movements that are sent later (``zero.onebit.bucket_momentum``).
 
     Args:
-        phase: See :class:`~deepspeed.ops.onebit.phases.Phase`.
         takes_mean: Whether the step gets the mean gradient.
         comes_together: Whether ranks synchronize in this step.
         updates: Number of updates, this one included.
@@ -95,7 +94,6 @@ class ZeroOneRule(UpdateRule):
         return update
 
     def _mean_kernel(self, group: dict[str, Any], device: torch.device) -> Kernel:
-        """Returns the update from the mean gradient."""
         adamw = AdamRule(decoupled=True).kernel(group, self._updates, device)
         lr = float(group["lr"])
         shrink = 1 - lr * float(group["weight_decay"])
@@ -124,8 +122,6 @@ def denominator_of(variance: Tensor, group: dict[str, Any], updates: int, out: T
 
     Args:
         variance: Variance of some elements, any shape.
-        group: The param group of the elements.
-        updates: Updates of the variance so far, at least 1.
         out: Receives the result; None: a new tensor.
     """
     root = frozen_root(variance, out=out)
@@ -138,7 +134,6 @@ def farthest_of(group: dict[str, Any], updates: int) -> float:
     """Returns the largest distance from the anchor that Adam could reach with the learning rates since then.
 
     Args:
-        group: The param group.
         updates: Updates of the variance so far, at least 1.
     """
     bound = largest_update(group["betas"], float(group.get(LR_SUM) or 0.0))
@@ -147,7 +142,6 @@ def farthest_of(group: dict[str, Any], updates: int) -> float:
 
 
 def _correction(group: dict[str, Any], updates: int) -> float:
-    """Returns the bias correction of the root of a variance."""
     return float((1 - float(group["betas"][1]) ** updates) ** 0.5)
 
 
@@ -175,13 +169,9 @@ class ZeroOneAdam(ElementwiseOptimizer):
     Args:
         params: Parameters or group dictionaries; ``exp_avg_mask`` as in :class:`~deepspeed.ops.onebit.OneBitAdam`.
         deepspeed: Ignored; accepted for compatibility with upstream.
-        lr: Step size.
         bias_correction: Correct the variance for its start at zero, and the momentum until the variance is frozen; the
             paper does not.
-        betas: Decay of the momentum and of the variance.
-        eps: Added to the root of the variance.
         eps_inside_sqrt: Must be False.
-        weight_decay: Decoupled weight decay.
         max_grad_norm: Must be 0; ``gradient_clipping`` clips, by the norm of the mean gradient
             (``zero.onebit.momentum``).
         var_freeze_step: Last update that may update the variance.
@@ -189,7 +179,6 @@ class ZeroOneAdam(ElementwiseOptimizer):
         local_step_scaler: After this many local steps the gap between exchanges doubles.
         local_step_clipper: Largest gap between exchanges.
         amsgrad: Must be False.
-        cuda_aware: Ignored.
         comm_backend_name: Ignored: the engine provides the process group.
         precondition: See :class:`~deepspeed.ops.onebit.OneBitAdam`; the bound of one step is multiplied by the sum of
             the learning rates since the latest synchronization, and applies to local steps too.

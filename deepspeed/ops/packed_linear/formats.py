@@ -69,7 +69,6 @@ class PackedFormat(ABC):
         """
 
     def _width_of(self, codes: torch.Tensor) -> int:
-        """Returns the number of input features of the weight in ``codes``."""
         return codes.shape[1]
 
     @abstractmethod
@@ -407,9 +406,6 @@ def packed_linear(
 
     Args:
         x: ``[..., in_features]``, bfloat16, float16 or float32; the product is computed in this dtype.
-        codes: Codes of the weight in the format ``how``.
-        scales: Scales of the weight in the format ``how``.
-        out_features: Output features of the weight.
         bias: ``[out_features]`` or None.
 
     Returns:

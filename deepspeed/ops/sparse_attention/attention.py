@@ -49,8 +49,6 @@ def attend(
         scale: The scale of the scores; ``1 / sqrt(width)`` by default.
         key_bias: ``[batch, length]``, added to the scores of a key; ``-inf`` hides it.
         bias: ``[batch or 1, heads or 1, length, length]``, added to the scores; it may require a gradient.
-        is_causal: Whether no token attends to later ones.
-        dropout: Dropout of the attention probabilities.
 
     Returns:
         ``[batch, heads, length, width]``; rows that see nothing are zero.
@@ -120,9 +118,6 @@ def _spread(bias: torch.Tensor, samples: int, count: int, queries: int) -> torch
 
     Args:
         bias: ``[samples or 1, heads or 1, tiles or 1, queries or 1, keys]``.
-        samples: The samples of the stack.
-        count: Samples times heads, n.
-        queries: Rows of a tile.
     """
     batch, heads = bias.shape[:2]
     if batch * heads > 1:

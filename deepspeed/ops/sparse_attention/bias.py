@@ -90,7 +90,6 @@ def position_bias(rpe: torch.Tensor, scores: tuple[int, int, int, int], dtype: t
     Args:
         rpe: ``[queries, keys]`` with heads, or batch and heads, before; the sizes of heads and batch may be 1.
         scores: ``(batch, heads, queries, keys)``.
-        dtype: The dtype of the scores.
 
     Raises:
         ValueError: The shape does not fit.
@@ -113,8 +112,6 @@ def additive(mask: torch.Tensor, mode: str, name: str, dtype: torch.dtype) -> to
     Args:
         mask: A mask of any shape.
         mode: ``add``: its values; ``mul``: minus infinity where it is 0, nothing elsewhere.
-        name: The name of the argument, for the warning about a boolean mask that is added.
-        dtype: The dtype of the scores.
     """
     if mode == "mul":
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask == 0, float("-inf"))

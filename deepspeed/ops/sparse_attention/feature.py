@@ -82,9 +82,6 @@ _CLASSES: dict[str, type[SparsityConfig]] = {
 def pattern_of(section: SparseAttention, num_heads: int) -> SparsityConfig:
     """Returns the pattern that a section describes.
 
-    Args:
-        num_heads: Number of heads of the model.
-
     Raises:
         ValueError: Values of the section contradict each other.
     """

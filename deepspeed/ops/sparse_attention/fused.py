@@ -75,11 +75,8 @@ def attend_fused(
         query: ``[batch, heads, length, width]``, fp32, bf16 or fp16, on a GPU.
         key: In the shape of ``query``.
         value: In the shape of ``query``.
-        plan: Of a layout of this length.
-        scale: Of the scores.
         key_bias: ``[batch, length]``, added to the scores of a key; without a gradient.
         bias: ``[batch or 1, heads or 1, length, length]``, added to the scores; without a gradient.
-        is_causal: Whether no token attends to later ones.
     """
     batch, heads, length, _ = query.shape
     if bias is not None:
@@ -108,11 +105,7 @@ def _added(key_bias: torch.Tensor | None, bias: torch.Tensor | None) -> Callable
 
 @uncompiled
 def block_mask(plan: LayoutPlan, *, is_causal: bool) -> BlockMask:
-    """Returns the layout's tiles, on the device of ``plan``; made once for each plan.
-
-    Args:
-        is_causal: Hides tokens after the query's.
-    """
+    """Returns the layout's tiles, on the device of ``plan``; made once for each plan."""
     if is_causal not in plan.masks:
         plan.masks[is_causal] = _block_mask(plan, is_causal)
     return plan.masks[is_causal]  # type: ignore[no-any-return]

@@ -15,7 +15,6 @@ class MatMul:
 
     Args:
         layout: ``[heads, rows, columns]`` or ``[rows, columns]`` of 0 and 1.
-        block: Elements of a block's side.
         mode: ``sdd``, ``dsd`` or ``dds``.
         trans_a: The left factor is given transposed.
         trans_b: The right factor is given transposed.
@@ -88,7 +87,6 @@ class MatMul:
     def _dense(
         self, tensor: torch.Tensor, is_transposed: bool, side: str, rows: int | None, columns: int | None = None
     ) -> torch.Tensor:
-        """Returns a dense factor as ``[batch, heads, n, k]``, checked against the blocks of the layout."""
         if tensor.dim() > 4:
             raise ValueError(f"{self.mode}: the {side} factor has {tensor.dim()} dimensions; expected at most 4")
         dense = tensor.view((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
@@ -118,5 +116,4 @@ class MatMul:
 
 
 def _all(dense: torch.Tensor) -> torch.Tensor:
-    """Returns an index over the batch that goes with one over entries."""
     return torch.arange(dense.size(0), device=dense.device).unsqueeze(1)

@@ -75,7 +75,6 @@ def compile_layout(layout: torch.Tensor, block: int) -> LayoutPlan:
 
     Args:
         layout: ``[heads, blocks, blocks]`` (or ``[blocks, blocks]`` for one head), 0 or not, on any device.
-        block: Tokens of a block's side.
 
     Raises:
         ValueError: The layout has another shape.

@@ -12,7 +12,6 @@ class Softmax:
 
     Args:
         layout: ``[heads, rows, columns]`` of 0 and 1.
-        block: Elements of a block's side.
         bench: Accepted for old programs; nothing is timed.
     """
 

@@ -27,10 +27,6 @@ class SparseAttentionUtils:
         Works on models whose embeddings module has ``position_embeddings``, such as BERT and RoBERTa (whose first
         ``padding_idx + 1`` rows mean no position and stay once at the front). Call it before ``deepspeed.initialize``.
 
-        Args:
-            model: Changed in place.
-            max_position: Positions afterwards.
-
         Returns:
             The model.
 
@@ -81,8 +77,6 @@ class SparseAttentionUtils:
 
         Args:
             model: Changed in place, see :func:`use_sparse_attention`.
-            max_position: Longest sequence.
-            sparsity_config: The pattern, for the model's number of heads.
 
         Returns:
             The model.
@@ -101,15 +95,10 @@ class SparseAttentionUtils:
     def replace_self_attention_layer_with_sparse_self_attention_layer(
         config: Any, layers: Any, sparsity_config: SparsityConfig
     ) -> Any:
-        """Replaces ``layer.attention.self`` of each layer, and keeps its three linear layers.
+        """Replaces ``layer.attention.self`` of each layer, and keeps its three linear layers; returns the layers.
 
         Args:
             config: The model's configuration: ``hidden_size``, ``num_attention_heads``, ``max_position_embeddings``.
-            layers: Changed in place.
-            sparsity_config: The pattern.
-
-        Returns:
-            The layers.
         """
         for layer in layers:
             former = layer.attention.self
@@ -138,14 +127,12 @@ class SparseAttentionUtils:
         """Pads a batch at its end to a multiple of the block size.
 
         Args:
-            block_size: The block size of the pattern.
             input_ids: ``[batch, length]``, or None with ``inputs_embeds``.
             attention_mask: ``[..., length]`` of 0 and 1 (or bool), padded with 0; or of values added to scores,
                 padded with the minimum of their dtype; None: a mask is made if padding is needed.
             token_type_ids: ``[batch, length]`` or None; padded with 0.
             position_ids: ``[batch, length]`` or None; the count continues.
             inputs_embeds: ``[batch, length, hidden]`` or None.
-            pad_token_id: Put into ``input_ids``.
             model_embeddings: Called with ids of padding to make embeddings for ``inputs_embeds``.
 
         Returns:
@@ -188,7 +175,6 @@ def _front_of(table: nn.Embedding) -> int:
 
 
 def _extend_buffers(owner: nn.Module, known: int, length: int) -> None:
-    """Extends position ids and token types of length ``known``, that of the module's table, to ``length``."""
     for name, buffer in list(owner.named_buffers(recurse=False)):
         if buffer.dim() == 2 and buffer.size(1) == known and not buffer.is_floating_point():
             is_count = bool((buffer[0] == torch.arange(known, device=buffer.device)).all())

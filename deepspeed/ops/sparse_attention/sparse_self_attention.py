@@ -27,11 +27,9 @@ class SparseSelfAttention(nn.Module):
     forward, and the first one with each length above ``max_seq_length``.
 
     Args:
-        sparsity_config: The pattern.
         key_padding_mask_mode: ``add``: the mask's values are added to the scores; ``mul``: 0 hides a key.
         attn_mask_mode: The same two modes, for the attention mask.
         max_seq_length: Tokens of the layout that is kept.
-        dropout: Dropout of the attention probabilities in training.
         is_causal: Whether no token attends to later ones, in addition to the pattern.
         mpu: Ignored; accepted for compatibility.
 
@@ -113,7 +111,7 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes attention.
+        """Computes attention; returns ``[batch, heads, length, width]``; rows that see nothing are zero.
 
         Args:
             query: ``[batch, heads, length, width]``, fp32, bf16 or fp16.
@@ -123,9 +121,6 @@ class SparseSelfAttention(nn.Module):
                 heads or 1, length, length]``; may require a gradient.
             key_padding_mask: ``[batch, length]``, other dimensions of 1 allowed.
             attn_mask: ``[length, length]``, other dimensions of 1 allowed.
-
-        Returns:
-            ``[batch, heads, length, width]``; rows that see nothing are zero.
 
         Raises:
             ValueError: Shapes or dtypes do not fit.
@@ -166,7 +161,6 @@ class Layouts:
     """A cache of one pattern's compiled layouts, by length and device.
 
     Args:
-        config: The pattern.
         seed: The seed of random blocks, so that all ranks and runs draw the same ones without communication. None:
             blocks are drawn from Python's global ``random``, and rank 0's layout is broadcast.
     """
@@ -231,7 +225,6 @@ class BertSparseSelfAttention(nn.Module):
     Args:
         config: Has ``hidden_size`` and ``num_attention_heads``.
         sparsity_config: The pattern; by default ``FixedSparsityConfig(num_heads=4)``, which needs 4 attention heads.
-        max_seq_length: Tokens of the layout that is kept.
 
     Raises:
         ValueError: ``hidden_size`` is not a multiple of the heads.
@@ -259,14 +252,11 @@ class BertSparseSelfAttention(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Computes attention.
+        """Computes attention; returns ``[batch, length, hidden]``.
 
         Args:
             hidden_states: ``[batch, length, hidden]``.
             attention_mask: Mask of keys, ``[batch, length]`` or with dimensions of 1 between; added to the scores.
-
-        Returns:
-            ``[batch, length, hidden]``.
         """
         query, key, value = (
             layer(hidden_states).unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2)

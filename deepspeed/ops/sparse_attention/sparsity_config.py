@@ -104,11 +104,7 @@ def _check_draws(number: int, blocks: int, is_causal: bool) -> None:
 
 
 def _global_ranges(indices: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
-    """Returns the ``[start, end)`` of every global range.
-
-    Raises:
-        ValueError: Starts and ends differ in number, or a range is empty.
-    """
+    """Returns the ``[start, end)`` of every global range."""
     if ends is None:
         return [(index, index + 1) for index in indices]
     if len(ends) != len(indices):
@@ -122,7 +118,6 @@ def _global_ranges(indices: Sequence[int], ends: Sequence[int] | None) -> list[t
 
 
 def _within(ranges: Sequence[tuple[int, int]], blocks: int) -> Iterator[tuple[int, int]]:
-    """Yields global ranges with negative numbers counted from the end of the sequence."""
     for start, end in ranges:
         yield (start, end) if start >= 0 else (max(start + blocks, 0), max(end + blocks, 0) if end <= 0 else end)
 
@@ -135,7 +130,6 @@ def _set_window(layout: torch.Tensor, before: int, after: int) -> None:
 
 
 def _set_local(layout: torch.Tensor, starts: Sequence[int], attention: str) -> None:
-    """Sets consecutive local windows; ``starts`` ends with the number of blocks."""
     for start, end in zip(starts, starts[1:], strict=False):
         window = torch.ones((end - start, end - start), dtype=layout.dtype)
         layout[start:end, start:end] |= window.tril() if attention == UNIDIRECTIONAL else window
@@ -153,9 +147,6 @@ class FixedSparsityConfig(SparsityConfig):
     """Local windows, and global blocks (the last blocks of each window) to which every block attends.
 
     Args:
-        num_heads: Attention heads.
-        block: Tokens of a block's side.
-        different_layout_per_head: A layout for each head.
         num_local_blocks: Blocks of a window.
         num_global_blocks: Global blocks of a window; a divisor of ``num_local_blocks``.
         attention: ``bidirectional`` or ``unidirectional``.
@@ -231,9 +222,6 @@ class VariableSparsityConfig(SparsityConfig):
     """Local windows of configurable sizes, selected global blocks, and random blocks.
 
     Args:
-        num_heads: Attention heads.
-        block: Tokens of a block's side.
-        different_layout_per_head: A layout for each head.
         num_random_blocks: Blocks per row drawn from all columns by Python's ``random``, also when unidirectional.
         local_window_blocks: Sizes of the windows in blocks; the last one repeats. Default ``[4]``.
         global_block_indices: Global blocks, negative ones from the end; those beyond the sequence are left out. Default
@@ -303,9 +291,6 @@ class BigBirdSparsityConfig(SparsityConfig):
     """A sliding window, random blocks, and the first blocks as global ones.
 
     Args:
-        num_heads: Attention heads.
-        block: Tokens of a block's side.
-        different_layout_per_head: A layout for each head.
         num_random_blocks: Blocks per row, drawn by Python's ``random``; at most 1 where unidirectional, because the
             first row has one block to choose from.
         num_sliding_window_blocks: Width of the window, the own block in its middle.
@@ -357,9 +342,6 @@ class BSLongformerSparsityConfig(SparsityConfig):
     """A sliding window, and selected global blocks that attend to all blocks, and to which all attend.
 
     Args:
-        num_heads: Attention heads.
-        block: Tokens of a block's side.
-        different_layout_per_head: A layout for each head.
         num_sliding_window_blocks: Width of the window, the own block in its middle.
         global_block_indices: Global blocks, negative ones from the end; those beyond the sequence are left out. Default
             ``[0]``.
@@ -407,8 +389,6 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     """A sliding window alone, the same for every head.
 
     Args:
-        num_heads: Attention heads.
-        block: Tokens of a block's side.
         num_sliding_window_blocks: Width of the window in both directions, the own block in its middle.
         attention: ``unidirectional`` or ``bidirectional``.
     """

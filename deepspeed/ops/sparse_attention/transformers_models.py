@@ -36,8 +36,6 @@ def use_sparse_attention(model: nn.Module, sparsity_config: SparsityConfig, *, s
     computes dense attention.
 
     Args:
-        model: A ``PreTrainedModel``.
-        sparsity_config: The pattern, for the model's number of attention heads.
         seed: The seed of random blocks; the same on all ranks.
 
     Raises:
@@ -134,16 +132,10 @@ def _attention(
     """Computes attention as transformers requests it.
 
     Args:
-        module: The layer.
         query: ``[batch, heads, queries, width]``.
         key: ``[batch, key heads, keys, width]``.
         value: As ``key``.
         attention_mask: The result of :func:`_mask`, or a 4-D mask of the caller's: False hides, floats are added.
-        scaling: The scaling of the scores.
-        dropout: Dropout of the probabilities.
-        is_causal: None: as in the layer.
-        position_bias: Added to the scores.
-        **kwargs: Arguments that do not change the scores.
 
     Returns:
         ``[batch, queries, heads, width]``, and None for the probabilities.
@@ -191,7 +183,6 @@ def _attention(
 def _biases(
     mask: torch.Tensor | None, dtype: torch.dtype, keys: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns what a mask adds to the scores of keys, and to single scores."""
     if mask is None:
         return None, None
     if mask.dim() == 2:
@@ -209,11 +200,7 @@ def _hidden_by(
     """Returns the keys that are hidden from some tokens: bool ``[1, heads, queries, keys]``.
 
     Args:
-        layout: The layout of the sequence up to the last query.
-        block: Tokens of a block's side.
-        queries: Places of the queries in the sequence.
         keys: Places of the keys. Those after the layout must be hidden otherwise.
-        is_causal: Whether keys after a query are hidden too.
     """
     columns = (keys // block).clamp(max=layout.size(2) - 1)
     hidden = layout[:, queries // block][:, :, columns] == 0
@@ -232,7 +219,6 @@ def _dense(
     scale: float | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Computes attention of a few queries to all keys."""
     added = _hiding(hidden, query.dtype)
     if key_bias is not None:
         added = added + key_bias[:, None, None]
