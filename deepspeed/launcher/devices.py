@@ -123,7 +123,6 @@ def share_cores(core_list: str | None, local_size: int) -> list[tuple[int, ...]]
 
     Args:
         core_list: ``--bind_core_list``; None for one hardware thread of each core that this process may use.
-        local_size: Ranks on this machine.
 
     Returns:
         The cores of each local rank, equally many; the remainder is not used.

@@ -203,7 +203,6 @@ def describe(lines: list[bytes]) -> Report | None:
 
 
 def _is_library(file: bytes) -> bool:
-    """Returns whether a file belongs to an installed package or to this one, not to the user's code."""
     return file.startswith((b"<", _PACKAGE)) or b"/site-packages/" in file or b"/dist-packages/" in file
 
 

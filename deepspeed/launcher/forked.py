@@ -75,12 +75,7 @@ class ImportCache:
         return _can_fork()
 
     def can_run(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
-        """Returns whether a fork of this process can run a command as a fresh interpreter would.
-
-        Args:
-            command: Program and arguments.
-            environment: The environment of the program.
-        """
+        """Returns whether a fork of this process can run a command as a fresh interpreter would."""
         if self._environment is None or self._environment != _common_environment(environment) or not _can_fork():
             return False
         if tuple(command[:2]) != (sys.executable, "-u") or len(command) < 3 or not os.path.isfile(command[2]):
@@ -106,7 +101,6 @@ def _has_options() -> bool:
 
 
 def _modules_beside(script: str) -> list[str]:
-    """Returns the names of modules and packages in the folder of a script."""
     found = []
     with os.scandir(_folder_of(script)) as entries:
         for entry in entries:
@@ -168,7 +162,6 @@ def fork_command(main: Callable[[], None], environment: Mapping[str, str], outpu
 
     Args:
         main: The command. It reads ``sys.argv``.
-        environment: Further variables.
         output: Descriptors of its standard output and error.
     """
     for stream in (sys.stdout, sys.stderr):
@@ -190,7 +183,6 @@ def fork_command(main: Callable[[], None], environment: Mapping[str, str], outpu
 
 
 def _reset_signals() -> None:
-    """Resets every signal to the handler of a new interpreter."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

@@ -55,10 +55,6 @@ def require_program(name: str, launcher: str) -> None:
 def check_reachable(hosts: Sequence[str], options: Sequence[str]) -> None:
     """Logs in to every machine once, without a password.
 
-    Args:
-        hosts: The machines.
-        options: Options of ssh.
-
     Raises:
         LauncherError: One cannot be reached; all of them are named.
     """
@@ -78,10 +74,6 @@ def check_reachable(hosts: Sequence[str], options: Sequence[str]) -> None:
 
 def query_address(host: str, options: Sequence[str]) -> str:
     """Returns the first address of a machine, from its own ``hostname -I``.
-
-    Args:
-        host: The machine.
-        options: Options of ssh.
 
     Raises:
         LauncherError: The machine does not reply.
@@ -126,7 +118,6 @@ def run_commands(
 
     Args:
         grace: Seconds until they must have ended after a signal to stop; None: the default.
-        stop_signal: An additional signal to forward to the ranks; None: none.
         launchers: Identity of this process towards the launchers that the commands start, and the hub's address:
             signals are sent there, as ssh does not forward them. None: the commands forward signals themselves.
 
@@ -155,8 +146,6 @@ def run_commands(
 
 
 class _CommandRunner:
-    """The commands of one run."""
-
     def __init__(self, grace: float, handed_on: Collection[int] = (), link: LauncherLink | None = None) -> None:
         self._grace = grace
         self._handed_on = handed_on

@@ -183,7 +183,6 @@ def _claim(args: argparse.Namespace, hosts: list[list[int | str]]) -> PortClaim:
 
 
 def _run(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | str]]) -> int:
-    """Starts the ranks of this machine and waits for them."""
     from deepspeed.launcher.handshake import LauncherInfo
     from deepspeed.launcher.link import LauncherLink
     from deepspeed.launcher.local_run import LocalRun
@@ -300,7 +299,6 @@ def _check_script(args: argparse.Namespace) -> None:
 
 
 def _hosts(args: argparse.Namespace) -> list[list[int | str]]:
-    """Returns the devices of each machine of the world."""
     if args.world_info is None:
         raise LauncherError("--world_info is missing: it lists the ranks to start; the deepspeed command passes it")
     hosts = list(decode_world_info(args.world_info).values())
@@ -313,7 +311,6 @@ def _hosts(args: argparse.Namespace) -> list[list[int | str]]:
 
 
 def _world(args: argparse.Namespace, hosts: list[list[int | str]], port: int) -> LaunchWorld:
-    """Returns which ranks this launcher starts, among all ranks of the run."""
     per_host = tuple(len(slots) for slots in hosts)
     if args.placed_by is None:
         sizes, launcher, node, local = per_host, args.node_rank, args.node_rank, 0
@@ -353,10 +350,7 @@ def _common_environment(
     """Returns the variables common to all ranks of this machine.
 
     Args:
-        world: Which ranks this launcher starts.
-        on_cpu: Whether they compute on the CPU.
         bound_cores: Cores that each of them is bound to; None if it is not.
-        has_log_files: Whether their output is also written to files.
     """
     name = environment_file_name()
     environment = dict(os.environ)
@@ -411,11 +405,7 @@ def _pid_file(is_on: bool) -> Iterator[None]:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Writes a new file in a folder that other users may also write to, replacing an earlier file.
-
-    Raises:
-        LauncherError: The file cannot be written, or belongs to another user.
-    """
+    """Writes a new file in a folder that other users may also write to, replacing an earlier file."""
     try:
         path.unlink(missing_ok=True)  # left by an earlier process with this id; removes a link, not its target
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -436,7 +426,6 @@ def elastic_nodes(min_nodes: int, max_nodes: int, nodes: int) -> tuple[int, int]
     Args:
         min_nodes: ``--min_elastic_nodes``; -1: not given.
         max_nodes: ``--max_elastic_nodes``; -1: not given.
-        nodes: Number of machines.
 
     Raises:
         LauncherError: The numbers contradict each other.
@@ -463,11 +452,8 @@ def agent_command(
     """Returns the command of torch's elastic agent for one machine.
 
     Args:
-        nodes: The least and the greatest number of machines.
-        local_size: Ranks per machine.
         address: Address of the rendezvous: the first machine.
         run_id: Name of the run: agents of other runs are rejected.
-        script: The script and its arguments.
         flags: ``--module`` or ``--no_python``.
     """
     spelled = {"--no_python": "--no-python"}

@@ -202,10 +202,6 @@ class LauncherLink:
     (from the hub: the same), ``signal`` (from the command that started the launchers, by way of the hub: its number),
     ``lost`` (who: description of a launcher), ``wrong`` (reason: the launchers do not belong together) and ``notice``
     (text: progress to print while waiting).
-
-    Args:
-        me: This launcher.
-        address: Address of the hub.
     """
 
     def __init__(self, me: LauncherInfo, address: str) -> None:

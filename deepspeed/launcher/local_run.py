@@ -61,15 +61,11 @@ class LocalRun:
     """The ranks of this machine as one run.
 
     Args:
-        workers: The ranks to start.
-        host: The name of this machine in messages.
         logs: A file per rank for a copy of its output; None: none.
-        link: Connection to the launchers of other machines; None if there are none.
         is_whole_run: Whether ``workers`` are all ranks of the run, or the agent that starts all of them.
         labeled: Whether each line of a rank's output names the rank.
         shares_screen: Whether the launchers of the other machines write to the same screen, so that one report is
             enough; also ends the run when that screen goes away.
-        failure_file: File for the reason if the run fails; None: none.
         grace: Seconds until ranks must have ended after a signal to stop; None: the default.
         stop_signal: An additional signal to forward to the ranks, which handle it; None: none.
     """
@@ -163,7 +159,6 @@ class LocalRun:
     # --- start ------------------------------------------------------------------------------------------------------
 
     def _open_notes(self) -> Path:
-        """Makes the folder through which the ranks of this machine and this launcher exchange files."""
         folder = Path(tempfile.mkdtemp(prefix="deepspeed-notes-"))
         for worker in self._workers:
             worker.environment[NOTES] = str(folder)
@@ -240,7 +235,6 @@ class LocalRun:
     # --- watch ------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Shows output and handles events until the supervisor has ended."""
         is_open = True
         while is_open and self._done is None:
             if self._output.is_full:
@@ -305,7 +299,6 @@ class LocalRun:
         return True
 
     def _drain(self, rank: int | None = None) -> None:
-        """Reads all data that is in the pipes now, of one rank or of all."""
         for key in list(self._selector.get_map().values()):
             if key.data is not None and rank in (None, key.data[0].rank):
                 # More than any pipe holds, but bounded: a child of an ended rank may never stop writing.
@@ -314,7 +307,6 @@ class LocalRun:
                         break
 
     def _read_events(self) -> bool:
-        """Handles the supervisor's messages; returns False when the socket is closed."""
         try:
             data = self._channel.recv(_READ_BYTES)
         except ConnectionResetError:
@@ -483,7 +475,6 @@ class LocalRun:
             self._signal = -status
 
     def _conclude(self) -> int:
-        """Shows the remaining output, then the failure; returns the exit code."""
         deadline = time.monotonic() + _DRAIN_SECONDS
         while self._selector.get_map() and time.monotonic() < deadline:
             self._selector.select(_TICK_SECONDS)

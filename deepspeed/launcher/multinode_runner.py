@@ -25,8 +25,6 @@ class MultiNodeRunner:
     """The command that starts a run.
 
     Args:
-        args: Result of ``deepspeed.launcher.runner.parse_args``.
-        world_info_base64: Slots of each machine, from ``encode_world_info``.
         resource_pool: Slots of each machine, if known; not needed before :meth:`get_cmd`.
     """
 

@@ -92,7 +92,6 @@ def agreed_port(requested: RequestedPort | None, *, holds_rank_0: bool, is_claim
     """Returns the port of a run on several machines, whose launchers must all use the same.
 
     Args:
-        requested: The port that was requested; None means the default port.
         holds_rank_0: Whether the port must be free on this machine.
         is_claimed: Whether the command that started this launcher has claimed it.
 

@@ -87,8 +87,6 @@ def end_processes(find: Callable[[], set[int]], reap: Callable[[], None], patien
 
     Args:
         find: The processes that still run; called repeatedly, because a dying process may start another one.
-        reap: Collects the exit status of ended children.
-        patience: Seconds between TERM and KILL.
 
     Returns:
         Processes that not even KILL ended in time (stuck inside the kernel); normally empty.

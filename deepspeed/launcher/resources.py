@@ -31,9 +31,6 @@ class LauncherError(DeepSpeedConfigError):
 def check_host_name(host: str, source: str) -> None:
     """Raises unless ``host`` is safe as the name of a machine for programs such as ssh.
 
-    Args:
-        source: Where the name was found, for the message.
-
     Raises:
         LauncherError: The name has other characters, or begins like an option.
     """
@@ -111,7 +108,6 @@ def parse_resource_filter(
     """Selects slots.
 
     Args:
-        host_info: Slots per host.
         include_str: ``host[:slot,...]@host...`` to use; a host without slots means all of its slots.
         exclude_str: The same, to leave out.
 
@@ -136,7 +132,6 @@ def parse_resource_filter(
 
 
 def _parse_filter(option: str, text: str, host_info: Mapping[str, list[int]]) -> dict[str, set[int]]:
-    """Returns the slots that a filter names, per host."""
     named: dict[str, set[int]] = {}
     for part in text.split("@"):
         host, colon, numbers = (item.strip() for item in part.partition(":"))

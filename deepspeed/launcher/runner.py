@@ -84,7 +84,6 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _start_options(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """Returns the options for where and how ranks start, for a command that starts the script several times."""
     options = []
     for action in parser._actions:
         if not action.option_strings or action.dest in ("autotuning", "dry_run", "help", "version"):
@@ -106,11 +105,6 @@ def _node_range(text: str) -> tuple[int, int]:
 
 
 def _set_node_numbers(args: argparse.Namespace) -> None:
-    """Sets the elastic options from ``--num_nodes MIN:MAX``.
-
-    Raises:
-        LauncherError: Both spellings are used.
-    """
     least, args.num_nodes = args.num_nodes
     if least == -1:
         return
@@ -208,7 +202,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _tune(args: argparse.Namespace, selected: RankSelection) -> int:
-    """Searches for the fastest configuration of the script; with ``run``, then trains with it."""
     from deepspeed.autotuning import Autotuner
 
     args.fork_command = _fork_command if _imports_once(args, selected) else None
@@ -232,7 +225,6 @@ def _imports_once(args: argparse.Namespace, selected: RankSelection) -> bool:
 
 
 def _fork_command(program: Sequence[str], environment: Mapping[str, str], output: tuple[int, int]) -> int:
-    """Starts this command, with the arguments of ``program``, in a fork."""
 
     def run() -> None:
         sys.argv = ["deepspeed", *program[3:]]
@@ -301,7 +293,6 @@ def _run_here(args: argparse.Namespace, selected: RankSelection) -> int:
 
 
 def _launch_arguments(args: argparse.Namespace, selected: RankSelection) -> list[str]:
-    """Returns the command line of :mod:`deepspeed.launcher.launch` that starts the ranks of this machine."""
     hosts = selected.hosts
     address = args.master_addr or (next(iter(hosts)) if len(hosts) > 1 else "127.0.0.1")
     command = [f"--world_info={encode_world_info(hosts)}", f"--master_addr={address}"]
@@ -397,7 +388,6 @@ def _launchers(args: argparse.Namespace, run: RemoteRun) -> tuple[LauncherInfo, 
 
 
 def _find_address(args: argparse.Namespace, hosts: list[str]) -> str:
-    """Returns the address of rank 0."""
     from deepspeed.launcher import front
 
     if args.launcher == "slurm":

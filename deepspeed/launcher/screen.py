@@ -121,9 +121,6 @@ class Screen:
 
     At most one line per surface is *open* (shown but not finished). A surface is a terminal or file: stdout and stderr
     are one surface when both lead to the same.
-
-    Args:
-        output: The queue for the bytes.
     """
 
     def __init__(self, output: Output) -> None:
@@ -190,8 +187,6 @@ class RankStream:
     Args:
         rank: Global rank; rank 0 is shown live.
         descriptor: 1 or 2, where its lines go.
-        label: Prefix of each of its lines.
-        screen: The screen for complete lines.
     """
 
     def __init__(self, rank: int, descriptor: int, label: bytes, screen: Screen) -> None:

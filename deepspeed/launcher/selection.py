@@ -37,10 +37,6 @@ class RankSelection:
 def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]) -> RankSelection:
     """Applies the options to the available machines and devices.
 
-    Args:
-        args: Options of the ``deepspeed`` command.
-        environment: ``os.environ``: torch reads the visible-device variable there.
-
     Raises:
         LauncherError: The requested slots do not exist, or the options contradict each other.
         CommunicationError: Slurm's node list is malformed.
@@ -67,7 +63,6 @@ def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]
 
 
 def _slots_per_host(args: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    """Returns the number of slots of a machine without slots in the host file: that of this machine."""
     if args.num_gpus > 0:
         return int(args.num_gpus)
     count = max(len(find_devices(environment).ids), 1)
@@ -87,7 +82,6 @@ def _check_counts(args: argparse.Namespace) -> None:
 
 
 def _choose(args: argparse.Namespace, pool: Slots, source: str) -> dict[str, list[int]]:
-    """Returns the slots of a host file that remain after the options."""
     chosen = parse_inclusion_exclusion(pool, args.include, args.exclude)
     if not chosen:
         if args.include:
@@ -144,7 +138,6 @@ def _alike_nodes(args: argparse.Namespace, environment: MutableMapping[str, str]
 
 
 def _local_slots(args: argparse.Namespace, environment: MutableMapping[str, str]) -> list[int | str]:
-    """Returns the devices of this machine that get a rank."""
     filtered = bool(args.include or args.exclude)
     devices = find_devices(environment, ignore_visible=filtered)
     if devices.is_cpu:
@@ -161,7 +154,6 @@ def _local_slots(args: argparse.Namespace, environment: MutableMapping[str, str]
 
 
 def _cpu_slots(args: argparse.Namespace) -> list[int | str]:
-    """Returns as many slots as were requested: a CPU host takes any number of ranks."""
     if args.include or args.exclude:
         # Slots of a CPU are only numbers, without a limit.
         numbers = [part.partition(":")[2].split(",") for part in args.include.split("@")]
@@ -176,7 +168,6 @@ def _cpu_slots(args: argparse.Namespace) -> list[int | str]:
 
 
 def _nonempty(args: argparse.Namespace, slots: Sequence[int]) -> list[int | str]:
-    """Returns the selected slots; raises if there are none."""
     if not slots:
         raise LauncherError(f"--exclude {args.exclude}: no device is left; leave one of them in")
     return list(slots)
@@ -202,7 +193,6 @@ def slots_of_allocation(environment: Mapping[str, str], per_node: int) -> dict[s
     """Returns the slots per machine of the allocation.
 
     Args:
-        environment: Slurm's variables.
         per_node: Ranks per machine; -1 by the devices or tasks of the allocation.
 
     Raises:
@@ -227,7 +217,6 @@ def _count(text: str, *, is_of_devices: bool) -> int:
     """Returns the number per machine in a value of Slurm such as "4", "4(x2)" or "a100-sxm4-80gb:2,1g.5gb:7"; else 0.
 
     Args:
-        text: The value.
         is_of_devices: Whether its parts are numbers of devices of each type, not of tasks on each machine.
     """
     if match := re.fullmatch(r"(\d+)(\(x\d+\))?", text):
@@ -242,10 +231,6 @@ def processor_options(environment: Mapping[str, str], per_node: int) -> tuple[st
 
     Since Slurm 22.05 srun ignores the ``--cpus-per-task`` of sbatch. It refuses more tasks than the allocation has
     processors on a machine, unless an option lets them share.
-
-    Args:
-        environment: Slurm's variables.
-        per_node: Tasks per machine.
     """
     # "8(x2),4": 8 processors on each of two machines, 4 on the third.
     counts = re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))

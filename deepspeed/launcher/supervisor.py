@@ -35,11 +35,7 @@ _HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def handed_on_signals(stop_signal: int | None) -> set[int]:
-    """Returns the signals that are forwarded to the ranks and do not end the run by themselves.
-
-    Args:
-        stop_signal: A signal that the user named; None: none.
-    """
+    """Returns the signals that are forwarded to the ranks and do not end the run by themselves."""
     handed_on: set[int] = {*_HANDED_ON} if stop_signal is None else {*_HANDED_ON, stop_signal}
     return handed_on - {signal.SIGTERM, signal.SIGINT}  # these two end the run
 
@@ -66,9 +62,7 @@ class Supervisor:
     signal, with its children (rank).
 
     Args:
-        workers: The ranks.
         pipes: (stdout, stderr) write ends per worker; closed here once the workers have them.
-        channel: The socket to the front.
         grace: Seconds in which ranks may save after a signal to stop; None: the default. If given, the signal is sent
             to the ranks only, as their children, such as data loaders, are needed until the step is over.
         handed_on: Signals that do not end the run. The launcher forwards them; a scheduler such as Slurm may also send
@@ -155,7 +149,6 @@ class Supervisor:
         # A worker that could not be started leaves the others waiting for it; the front stops the run.
 
     def _start(self, worker: Worker, out: int, err: int, prepare: Callable[[], None]) -> int:
-        """Starts a worker in a new session; returns its process id."""
         own_input = worker.local_rank == 0
         if IMPORTS.can_run(worker.command, worker.environment):
             null = None if own_input else os.open(os.devnull, os.O_RDONLY)
@@ -244,7 +237,6 @@ class Supervisor:
             self._reap()
 
     def _finish(self) -> None:
-        """Ends all remaining descendants and reports them."""
         leftovers = processes.find_processes(self._sessions) - self._running.keys()
         patience = 0.0 if self._running else _GRACE_FOR_LEFTOVERS
         stuck = processes.end_processes(lambda: processes.find_processes(self._sessions), self._reap, patience)
