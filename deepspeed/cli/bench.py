@@ -70,7 +70,6 @@ def _flags() -> list[str]:
 
 
 def _own_arguments(options: argparse.Namespace) -> list[str]:
-    """Returns the benchmark's part of a command line."""
     chosen = [f"--{name.replace('_', '-')}" for name in _flags() if getattr(options, name)]
     switches = [f"--{name}" for name in ("scan", "json") if getattr(options, name)]
     numbers = [f"--{name}={getattr(options, name)}" for name in ("maxsize", "dtype", "trials", "warmups")]
@@ -78,7 +77,6 @@ def _own_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _measure(options: argparse.Namespace) -> None:
-    """Measures, on every rank."""
     import torch
 
     from deepspeed import comm

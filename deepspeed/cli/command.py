@@ -21,7 +21,6 @@ def run_command(
     """Runs the body of a command's ``main(args)``.
 
     Args:
-        name: Name of the command, with which the sentence begins.
         work: Parses and executes the command line; returns the exit code (None means 0).
         args: The argument of ``main``. None: the process's command line is used, and the process exits.
         keeps_output: Leave standard output as it is, since forked ranks inherit it; otherwise it prints "?" for

@@ -66,11 +66,7 @@ _MOST_ROUNDS = 500_000  # of the inner loop: a few seconds
 
 
 def _check_work(section: Elasticity, signs: Mapping[int, int]) -> None:
-    """Raises for a search that would take minutes or more.
-
-    Raises:
-        DeepSpeedConfigError: ``max_train_batch_size`` or ``max_gpus`` is too large.
-    """
+    """Raises for a search that would take minutes or more."""
     limit = section.max_train_batch_size
     if limit > _MOST_BATCHES:
         raise DeepSpeedConfigError(
@@ -124,7 +120,6 @@ def _count_ranks(start: int, stop: int, section: Elasticity, signs: Mapping[int,
 
 
 def _step(section: Elasticity) -> int:
-    """Returns the number that must divide every number of ranks."""
     return section.num_gpus_per_node if section.version >= 0.2 else 1
 
 
@@ -180,7 +175,6 @@ def _show(args: argparse.Namespace) -> None:
 
 
 def _search(args: argparse.Namespace, section: Elasticity) -> list[str]:
-    """Returns the lines about the batch that most numbers of ranks can share."""
     batch = best_batch(section)
     counts = ", ".join(map(str, batch.micro_batch_size))
     lines = [f"train_batch_size: {batch.train_batch_size}", f"numbers of ranks that can share it: {counts}"]

@@ -11,12 +11,7 @@ from deepspeed.plan.machine import write_machine_file
 
 
 def measure_in_ranks(target: str, devices: int) -> None:
-    """Starts the ranks of :func:`main` on this machine with the launcher.
-
-    Args:
-        target: The file that they write.
-        devices: Number of ranks.
-    """
+    """Starts the ranks of :func:`main` on this machine with the launcher."""
     from deepspeed.launcher import runner
 
     options = ["--num_gpus", str(devices), "--no_local_rank", "--module"]

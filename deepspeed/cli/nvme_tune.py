@@ -215,12 +215,8 @@ def sweep(
     """Measures every choice in every folder, one after the other.
 
     Args:
-        folders: Folders in which files are written, one at a time, and removed.
-        nbytes: Size of a file.
-        choices: Settings to try.
         loops: Passes; the fastest counts.
         operations: Some of ``write`` and ``read``.
-        on_trial: Called after each choice.
 
     Raises:
         OffloadError: A disk is too small or fails.

@@ -55,14 +55,7 @@ _SIZES = {
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Plans and prints.
-
-    Args:
-        args: The command line; None means that of this process.
-
-    Returns:
-        0 if the job fits (in a sweep: if some combination does), 1 if not, 2 for an error.
-    """
+    """Plans and prints; returns 0 if the job fits (in a sweep: if some combination does), 1 if not, 2 for an error."""
     options = _parser().parse_args(args)
     try:
         if options.list_devices:
@@ -198,7 +191,6 @@ def _check_targets(options: argparse.Namespace) -> None:
 
 
 def _save(option: str, target: str, text: str) -> None:
-    """Writes a file atomically."""
     path = Path(target)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -221,7 +213,6 @@ def _show(text: str) -> None:
 
 
 def _width(most: int) -> int:
-    """Returns the columns of the terminal, at most ``most``; ``most`` in a file or a pipe."""
     return min(shutil.get_terminal_size().columns, most) if sys.stdout.isatty() else most
 
 
@@ -236,7 +227,6 @@ def _check_counts(options: argparse.Namespace) -> None:
 
 
 def _options(options: argparse.Namespace) -> PlanOptions:
-    """Returns the options of the command as those of :func:`deepspeed.plan`."""
     given = {entry.name: getattr(options, entry.name) for entry in fields(PlanOptions) if hasattr(options, entry.name)}
     given["devices_per_node"] = options.devices
     given["device"] = options.device if options.machine is None else read_machine_file(options.machine)
@@ -306,7 +296,6 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _picture(plan: Plan, target: str) -> str:
-    """Returns the streams of a planned step."""
     step, streams = plan.timed_step, plan.streams
     if step is None or streams is None:
         raise DeepSpeedConfigError(

@@ -130,15 +130,7 @@ def run_prediction(
     config: dict[str, Any],
     output: PredictionOutput,
 ) -> int:
-    """Predicts or searches, and prints.
-
-    Args:
-        options: Options of the command line.
-        shape: The model.
-        config: The configuration.
-
-    Returns:
-        0 if the step, or any layout, fits; 1 if not.
+    """Predicts or searches, and prints; returns 0 if the step, or any layout, fits; 1 if not.
 
     Raises:
         DeepSpeedConfigError: The model is not described by sizes, or cannot be divided so.
@@ -194,11 +186,7 @@ def run_prediction(
 
 
 def prediction_picture(step: PredictedStep, *, is_trace: bool) -> str:
-    """Returns a picture of the streams of a predicted step.
-
-    Args:
-        is_trace: As a trace for Perfetto instead of SVG.
-    """
+    """Returns a picture of the streams of a predicted step. ``is_trace``: as a trace for Perfetto instead of SVG."""
     setup = step.setup
     title = (
         f"decoder of {setup.shape.parameters:,} parameters, {setup.machine.ranks:,} x {setup.machine.device.name}, "

@@ -71,9 +71,7 @@ def show(facts: EnvironmentInfo, console: Console, *, features: bool = True, war
     """Prints ``facts`` as tables. The longest comes first, as a terminal shows the end.
 
     Args:
-        console: The console to print to.
         features: Include features that work here, and those that this release lacks.
-        warnings: Include the warnings.
     """
     if features:
         console.print(_pairs("Not in this release, and what to do instead", facts.missing))

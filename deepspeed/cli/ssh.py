@@ -54,7 +54,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _run_on(host: str, line: str) -> int:
-    """Runs the command on one machine, prints its output with the machine's name, and returns the exit code."""
     command = ["ssh", "-o", "BatchMode=yes", "--", host, line]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"

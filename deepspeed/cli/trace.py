@@ -212,10 +212,6 @@ def _require_steps(path: Path, steps: int) -> None:
 def describe_change(before: Path, after: Path) -> str:
     """Returns a sentence: how much longer a step takes, and in which phase of which rank, without waits.
 
-    Args:
-        before: A folder of traces, or a merged trace.
-        after: Another one.
-
     Raises:
         DeepSpeedError: One of them is no trace, or holds no step.
     """
