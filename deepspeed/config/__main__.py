@@ -75,11 +75,7 @@ def _show(source: str, parsed: ParsedConfig, console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Returns:
-        The exit code: 1 when the file has problems.
-    """
+    """Runs the command line; returns the exit code: 1 when the file has problems."""
     parser = argparse.ArgumentParser(prog="python -m deepspeed.config", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="check a configuration file")

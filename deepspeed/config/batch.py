@@ -27,7 +27,6 @@ class BatchSizes:
 
 
 def _fitting(total: int, multiple: int) -> str:
-    """Returns the multiples next to ``total``."""
     below = total // multiple * multiple
     above = below + multiple
     return f"{below} or {above}" if below else f"{above}"
@@ -98,12 +97,6 @@ def resolve_batch(
     train_batch_size: int | None, micro_batch_size: int | None, accumulation_steps: int | None, dp_world_size: int
 ) -> BatchSizes:
     """Derives what is missing and checks the product.
-
-    Args:
-        train_batch_size: Samples per step over all ranks, or None.
-        micro_batch_size: Samples per forward pass and rank, or None.
-        accumulation_steps: Micro-batches per step, or None.
-        dp_world_size: Data-parallel ranks.
 
     Raises:
         DeepSpeedConfigError: The numbers contradict each other, or do not suffice.

@@ -34,11 +34,7 @@ OTHER_DEFAULTS = {
 
 
 def compared_keys(source: Any) -> list[tuple[str, str]]:
-    """Returns every key of a configuration, in its order, with how it compares with the original.
-
-    Args:
-        source: See :func:`~deepspeed.config.parsing.parse`.
-    """
+    """Returns every key of a configuration, in its order, with how it compares with the original."""
     problems: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     try:
@@ -74,7 +70,6 @@ def _leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _facts_along(path: Path) -> list[KeyInfo]:
-    """Returns what is declared about the parts of a path, as far as they are keys under their present names."""
     model: type[Section] | None = Root
     found = []
     for part in path:

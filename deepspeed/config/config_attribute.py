@@ -15,8 +15,6 @@ class ConfigAttribute(property, Generic[Value]):
     """A property whose type is known to type checkers, though a lambda reads it.
 
     Args:
-        read: Returns the value, given the object.
-        meaning: The docstring.
         write: Called with the object and a new value; None: the attribute is read-only.
     """
 
@@ -41,9 +39,6 @@ class AttributeBuilder(Generic[Values]):
     """Makes read-only attributes that read from the same part of a configuration.
 
     The part is bound before the lambdas are given, because type checkers infer the types of their arguments from it.
-
-    Args:
-        values_of: Returns that part, given the object.
     """
 
     def __init__(self, values_of: Callable[[Any], Values]) -> None:

@@ -16,7 +16,6 @@ def degrees(root: Root) -> dict[str, int]:
 
 
 def _value(section: Any, *path: str) -> int:
-    """Returns the size at ``path`` in a section; 1 if a section on the way is missing or switched off."""
     for name in path[:-1]:
         section = getattr(section, name)
         if section is None or not getattr(section, "enabled", True):
@@ -29,11 +28,6 @@ def data_parallel_size(root: Root, world_size: int, *, stages: int = 1) -> int:
 
     Experts are spread over ranks that hold the same part of the rest of the model (data x sequence), as Megatron-LM
     folds them, so expert parallelism does not reduce their number.
-
-    Args:
-        root: The configuration.
-        world_size: Ranks of the job.
-        stages: Stages of the pipeline.
 
     Raises:
         DeepSpeedConfigError: The degrees do not divide ``world_size``, or the expert degree does not divide the ranks

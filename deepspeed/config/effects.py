@@ -53,7 +53,6 @@ def _line(paths: list[Path], reason: str, findings: ConfigMessages) -> None:
 
 
 def _changed(section: Section) -> list[tuple[str, Any]]:
-    """Returns the keys given with another value than the default."""
     fields = type(section).model_fields
     given = [(name, getattr(section, name)) for name in fields if name in section.model_fields_set]
     return [(name, value) for name, value in given if value != default_of(fields[name])]
@@ -134,7 +133,6 @@ def _stages(zero: ZeroOptimization, findings: ConfigMessages) -> None:
 
 
 def _idle_tuning(root: Root, findings: ConfigMessages) -> None:
-    """Adds a line if ``autotuning`` is enabled in a script that ``deepspeed --autotuning`` did not start."""
     if root.autotuning is not None and root.autotuning.enabled:
         findings.notice(
             "autotuning.enabled: the script was not started by deepspeed --autotuning tune (or run); it trains as "
@@ -143,7 +141,6 @@ def _idle_tuning(root: Root, findings: ConfigMessages) -> None:
 
 
 def _idle_sampling(root: Root, findings: ConfigMessages) -> None:
-    """Adds a line about keys of the sampler where only ``dynamic_batching``, which does not need it, is on."""
     section = root.data_efficiency
     if section is not None and section.packs_tokens and not section.data_sampling.enabled:
         at: Path = ("data_efficiency", "data_sampling")
@@ -161,7 +158,6 @@ def _idle_quantization(root: Root, findings: ConfigMessages) -> None:
 
 
 def _idle_codes(root: Root, findings: ConfigMessages) -> None:
-    """Adds a line about keys of coded gradients if gradients are not coded."""
     section = root.communication_compression
     if section.gradients is None:
         idle = [

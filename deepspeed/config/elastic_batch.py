@@ -59,7 +59,6 @@ def choose_batch(section: Elasticity, data_ranks: int | None = None) -> ElasticC
     """Chooses the batch by the section's version.
 
     Args:
-        section: Checked values of ``elasticity``.
         data_ranks: Data-parallel ranks that there are; None for version 0.1 leaves the micro-batch open.
 
     Raises:
@@ -148,7 +147,6 @@ def _largest_factor(limit: int) -> int:
 
 
 def _sharing(batch: int, micros: Sequence[int], least: int, most: int) -> tuple[int, ...]:
-    """Returns the numbers of ranks, ascending, that divide ``batch`` into whole micro-batches."""
     counts: set[int] = set()
     for micro_batches in {batch // micro for micro in micros if batch % micro == 0}:
         counts |= divisors_of(micro_batches)

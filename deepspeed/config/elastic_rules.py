@@ -34,7 +34,6 @@ def is_elastic(root: Root) -> bool:
 
 
 def _problems(section: Elasticity) -> Iterator[tuple[str, ...]]:
-    """Yields the key of a problem, the problem, and the other keys that it depends on."""
     if section.version not in (0.1, 0.2):
         yield "version", f"expected 0.1 or 0.2, found {section.version:g}"
     if section.min_gpus > section.max_gpus:
@@ -74,10 +73,7 @@ def put_elastic_batch(root: Root, data: dict[str, Any], data_ranks: int | None, 
     """Returns the configuration with the batch keys that section ``elasticity`` gives for ``data_ranks``.
 
     Args:
-        root: The configuration.
-        data: As the caller wrote it.
         data_ranks: Data-parallel ranks; None where they are not known, and then the batch keys stay open.
-        findings: Receives the problems.
     """
     section = root.elasticity
     if section is None or not section.enabled:
@@ -111,7 +107,6 @@ def put_elastic_batch(root: Root, data: dict[str, Any], data_ranks: int | None, 
 
 
 def _compare_with_scheduler(section: Elasticity, findings: ConfigMessages) -> None:
-    """Compares the section with the one that the scheduler read, where its variable has it."""
     text = os.environ.get(SCHEDULER_VARIABLE)
     if text is None:
         return
@@ -128,7 +123,6 @@ def differences_from_scheduler(section: Elasticity, text: str) -> dict[str, str]
     """Returns a sentence for each key on which ``section`` and the scheduler's differ.
 
     Args:
-        section: The section of the configuration.
         text: Value of ``DEEPSPEED_ELASTICITY_CONFIG``.
 
     Raises:

@@ -54,7 +54,6 @@ class DeepSpeedConfigModel(BaseModel):
 
     Args:
         strict: Take ``"auto"`` as a value like any other.
-        **data: The fields.
 
     Raises:
         DeepSpeedConfigError: A field is given by both its names.

@@ -59,7 +59,6 @@ class ConfigMessages:
         """Records a problem with a key.
 
         Args:
-            path: The key that the message begins with.
             text: What was expected, what was found, what to change.
             *depends: Further keys the problem depends on; if one of them (or ``path``) was already refused, the problem
                 would only follow from that and is dropped.

@@ -419,7 +419,6 @@ def parse_section(source: Any, name: str) -> Section | None:
 
     Args:
         source: A :class:`ParsedConfig`, a dict, a path to an Hjson file, or URL-safe base64 of JSON.
-        name: A key of the top level that holds a section.
 
     Returns:
         The section; None if the configuration does not have it.

@@ -70,9 +70,6 @@ def clean(
     """Returns the declared keys of ``data`` under their proper names, ready for validation.
 
     Args:
-        model: The section that ``data`` is read as.
-        data: As written.
-        path: Path of the section.
         findings: Receives unknown keys, doubled spellings, and what every ``"auto"`` became.
         off: The switch that is false in a section around this one, if there is such a switch.
     """
@@ -137,7 +134,6 @@ def _default_text(model: type[Section], name: str) -> str:
 
 
 def _clean_nested(nested: NestedSection, value: Any, path: Path, findings: ConfigMessages, off: Path | None) -> Any:
-    """Returns a nested section's data, or None when it is absent or was refused."""
     if value is None:
         return None
     if nested.kind == "list":

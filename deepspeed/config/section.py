@@ -75,8 +75,6 @@ def key(default: Any, about: str, *, factory: Any = None, **facts: Any) -> Any:
 
     Args:
         default: Value when the key is absent; ``...`` makes it required.
-        about: Meaning and interactions.
-        factory: Makes the default where that is an object.
         **facts: Fields of :class:`KeyInfo`.
     """
     extra: Any = {"facts": KeyInfo(about, **facts)}
@@ -96,7 +94,6 @@ def facts_of(field: FieldInfo) -> KeyInfo:
 
 @cache
 def _aliases(model: type[BaseModel]) -> dict[str, str]:
-    """Returns the other spellings of a section's keys, with the keys meant."""
     return {alias: name for name, field in model.model_fields.items() for alias in facts_of(field).aliases}
 
 

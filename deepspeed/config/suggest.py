@@ -97,12 +97,7 @@ def _by_name() -> dict[str, tuple[KeyEntry, ...]]:
 
 
 def suggestion(path: Path, valid: Iterable[str]) -> str:
-    """Returns what to write instead of an unknown key.
-
-    Args:
-        path: The unknown key.
-        valid: The keys of the section it stands in.
-    """
+    """Returns what to write instead of an unknown key."""
     valid = list(valid)
     meant = _probably_meant(path, valid)
     if meant is None and (elsewhere := [e for e in _by_name().get(str(path[-1]), ()) if e.path[:-1] != path[:-1]]):
@@ -114,12 +109,7 @@ def suggestion(path: Path, valid: Iterable[str]) -> str:
 
 
 def _probably_meant(path: Path, valid: list[str]) -> str | None:
-    """Returns the key, in quotation marks, that an unknown one resembles or is known to stand for; None: there is none.
-
-    Args:
-        path: The unknown key.
-        valid: The keys of the section it stands in.
-    """
+    """Returns the key, in quotation marks, that an unknown one resembles or is known to stand for, or None."""
     name, full = str(path[-1]), dotted(path)
     if (known := CONFUSIONS.get(full)) is not None:
         return f'"{known}"'
@@ -136,10 +126,6 @@ def is_foreign(name: str, valid: list[str]) -> bool:
 
     Such programs keep settings of their own beside this package's, often with hyphens, as GPT-NeoX does. One word that
     only sections like monitors have, such as ``seed``, is as good as unknown at the top level.
-
-    Args:
-        name: The unknown key.
-        valid: The keys of the top level.
     """
     valid = [*valid, *old_names(()), "allgather_size"]
     if name in WRAPPERS:
@@ -263,10 +249,6 @@ SYNONYMS = {name: tuple(keys) for names, *keys in _MEANINGS for name in names.sp
 
 def meant_by(name: str, section: tuple[object, ...], valid: set[str]) -> tuple[str, str] | None:
     """Returns the key that another library's ``name`` stands for, and what to add to it.
-
-    Args:
-        name: As written.
-        valid: The keys of that section.
 
     Returns:
         None if no section has this name, or the key would not be valid there either.

@@ -132,7 +132,6 @@ def _to_stage(value: Any) -> Any:
 
 
 def _to_list(value: Any) -> Any:
-    """Converts one text to a list of one, and tuples to lists."""
     if isinstance(value, str):
         return [value]
     return list(value) if isinstance(value, tuple) else value
