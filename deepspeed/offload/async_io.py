@@ -71,7 +71,6 @@ class aio_handle:  # noqa: N801  # upstream's name
         """Returns an uninitialized 1-D tensor in host memory, page-locked where an accelerator benefits.
 
         Args:
-            num_elem: Its number of elements.
             example_tensor: A tensor of its dtype.
         """
         nbytes = num_elem * example_tensor.element_size()
@@ -120,10 +119,7 @@ class aio_handle:  # noqa: N801  # upstream's name
         return 0
 
     def wait(self) -> int:
-        """Blocks until everything that was started is complete.
-
-        Returns:
-            The number of reads and writes.
+        """Blocks until everything that was started is complete; returns the number of reads and writes.
 
         Raises:
             OffloadError: One of them failed; all are complete or have failed.

@@ -54,11 +54,7 @@ class Transfer:
 
 
 class BlockFile:
-    """A new file that is read and written in whole pages.
-
-    Args:
-        path: The path of the file; it must not exist.
-        settings: Sizes and numbers of requests.
+    """A new file that is read and written in whole pages. ``path``: the path of the file; it must not exist.
 
     Raises:
         OffloadError: The file cannot be created.
@@ -124,8 +120,6 @@ class BlockFile:
 
         Args:
             offset: In bytes, a multiple of the page size.
-            nbytes: Size of the mapping, whole pages.
-            numel: Number of elements.
 
         Raises:
             OSError: The system cannot map the file.

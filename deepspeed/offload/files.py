@@ -82,11 +82,8 @@ class FileMemory(Memory):
     """Stores tensors in a file.
 
     Args:
-        device: Where the model computes.
         settings: Folder, rank, access and cache policy of the file.
-        buffer_count: Number of staging buffers.
         buffer_bytes: Returns the size of a buffer.
-        up: Stream for copies to the device.
     """
 
     tier = Tier.FILE
@@ -145,7 +142,6 @@ class FileMemory(Memory):
 
         Args:
             tensors: ``(elements, bytes per element)`` of every tensor that will be made.
-            memory_tracker: Counts the staging buffers.
 
         Raises:
             OffloadError: The folder or file cannot be created, the disk is too small, or the configured buffers are.

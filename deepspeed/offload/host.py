@@ -29,13 +29,7 @@ _MAX_STAGING = 2  # one buffer in a copy, one that is written
 
 
 class HostMemory(Memory):
-    """Stores tensors in host memory.
-
-    Args:
-        device: Where the model computes.
-        pin: Lock the pages, so that copies overlap computation.
-        up: Stream for copies to the device.
-    """
+    """Stores tensors in host memory."""
 
     tier = Tier.HOST
 
@@ -67,12 +61,7 @@ class HostMemory(Memory):
 
 
 class StagingPool:
-    """Host buffers that receive gradients of later micro-batches from the device, shared by all buckets.
-
-    Args:
-        pin: Lock the pages.
-        down: Stream for copies from the device.
-    """
+    """Host buffers that receive gradients of later micro-batches from the device, shared by all buckets."""
 
     def __init__(self, *, pin: bool, down: CopyStream) -> None:
         self.pin = pin
@@ -133,12 +122,7 @@ class HeldBuffer(FlatBuffer):
 
 
 class HostGradientDestination(GradientDestination):
-    """Copies the reduced gradients of one bucket from an accelerator to host memory.
-
-    Args:
-        pool: Staging buffers and stream.
-        memory_tracker: Counts the host memory.
-    """
+    """Copies the reduced gradients of one bucket from an accelerator to host memory."""
 
     def __init__(self, pool: StagingPool, memory_tracker: MemoryTracker) -> None:
         super().__init__(Tier.HOST)
@@ -196,8 +180,6 @@ class HostUpdate(UpdateStrategy):
 
     Args:
         chunk_numel: Largest number of elements in a chunk.
-        pin: Lock the staging buffers' pages.
-        up: Stream for copies to the device.
     """
 
     def __init__(self, *, chunk_numel: int, pin: bool, up: CopyStream) -> None:

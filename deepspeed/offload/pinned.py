@@ -100,7 +100,6 @@ def page_buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
 
     Args:
         nbytes: Its size; its memory is rounded up to whole pages.
-        pin: Lock its pages for asynchronous copies to and from the accelerator.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)

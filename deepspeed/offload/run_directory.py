@@ -42,8 +42,6 @@ class RunDirectory:
 
     Args:
         parent: The folder to create it in; created if missing; may be relative.
-        rank: Global rank, for the name.
-        purpose: Its content, for the name.
 
     Raises:
         OffloadError: The directory cannot be created.
@@ -118,11 +116,7 @@ def _open_own(lock: Path) -> int | None:
 
 
 def _locked(path: Path) -> tuple[Path, int]:
-    """Creates a lock; returns the path of its directory, ``path`` with a number, and a handle that holds the lock.
-
-    Raises:
-        OSError: The file cannot be created.
-    """
+    """Creates a lock; returns the path of its directory, ``path`` with a number, and a handle that holds the lock."""
     for _ in range(_MAX_TRIES):
         numbered = path.with_name(f"{path.name}-{next(_numbers)}")
         lock = _lock_path(numbered)
@@ -184,11 +178,6 @@ def use_disk(disk: Disk) -> Iterator[None]:
 def open_folder(parent: str, *, rank: int, purpose: str) -> RunDirectory:
     """Creates and returns a folder for one rank of this run.
 
-    Args:
-        parent: The folder to create it in.
-        rank: Global rank, for its name.
-        purpose: Its content, for its name.
-
     Raises:
         OffloadError: The folder cannot be created.
     """
@@ -196,11 +185,7 @@ def open_folder(parent: str, *, rank: int, purpose: str) -> RunDirectory:
 
 
 def open_file(path: Path, settings: IoSettings) -> BlockFile:
-    """Creates and returns a file.
-
-    Args:
-        path: The path of the file; it must not exist.
-        settings: Sizes and numbers of requests.
+    """Creates and returns a file. ``path``: the path of the file; it must not exist.
 
     Raises:
         OffloadError: The file cannot be created.

@@ -50,10 +50,7 @@ def measure_files(
     without direct access. The fastest pass counts, as other users of the disk can only slow a pass down.
 
     Args:
-        folder: Where the file is created.
         nbytes: Its size, rounded up to pages; a buffer of that size is held in memory.
-        settings: Sizes and numbers of requests.
-        loops: Number of passes of each operation.
         operations: ``write``, ``read`` or both.
         with_fio: Whether to compare with fio, if it is installed.
 

@@ -15,11 +15,7 @@ from deepspeed.accelerator import get_accelerator
 
 
 class CopyHandle:
-    """A copy in flight.
-
-    Args:
-        event: Event recorded after the copy; None if it is complete.
-    """
+    """A copy in flight. ``event``: event recorded after the copy; None if it is complete."""
 
     def __init__(self, event: Any = None) -> None:
         self._event = event
@@ -53,11 +49,7 @@ class CopyHandle:
 
 
 class CopyStream:
-    """Queues copies on a separate stream.
-
-    Args:
-        device: Where the model computes.
-    """
+    """Queues copies on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = None if get_accelerator().shares_host_memory(device) else get_accelerator().Stream()

@@ -70,11 +70,6 @@ def open_tiers(
     """Opens the tiers that ``placement`` uses. Files are created when the runtime announces their tensors.
 
     Args:
-        root: The configuration.
-        placement: The tiers that it requests.
-        device: Where the model computes.
-        rank: Global rank, for the names of folders.
-        ranks_here: Number of ranks on this host.
         state_itemsizes: Bytes per element of every optimizer state.
         is_trained: Whether there is an optimizer.
     """
@@ -209,14 +204,11 @@ class FileUpdate(HostUpdate):
     """Updates masters chunk by chunk through staging buffers.
 
     Args:
-        memory: The files.
         chunk_numel: Largest number of elements in a chunk; whole pages in every dtype.
         tensors: Number of tensors of a chunk: the master and its states.
-        sets: Number of sets of buffers.
         reads_ahead: Whether the next chunks are read while one is updated.
         writes_behind: Whether the last chunks are written while one is updated.
         pin: Lock the pages of buffers that are added later.
-        up: Stream for copies to the device.
     """
 
     def __init__(
@@ -266,7 +258,6 @@ class FileUpdate(HostUpdate):
                 each.buffers.append(page_buffer(nbytes, pin=self._pin))
 
     def _tensors_of(self, chunk: UpdateSlice) -> dict[str, torch.Tensor]:
-        """Returns the mapped master and states of a chunk by name; the master has the name ``""``."""
         part = slice(chunk.start, chunk.stop)
         return {"": chunk.master.flat[part]} | {key: state[part] for key, state in chunk.master.states.items()}
 
