@@ -145,7 +145,6 @@ class CPUAccelerator(SingleDeviceAccelerator):
         return True
 
     def _tensor_type(self, dtype: torch.dtype) -> Any:
-        """Returns torch's typed class, such as ``torch.FloatTensor``."""
         return _TYPED_CLASSES[dtype]
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:

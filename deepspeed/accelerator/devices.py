@@ -159,10 +159,6 @@ def find_device(name: str) -> Device:
 def read_bytes(value: int | str, what: str) -> int:
     """Returns a number of bytes, from an int or from text with a unit (``80GB``, ``40 GiB``).
 
-    Args:
-        value: The quantity.
-        what: The setting, for messages.
-
     Raises:
         DeepSpeedConfigError: Text has no unit, or the quantity is not positive.
     """

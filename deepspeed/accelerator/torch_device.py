@@ -28,12 +28,7 @@ _FACTS: dict[str, tuple[str, list[str], list[str]]] = {
 
 
 class TorchDeviceAccelerator(DeepSpeedAccelerator):
-    """A device reached through its torch module.
-
-    Args:
-        name: The device type.
-        communication_backend: None looks it up by ``name``.
-    """
+    """A device reached through its torch module. ``communication_backend``: if None, looked up by ``name``."""
 
     def __init__(self, name: str, communication_backend: str | None = None) -> None:
         backend, visible, exports = _FACTS.get(name, (None, [], []))
@@ -46,11 +41,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         return torch.get_device_module(self._name)
 
     def _call(self, function: str, *args: Any) -> Any:
-        """Calls a function of the device module.
-
-        Raises:
-            NotYetSupportedError: The module has no function of that name.
-        """
+        """Calls a function of the device module."""
         found = getattr(self._module, function, None)
         if found is None:
             raise NotYetSupportedError(
