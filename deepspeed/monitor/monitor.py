@@ -321,9 +321,6 @@ class CometMonitor(Monitor):
 
     Events are reported when ``samples_log_interval`` samples have passed since the last report; values in between are
     left out.
-
-    Args:
-        comet_config: The section.
     """
 
     section = "comet"
@@ -379,7 +376,6 @@ _KINDS: dict[str, type[Any]] = {
 
 
 def _section(config: Any, name: str) -> Any:
-    """Returns a monitor's section of a dict, a path, a parsed configuration or an object with such an attribute."""
     return getattr(config, name) if hasattr(config, name) else parse_section(config, name)
 
 
