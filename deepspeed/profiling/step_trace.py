@@ -28,10 +28,7 @@ class TraceRecorder(StepTracker):
     """Traces ``steps`` steps of this rank and writes ``rank-<N>.trace.json``.
 
     Args:
-        folder: Where to write; created if missing.
-        rank: Number of this rank in the job.
         first_step: The first step that is traced, counted from 1.
-        steps: Number of steps.
 
     Raises:
         DeepSpeedConfigError: The folder cannot be created.

@@ -55,12 +55,7 @@ class Stopwatch:
         self.started = True
 
     def stop(self, reset: bool = False, record: bool = False, synchronize: bool = True) -> None:
-        """Stops the timer and adds the interval to its total.
-
-        Args:
-            reset: Replace the total instead of adding to it.
-            record: Append the interval to ``records``.
-            synchronize: Wait for the device first.
+        """Stops the timer and adds the interval to its total. ``reset``: replace the total instead of adding to it.
 
         Raises:
             RuntimeError: The timer is not running.
@@ -140,9 +135,6 @@ class SynchronizedWallClockTimer:
 
         Args:
             names: Their names; unknown ones are left out.
-            normalizer: Divisor of the totals, such as the number of steps.
-            reset: Set the totals to zero.
-            memory_breakdown: Add a line about memory.
             ranks: Ranks that log; None: rank 0.
 
         Raises:
@@ -241,7 +233,6 @@ class ThroughputTimer:
         batch_size: Samples of one global step over all ranks.
         start_step: Number of first global steps that are not measured, in which caches are filled.
         steps_per_output: Number of global steps between two lines; None: no lines.
-        monitor_memory: Add memory to the line.
         logging_fn: Called with the line; None: the package logger on rank 0.
 
     Attributes:
@@ -292,12 +283,7 @@ class ThroughputTimer:
             self._started = _now(self.config.synchronized)
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Ends the time of a micro-batch.
-
-        Args:
-            global_step: Whether this micro-batch ends a global step.
-            report_speed: Whether a line may be logged.
-        """
+        """Ends the time of a micro-batch."""
         if not self.enabled or not self.started:
             return
         self.started = False
@@ -352,7 +338,6 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     """Logs ``message`` and the memory in use on rank 0, then resets the peaks.
 
     Args:
-        message: The start of the line, such as the name of a phase.
         force: False makes the call do nothing, so that calls can stay in the program.
     """
     if not force:

@@ -73,7 +73,6 @@ class ForwardProfile:
     """Measures the forward calls of a model between :meth:`start` and :meth:`stop`.
 
     Args:
-        model: The model.
         ignored: Classes of modules that are not shown; their operations and parameters count for their parents.
     """
 
@@ -310,14 +309,7 @@ def product_formula(function: Any) -> Callable[..., int] | None:
 
 
 def cost(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[int, int]:
-    """Returns ``(operations, multiply-accumulates)`` of one call.
-
-    Args:
-        function: The overload of an ATen operator.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        result: What it returned.
-    """
+    """Returns ``(operations, multiply-accumulates)`` of one call."""
     packet = getattr(function, "_overloadpacket", None)
     product = product_formula(function)
     if product is not None:
@@ -333,7 +325,6 @@ def cost(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def _elements(value: Any) -> int:
-    """Returns the number of elements of the tensor, or of the first one of a tuple."""
     if isinstance(value, (tuple, list)):
         value = value[0] if value else None
     return value.numel() if isinstance(value, torch.Tensor) and value.is_floating_point() else 0

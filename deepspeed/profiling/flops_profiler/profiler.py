@@ -20,7 +20,6 @@ class FlopsProfiler:
     """Counts operations and times of forward calls between :meth:`start_profile` and :meth:`stop_profile`.
 
     Args:
-        model: The model.
         ds_engine: The model's engine, for the lines of the report about batch sizes and phases; may be None.
         recompute_fwd_factor: Forward passes that backward repeats; 1 with full activation checkpointing.
 
@@ -105,8 +104,6 @@ class FlopsProfiler:
         Args:
             profile_step: Number of the step, for the heading.
             module_depth: Depth of the table of largest modules; -1: all depths.
-            top_modules: Number of modules per depth.
-            detailed: Add a line per module.
             output_file: Path of the file; its folder is created.
         """
         root = self._root()
@@ -171,25 +168,16 @@ def get_model_profile(
     ignore_modules: Sequence[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Profiles one call of a model.
+    """Profiles one call of a model; returns operations, multiply-accumulates, parameters.
 
     Args:
         model: The model; it is set to evaluation mode and stays in it.
         input_shape: Shape of one input of ones in the model's dtype, batch included; or give ``args`` and ``kwargs``.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-        print_profile: Write the report.
-        detailed: Add a line per module.
         module_depth: Depth of the table of largest modules; -1: all depths.
-        top_modules: Number of modules per depth.
-        warm_up: Number of calls before the one that is measured.
         as_string: Return text with units.
         output_file: File for the report; None: standard output.
         ignore_modules: Classes of modules without a line of their own.
         mode: ``forward`` or ``generate``.
-
-    Returns:
-        Operations, multiply-accumulates, parameters.
 
     Raises:
         ValueError: ``mode`` is unknown or not a method of the model, or there is no input.
@@ -294,16 +282,7 @@ def report(
     top: int = 1,
     detailed: bool = True,
 ) -> str:
-    """Returns the text of the report.
-
-    Args:
-        root: The profile of the model.
-        facts: Lines of the summary: label and value.
-        step: Number of the step that was profiled.
-        depth: Depth of the table of largest modules; -1: all depths.
-        top: Number of modules per depth.
-        detailed: Add the module tree.
-    """
+    """Returns the text of the report. ``facts``: lines of the summary: label and value."""
     lines = [
         f"flops profile of step {step}",
         "Operations of the forward pass, from the shapes that it ran with; one multiply-accumulate (MAC) is two",
@@ -321,7 +300,6 @@ def report(
 
 
 def _largest(root: ModuleProfile, depth: int, top: int) -> Iterator[str]:
-    """Yields, per depth, the classes with most parameters, MACs and time."""
     deepest = max(node.depth for node in root.walk())
     for level in range(deepest + 1) if depth == -1 else [min(depth, deepest)]:
         by_kind: dict[str, list[float]] = {}
