@@ -29,7 +29,6 @@ def clip_grad_norm_(
 
     Args:
         parameters: Parameters of any shape; those without ``.grad`` are left out.
-        max_norm: The largest norm allowed.
         norm_type: The p of the p-norm; ``inf`` for the largest element.
         mpu: Model-parallel unit. The norm is then that of its model-parallel group: parameters with ``model_parallel``
             or ``tensor_model_parallel`` set count on every rank, others only on the first. All ranks of the group must

@@ -32,8 +32,6 @@ class LossScalerBase:
     """Base class of both scalers: holds the scale and applies it to a loss.
 
     Attributes:
-        cur_scale: The present scale.
-        dtype: Dtype of the scaled gradients.
         dynamic: Whether ``update_scale`` changes the scale.
 
     Raises:
@@ -91,11 +89,7 @@ class LossScalerBase:
 
 
 class LossScaler(LossScalerBase):
-    """A scale that never changes.
-
-    Args:
-        scale: The factor.
-    """
+    """A scale that never changes."""
 
     def __init__(self, scale: float = 1) -> None:
         super().__init__(scale)
@@ -109,13 +103,10 @@ class DynamicLossScaler(LossScalerBase):
     growth 2, backoff 0.5 and ``growth_interval=scale_window``.
 
     Args:
-        init_scale: The first scale.
         scale_window: Number of good steps in a row after which the scale doubles.
-        min_scale: The smallest scale.
         delayed_shift: Number of overflows after which the scale is halved, at least 1.
         consecutive_hysteresis: Every good step resets ``cur_hysteresis``; False: only a full window of good steps does.
         raise_error_at_min_scale: Raise when gradients overflow at the minimum; False: keep skipping steps.
-        dtype: Dtype of the gradients.
         scale_factor: Factor of growth, and divisor after an overflow; above 1.
 
     Raises:
@@ -231,10 +222,7 @@ def CreateLossScaler(  # noqa: N802 - the public name
     """Returns the scaler for a compute dtype; only fp16 is scaled.
 
     Args:
-        dtype: Compute dtype.
         static_loss_scale: The scale if ``dynamic_scaling`` is False.
-        dynamic_scaling: Whether the scale follows the gradients.
-        dynamic_loss_args: Arguments of :class:`DynamicLossScaler` by name; None: the configuration's defaults.
     """
     if dtype is not torch.half:
         return LossScaler(scale=1.0)

@@ -15,8 +15,6 @@ class OnDevice:
 
     Args:
         dtype: Dtype of new floating tensors; integers keep theirs.
-        device: Device of new tensors.
-        enabled: False makes the context do nothing.
 
     Raises:
         ValueError: ``dtype`` is not a floating dtype.

@@ -92,8 +92,6 @@ class PrecisionPolicy:
         """Returns the dtype of the buffer ``name``, a floating tensor of any shape.
 
         Args:
-            name: Its qualified name.
-            buffer: It.
             beside_weights: Whether torch requires the dtype of the weights.
         """
         is_kept = lies_in(name, self.fp32_modules)
