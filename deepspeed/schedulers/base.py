@@ -83,7 +83,6 @@ class LrSchedule:
         gives all groups the same rate.
 
         Args:
-            names: The names of the two settings, for messages.
             low: Least rate; one number or one per group.
             high: Greatest rate; one number or one per group.
         """
@@ -119,11 +118,7 @@ class LrSchedule:
         )
 
     def _per_group(self, name: str, value: float | Sequence[float]) -> list[float]:
-        """Returns ``value`` once per param group.
-
-        Raises:
-            ValueError: A list of another length.
-        """
+        """Returns ``value`` once per param group."""
         num_groups = len(self.optimizer.param_groups)
         if not isinstance(value, list | tuple):
             return [value] * num_groups  # type: ignore[list-item]

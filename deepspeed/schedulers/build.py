@@ -29,7 +29,6 @@ def build_scheduler(name: str, params: dict[str, Any], optimizer: Any) -> Any:
             this spelling.
         params: Its keyword arguments. A ``warmup_num_steps`` of 0, which integrations pass for "no warm-up", is
             treated as 1.
-        optimizer: A torch optimizer, or anything whose ``optimizer`` attribute is one.
 
     Raises:
         DeepSpeedConfigError: The name, a parameter or a value is not supported.
@@ -71,6 +70,5 @@ def _torch_scheduler(name: str) -> type | None:
 
 
 def _torch_names() -> list[str]:
-    """Returns the names of torch's schedulers without the base class and those that combine schedulers."""
     module = torch.optim.lr_scheduler
     return [name for name in module.__all__ if name not in ("LRScheduler", "SequentialLR", "ChainedScheduler")]

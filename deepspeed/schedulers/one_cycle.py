@@ -22,7 +22,6 @@ class OneCycle(LrSchedule):
     from greatest to least momentum and rises again, then grows by the same kind of factor; the second is 0.99.
 
     Args:
-        optimizer: A torch optimizer, or anything whose ``optimizer`` attribute is one.
         cycle_min_lr: Rate at the ends of the cycle; one number or one per group.
         cycle_max_lr: Rate in the middle. One number leaves groups their own rates, where these differ from the
             optimizer's.
@@ -34,9 +33,7 @@ class OneCycle(LrSchedule):
         decay_step_size: Steps per unit of decay; 0 is no decay.
         cycle_momentum: Move the momentum too. Needs groups with ``betas``; others are left alone, with a warning.
         cycle_min_mom: Momentum in the middle; one number or one per group.
-        cycle_max_mom: Momentum at the ends.
         decay_mom_rate: Growth of the momentum after the cycle.
-        last_batch_iteration: Step to resume from; -1 is the start.
 
     Raises:
         ValueError: A number of steps is out of range, or a list has another length than the groups.

@@ -15,12 +15,10 @@ class LRRangeTest(LrSchedule):
     At step *i* (from 0) it is ``min_lr * (1 + step_rate * (i + 1) / step_size)``.
 
     Args:
-        optimizer: A torch optimizer, or anything whose ``optimizer`` attribute is one.
         lr_range_test_min_lr: Rate at the start; one number or one per group.
         lr_range_test_step_size: Steps per unit of growth, positive.
         lr_range_test_step_rate: Growth per unit.
         lr_range_test_staircase: Grow only at whole units.
-        last_batch_iteration: Step to resume from; -1 is the start.
 
     Raises:
         ValueError: The step size is no positive integer, or a list has another length than the groups.

@@ -60,13 +60,11 @@ class WarmupLR(_RisingSchedule):
     """Rises from the least to the greatest rate, then stays.
 
     Args:
-        optimizer: A torch optimizer, or anything whose ``optimizer`` attribute is one.
         warmup_min_lr: Rate at the start; one number or one per group.
         warmup_max_lr: Rate after the rise; None is each group's own. One number leaves groups their own rates, where
             these differ from the optimizer's.
         warmup_num_steps: Steps of the rise, positive; at least 2 are made.
         warmup_type: ``log`` or ``linear``; anything else is ``log`` with a warning.
-        last_batch_iteration: Step to resume from; -1 is the start.
 
     Raises:
         ValueError: ``warmup_num_steps`` is no positive integer, or a list has another length than the groups.
@@ -101,13 +99,10 @@ class WarmupDecayLR(WarmupLR):
     """Rises like :class:`WarmupLR`, then falls linearly, reaching the least rate at ``total_num_steps``.
 
     Args:
-        optimizer: A torch optimizer, or anything whose ``optimizer`` attribute is one.
-        total_num_steps: Steps of the whole run.
         warmup_min_lr: Rate at the start and the end; one number or one per group.
         warmup_max_lr: Rate after the rise.
         warmup_num_steps: Steps of the rise, positive; at least 2 are made.
         warmup_type: ``log`` or ``linear``; anything else is ``log`` with a warning.
-        last_batch_iteration: Step to resume from; -1 is the start.
 
     Raises:
         ValueError: ``warmup_num_steps`` is no positive integer, or a list has another length than the groups.
@@ -137,13 +132,10 @@ class WarmupCosineLR(_RisingSchedule):
     """Rises, then falls along half a cosine, as ratios of each group's own rate. The first update runs at rate 0.
 
     Args:
-        optimizer: A torch optimizer, or anything whose ``optimizer`` attribute is one.
-        total_num_steps: Steps of the whole run.
         warmup_min_ratio: Share of the rate at which the rise starts.
         warmup_num_steps: Steps of the rise, positive; at least 2 are made.
         cos_min_ratio: Share of the rate at the end.
         warmup_type: ``log`` or ``linear``; anything else is ``log`` with a warning.
-        last_batch_iteration: Step to resume from; -1 is the start.
 
     Raises:
         ValueError: ``warmup_num_steps`` is no positive integer.
