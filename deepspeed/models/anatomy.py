@@ -39,11 +39,7 @@ class Anatomy:
 
 
 def anatomy(model: nn.Module) -> Anatomy:
-    """Returns the parts of a model.
-
-    Args:
-        model: A Transformers model with values or without, or one wrapped by PEFT.
-    """
+    """Returns the parts of a model. ``model``: A Transformers model with values or without, or one wrapped by PEFT."""
     inner: Any = unwrapped(model)
     paths = {id(module): name for name, module in inner.named_modules()}
     base, config = base_of(inner), getattr(inner, "config", None)
@@ -90,11 +86,7 @@ def is_causal_lm(model: nn.Module) -> bool:
 
 
 def decoder_beside_towers(model: Any) -> Any:
-    """Returns the decoder of a model that reads images or sound beside text; None for a model of text only.
-
-    Args:
-        model: A Transformers model, without PEFT's wrappers.
-    """
+    """Returns the decoder of a model that reads images or sound beside text; None for a model of text only."""
     base, config = base_of(model), getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False) or text_config(config) is config:
         return None

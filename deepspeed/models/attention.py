@@ -41,10 +41,8 @@ def use_attention(model: Any, name: str, attention: Callable[..., Any], mask: Ca
 
     Args:
         model: A model of the library. Its configuration is changed; see :func:`own_configurations`.
-        name: The name of the implementation.
         attention: Gets ``(layer, query, key, value, mask, **more)``; returns the output, and the probabilities or None.
         mask: Gets keyword arguments; returns the mask for ``attention``.
-        what: The setting, for messages.
 
     Raises:
         DeepSpeedConfigError: The model's class does not use the registries.
@@ -104,14 +102,7 @@ def attention_names(model: nn.Module) -> set[str]:
 
 
 def check_wrapped_attention(model: Any, suffix: str, functions: AttentionFunctions, what: str) -> None:
-    """Raises what :func:`use_attention` would raise for wrapped implementations, without changing the model.
-
-    Args:
-        model: A Transformers model.
-        suffix: The suffix of the names of wrapped implementations.
-        functions: See :data:`AttentionFunctions`.
-        what: The setting, for error messages.
-    """
+    """Raises what :func:`use_attention` would raise for wrapped implementations, without changing the model."""
     for name in attention_names(model):
         check_use_of_attention(model, f"{name}{suffix}", *functions(name), what)
 
@@ -123,8 +114,6 @@ def wrap_attention(model: nn.Module, suffix: str, functions: AttentionFunctions)
 
     Args:
         model: A Transformers model, a wrapper of one, or layers of one.
-        suffix: The suffix of the names of wrapped implementations.
-        functions: See :data:`AttentionFunctions`.
     """
     own_configurations(model)
     for module in configured_modules(model):
@@ -181,10 +170,8 @@ def call_attention(name: str, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls the implementation ``name`` for a layer that has another one set.
 
     Args:
-        name: The name of the implementation.
         layer: The attention module; the number of query heads per key head is read from the tensors instead.
         *args: Query, key, value ``[batch, heads, tokens, width]``, mask.
-        **kwargs: Further arguments.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -62,11 +62,6 @@ def attention_of(module: nn.Module, config: Any) -> AttentionHeads | None:
 def change_heads(module: nn.Module, whole: AttentionHeads, query: int, key_value: int) -> dict[str, tuple[int, int]]:
     """Sets the numbers of an attention module to those of a part of its heads, in place.
 
-    Args:
-        whole: Its heads before the cut.
-        query: Query heads of the part.
-        key_value: Key/value heads of the part.
-
     Returns:
         By attribute: the number before and after.
     """

@@ -58,9 +58,7 @@ def build(config: Any, model_class: Any = None, **more: Any) -> Any:
     """Returns a model of a configuration, which becomes the model's own.
 
     Args:
-        config: The configuration.
         model_class: None: the causal language model of the family.
-        **more: Further arguments of the library, such as ``dtype``.
     """
     if model_class is None:
         from transformers import AutoModelForCausalLM

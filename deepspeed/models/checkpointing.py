@@ -11,11 +11,7 @@ _FUNCTION = "_gradient_checkpointing_func"
 
 
 def switch_of(model: nn.Module, verb: str) -> Callable[..., Any] | None:
-    """Returns the model's method that switches checkpointing; None where it has none.
-
-    Args:
-        verb: "enable" or "disable".
-    """
+    """Returns the model's method that switches checkpointing; None where it has none."""
     names = (f"activation_checkpointing_{verb}", f"gradient_checkpointing_{verb}")
     return next((found for name in names if callable(found := getattr(model, name, None))), None)
 

@@ -47,13 +47,10 @@ def forward_by_losses(
 
     Args:
         model: One with :func:`has_plain_head` and without :func:`changes_behind_head`, which are not applied here.
-        losses_of: Computes the losses from hidden states.
         labels: ``[batch, tokens]``; shifted here. Or ``shift_labels``.
         shift_labels: Label of each token: the next token.
         num_items_in_batch: Divisor of the sum of losses; None: the number of labels that count.
-        logits_to_keep: Not used, as there are no logits.
         return_dict: False: a tuple is returned.
-        **kwargs: For the decoder.
     """
     outputs = model.get_decoder()(**kwargs)
     if shift_labels is None:
@@ -86,7 +83,6 @@ def losses_of_logits(logits: torch.Tensor, labels: torch.Tensor, *, ignore_index
     Args:
         logits: ``[tokens, vocabulary]``.
         labels: ``[tokens]``.
-        ignore_index: The label that does not count.
     """
     return nn.functional.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="none")
 
@@ -111,7 +107,6 @@ def use_loss_function(model: Any, loss_function: Callable[..., torch.Tensor]) ->
     """Makes a model compute its loss by ``loss_function(logits, labels, vocab_size, **more)``, in place.
 
     Args:
-        model: A Transformers model.
         loss_function: Gets logits ``[batch, length, vocabulary]`` and labels ``[batch, length]``; returns a 0-dim loss.
     """
     model.loss_function = loss_function

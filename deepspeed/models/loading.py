@@ -88,10 +88,8 @@ def find_unlikely(model: Any, missing: Iterable[str], unexpected: Iterable[str],
     names differ.
 
     Args:
-        model: A model of the library.
         missing: Names of its tensors that the files lack.
         unexpected: Names in the files that are no tensors of the model.
-        loaded: Names of its tensors that were loaded.
     """
     tied = getattr(model, "all_tied_weights_keys", {})
     new = _without(missing, [*(re.escape(name) for name in tied), *(model._keys_to_ignore_on_load_missing or ())])

@@ -16,11 +16,8 @@ class ModelPart:
     Args:
         skeleton: The model, with values or without.
         model: The model whose modules are used as they are; None: they are built one by one.
-        path: Qualified name of the module.
 
     Attributes:
-        skeleton: The model, with values or without.
-        path: Qualified name of the module.
         name: Prefix of the names of its parameters: the path and a dot; empty for the whole model.
     """
 

@@ -27,11 +27,7 @@ RouterOutputs = dict[str, Any] | None
 
 
 class Shell:
-    """A causal language model without its parts.
-
-    Args:
-        found: Its anatomy; the head must lie in the model itself.
-    """
+    """A causal language model without its parts. ``found``: its anatomy; the head must lie in the model itself."""
 
     def __init__(self, found: Anatomy) -> None:
         self.head_path = found.head_path  # name of the head in the model
@@ -138,7 +134,6 @@ class Recording:
     """A copy of a decoder whose blocks are recorders.
 
     Args:
-        decoder: Not changed.
         blocks: Name of its list of blocks.
         child: Takes the name of another child and returns the module that replaces it.
     """

@@ -82,12 +82,7 @@ def lacks(module: nn.Module, rows: Mapping[str, int]) -> str | None:
 
 
 def returns_tokens(module: nn.Module, rows: Mapping[str, int]) -> bool:
-    """Returns whether a route beyond the experts gives its token back (the zero experts of LongCat-Flash), or nothing.
-
-    Args:
-        module: See :func:`lacks`.
-        rows: See :func:`lacks`.
-    """
+    """Returns whether a route beyond the experts gives its token back (zero experts of LongCat-Flash), or nothing."""
     return _share_beyond(module, rows) == 1.0
 
 
@@ -135,7 +130,6 @@ def routes_in(index: Any, weights: Any, more: Mapping[str, Any]) -> tuple[torch.
     Args:
         index: The first argument after the tokens, or None.
         weights: The second, or None.
-        more: Keyword arguments.
     """
     return (
         more["router_indices"] if index is None else index,
@@ -159,7 +153,7 @@ def parts_of(module: Any) -> ExpertParts:
 
 
 def gate_and_up(module: Any, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns gate and up from the first product's result, where they lie one after the other or interleaved."""
+    """Returns gate and up, ``[..., rows]`` each, of ``[..., 2 * rows]``: one after the other or interleaved."""
     if getattr(module, "is_concatenated", True):
         gate, up = gate_up.chunk(2, dim=-1)
         return gate, up

@@ -22,11 +22,7 @@ def stored_tensors_of(model: nn.Module) -> StoredTensors | None:
 
 
 class StoredTensors:
-    """The library's rules that convert tensors in files to those of one model.
-
-    Args:
-        model: A model of the library, with values or without.
-    """
+    """The library's rules that convert tensors in files to those of one model."""
 
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
