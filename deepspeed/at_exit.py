@@ -18,7 +18,6 @@ class ExitAction:
     """Calls ``action`` once, when this process ends; never in a process that is forked from it.
 
     Args:
-        action: Called without arguments.
         on_signals: Whether signals that end the process run it too. Signals that the program handles are left to it,
             and so are all of them where the caller is not the main thread, as Python handles signals only there.
     """

@@ -38,14 +38,10 @@ class _WatchedOutput:
 
 
 def run_and_flush(name: str, work: Callable[[], int | None]) -> int | None:
-    """Calls ``work`` and flushes standard output; exits if that output cannot be written.
+    """Calls ``work`` and flushes standard output; exits if that output cannot be written; returns the exit code.
 
     Args:
-        name: Name of the command, for messages.
         work: Returns the exit code; None means 0.
-
-    Returns:
-        The exit code.
 
     Raises:
         SystemExit: The reader of the output, such as ``head``, has closed the pipe, or the disk is full.

@@ -38,18 +38,13 @@ def mark(thing: Any, feature: str) -> None:
 
     Args:
         thing: Any object with a ``__dict__``.
-        feature: Name of the module that has the feature.
     """
     known: tuple[str, ...] = thing.__dict__.get(MARK, ())
     thing.__dict__[MARK] = tuple(dict.fromkeys((*known, feature)))
 
 
 def marks_of(*things: Any) -> set[str]:
-    """Returns the features that objects request, by their own marks or those of their classes and base classes.
-
-    Args:
-        *things: Modules, with their submodules, and other objects.
-    """
+    """Returns the features that objects request, by their own marks or those of their classes and base classes."""
     found: set[str] = set()
     classes: set[type] = set()
     for thing in things:
@@ -214,7 +209,6 @@ class StepTracker:
         """Called after each update.
 
         Args:
-            info: Describes the update.
             loss: The loss of the update, 0-dim, on any device; None if this rank does not know it, or without
                 ``uses_loss``.
         """
@@ -251,16 +245,7 @@ class EngineHooks:
     gathers_alike: bool = True
 
     def before_forward(self, *, is_training: bool, global_steps: int, micro_steps: int) -> dict[str, Any]:
-        """Called before each forward, on every rank alike.
-
-        Args:
-            is_training: Whether the model is in training mode.
-            global_steps: Number of updates so far.
-            micro_steps: Number of micro-steps so far.
-
-        Returns:
-            Further keyword arguments of the model's forward.
-        """
+        """Called before each forward, on every rank alike; returns further keyword arguments of the model's forward."""
         return {}
 
     def before_backward(self, loss: torch.Tensor, scale: float, global_steps: int) -> None:
@@ -269,7 +254,6 @@ class EngineHooks:
         Args:
             loss: The loss, 0-dim, on which backward is called.
             scale: The factor by which the program's loss was multiplied.
-            global_steps: Number of updates so far.
         """
 
     @property
@@ -288,12 +272,7 @@ class EngineHooks:
         return None
 
     def before_update(self, global_steps: int, *, has_run_backward: bool) -> None:
-        """Called before each update.
-
-        Args:
-            global_steps: Number of updates so far.
-            has_run_backward: Whether backward has run since the last update.
-        """
+        """Called before each update."""
 
     def after_update(self, global_steps: int, *, was_skipped: bool) -> None:
         """Called after each update.
@@ -304,11 +283,7 @@ class EngineHooks:
         """
 
     def after_step(self, global_steps: int) -> None:
-        """Called at the end of each step with an update, when the engine can be saved. It may end the process.
-
-        Args:
-            global_steps: Number of updates so far.
-        """
+        """Called at the end of each step with an update, when the engine can be saved. It may end the process."""
 
     def close(self) -> None:
         """Releases resources such as signal handlers. Called when the engine is destroyed; may be called twice."""
@@ -387,15 +362,9 @@ class EngineFeature:
 
         Args:
             setup: The setup, with the model as all features have changed it.
-            runtime: ZeRO's state of the parameters.
-            groups: The engine's groups.
             batch_size: Number of samples of an update, over all ranks.
         """
         return None
 
     def finish(self, engine: Any, training_data: Any) -> None:
-        """Called when the engine is complete. Every rank must call it.
-
-        Args:
-            training_data: The argument of ``initialize``.
-        """
+        """Called when the engine is complete. Every rank must call it."""

@@ -91,7 +91,6 @@ def require_state(holds: bool, subject: object, expected: str) -> None:
     Unlike ``assert``, it does so under ``python -O`` too.
 
     Args:
-        holds: Whether the state is right.
         subject: Named in the message by its ``repr``.
 
     Raises:

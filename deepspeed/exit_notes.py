@@ -31,11 +31,7 @@ _WAIT_SECONDS, _PAUSE = 0.3, 0.02
 
 
 class ExitNotes:
-    """Reads and writes the files.
-
-    Args:
-        folder: The folder of the files; None: there is none.
-    """
+    """Reads and writes the files."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder

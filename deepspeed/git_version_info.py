@@ -31,7 +31,6 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
 
     Args:
         min_version: The lowest version, such as ``2.4`` or ``"2.10"``; None: any.
-        max_version: The highest version; None: any.
 
     Raises:
         ValueError: Neither is given.

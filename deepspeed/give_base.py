@@ -30,7 +30,6 @@ def give_base(module: nn.Module, mixin: type[T]) -> T:
     copy of the module then has one that is bound to the copy.
 
     Args:
-        module: The module; changed in place.
         mixin: A class whose methods call those of ``super()``. Copies of the module have it too, so its state must be
             attributes of the module that can be copied.
     """

@@ -43,9 +43,6 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     """Returns the ``__getattr__``, ``__dir__`` and ``__all__`` of its caller, a module, from imports that did not run.
 
     ``__all__`` leaves out submodules that are named as a module of Python or as torch.
-
-    Args:
-        package: The module's ``__name__``.
     """
     caller = sys._getframe(1)
     homes = {name: home for name, home in stated_imports(caller.f_code).items() if name not in caller.f_globals}

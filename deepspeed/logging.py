@@ -73,8 +73,6 @@ def with_color(line: str) -> str:
 
 
 class _JsonFormatter(logging.Formatter):
-    """Writes a record as one line of JSON."""
-
     def format(self, record: logging.LogRecord) -> str:
         values = {
             "time": datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
@@ -90,11 +88,7 @@ class _JsonFormatter(logging.Formatter):
 
 @lru_cache
 def _formatter_of(form: str) -> logging.Formatter:
-    """Returns the formatter of a value of ``DEEPSPEED_LOG_FORMAT``.
-
-    Raises:
-        ValueError: The value is no format.
-    """
+    """Returns the formatter of a value of ``DEEPSPEED_LOG_FORMAT``."""
     if form == JSON:
         return _JsonFormatter()
     if form == TERMINAL:
@@ -177,13 +171,7 @@ def _rank() -> int:
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """Logs ``message`` on the given ranks.
-
-    Args:
-        message: The line.
-        ranks: Ranks that log; None: rank 0; a list with -1: all.
-        level: A level of the ``logging`` module.
-    """
+    """Logs ``message`` on the given ranks. ``ranks``: ranks that log; None: rank 0; a list with -1: all."""
     log_ranks = list(ranks) if ranks else [0]
     rank = _rank()
     if -1 in log_ranks or rank in log_ranks:

@@ -100,7 +100,6 @@ def why_not_reached(name: str, error: OSError) -> str:
 
     Args:
         name: A host name or an address.
-        error: The error of the attempt to connect.
     """
     here = socket.gethostname()
     try:

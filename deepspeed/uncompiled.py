@@ -24,7 +24,6 @@ def uncompiled(function: _F, *, reason: str | None = None, recursive: bool = Tru
 
     Args:
         function: A Python function; it is marked in place.
-        reason: Shown in messages of the compiler about a graph that ends at a call of the function.
         recursive: Whether functions that it calls stay out of graphs too.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
