@@ -88,11 +88,7 @@ class CheckpointEngine:
         return True
 
     def makedirs(self, path: FilePath, exist_ok: bool = False) -> None:
-        """Makes a folder and those above it.
-
-        Raises:
-            FileExistsError: It exists, and ``exist_ok`` is false.
-        """
+        """Makes a folder and those above it. Raises FileExistsError: it exists, and ``exist_ok`` is false."""
         os.makedirs(path, exist_ok=exist_ok)
 
     def is_decoupled(self) -> bool:

@@ -227,11 +227,7 @@ class DeepSpeedCheckpoint:
         return [dict(self._load(self._layer_file(tp_index, key))) for key in keys]
 
     def validate_files(self) -> None:
-        """Opens every file.
-
-        Raises:
-            CheckpointError: A file is missing or damaged.
-        """
+        """Opens every file. Raises CheckpointError: a file is missing or damaged."""
         if self._is_ours:
             with CheckpointReader(Path(self.dir)) as reader:
                 for record in reader.manifest.files:

@@ -55,11 +55,7 @@ class FoundCheckpoint:
 
 
 def check_tag(tag: object) -> str:
-    """Returns the tag as text.
-
-    Raises:
-        CheckpointError: It does not name a folder below the checkpoint folder.
-    """
+    """Returns the tag as text. Raises CheckpointError: it does not name a folder below the checkpoint folder."""
     text = str(tag)
     parts = PurePosixPath(text).parts
     outside = text.startswith(("/", "~")) or "\\" in text or "\0" in text or ".." in parts

@@ -82,11 +82,7 @@ _CODE_OF = {dtype: code for code, dtype in _DTYPE_CODES.items()}
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """Returns the name of ``dtype`` in files.
-
-    Raises:
-        CheckpointError: safetensors cannot hold it.
-    """
+    """Returns the name of ``dtype`` in files. Raises CheckpointError: safetensors cannot hold it."""
     if dtype not in _CODE_OF:
         raise CheckpointError(
             f"a tensor of dtype {dtype} cannot be saved; convert it to one of {', '.join(_DTYPE_CODES)}"
@@ -95,11 +91,7 @@ def dtype_code(dtype: torch.dtype) -> str:
 
 
 def dtype_of(code: str) -> torch.dtype:
-    """Returns the dtype that a file names ``code``.
-
-    Raises:
-        CheckpointError: No dtype has this code.
-    """
+    """Returns the dtype that a file names ``code``. Raises CheckpointError: no dtype has this code."""
     if code not in _DTYPE_CODES:
         raise CheckpointError(f"unknown dtype {code!r} in a checkpoint; known are {', '.join(_DTYPE_CODES)}")
     return _DTYPE_CODES[code]

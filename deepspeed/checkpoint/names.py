@@ -71,11 +71,7 @@ def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """Returns the model-states file of rank 0.
-
-    Raises:
-        FileNotFoundError: The folder has no such file.
-    """
+    """Returns the model-states file of rank 0. Raises FileNotFoundError: the folder has no such file."""
     path = Path(checkpoint_dir) / model_states_file(int(zero_stage))
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; pass the folder of one tag and the stage that saved it")

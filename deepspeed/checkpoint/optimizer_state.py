@@ -73,7 +73,7 @@ class OptimizerFiller:
         for number, members in enumerate(self._group_names):
             needed: set[str] | None = None
             if flat is not None:
-                probe = first_state(flat, self._group_after(number))
+                probe = first_state(flat, {**self._optimizer.param_groups[number], **self._saved_group(number)})
                 needed = {key for key, value in probe.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
                 keeps_states = keeps_states or bool(first_state(flat, self._optimizer.param_groups[number]))
             for member in members:
@@ -232,10 +232,6 @@ class OptimizerFiller:
             return {}
         left_out = {*NOT_HYPERPARAMETERS, *self._options_left_out(index)}
         return {key: value for key, value in self._state.param_groups[index].items() if key not in left_out}
-
-    def _group_after(self, number: int) -> dict[str, Any]:
-        """Returns param group ``number`` with the hyperparameters that it will have after :meth:`fill`."""
-        return {**self._optimizer.param_groups[number], **self._saved_group(number)}
 
     def _fill_groups(self) -> None:
         """Restores hyperparameters in the existing group dicts, since schedules may hold references to them."""

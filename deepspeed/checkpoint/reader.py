@@ -97,11 +97,7 @@ class FileReader:
         self._descriptor = self._closer = None
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """Fills ``out`` from byte ``offset`` on.
-
-        Raises:
-            CheckpointError: The file is too short or cannot be read.
-        """
+        """Fills ``out`` from byte ``offset`` on. Raises CheckpointError: the file is too short or cannot be read."""
         descriptor = self.open()
         while out:
             try:
@@ -123,11 +119,7 @@ class FileReader:
         return range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES))
 
     def verify(self, chunk: int) -> None:
-        """Compares the checksum of one chunk.
-
-        Raises:
-            CheckpointError: The checksum differs.
-        """
+        """Compares the checksum of one chunk. Raises CheckpointError: the checksum differs."""
         if chunk in self._verified:
             return
         start = chunk * CHUNK_BYTES

@@ -96,11 +96,7 @@ class Saver:
         return self._exchange
 
     def wait(self) -> None:
-        """Waits for the save in the background.
-
-        Raises:
-            CheckpointError: The save failed.
-        """
+        """Waits for the save in the background. Raises CheckpointError: the save failed."""
         self._join()
         failure, self._failure = self._failure, None
         if failure is not None:

@@ -81,11 +81,7 @@ def training_state(model: Mapping[str, Any]) -> TrainingState:
 
 
 def check_ranks(folder: Path, files: Files, optim: list[dict[str, Any]]) -> None:
-    """Raises unless the files of all ranks are there.
-
-    Raises:
-        CheckpointError: Files of some ranks are missing.
-    """
+    """Raises CheckpointError if files of some ranks are missing."""
     if not optim:
         return
     counts = optim[0].get("partition_count") or len(optim)
