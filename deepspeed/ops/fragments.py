@@ -124,11 +124,7 @@ class FragmentTable:
                 position = fragment.stop
 
     def of(self, run: object) -> tuple[TensorFragment, ...]:
-        """Returns the fragments of ``run``.
-
-        Raises:
-            KeyError: The table does not contain this run.
-        """
+        """Returns the fragments of ``run``. Raises KeyError: the table does not contain this run."""
         try:
             return self.by_param[id(run)]
         except KeyError:

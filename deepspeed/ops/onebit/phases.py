@@ -65,11 +65,7 @@ def frozen_root(variance: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def refuse_step(optimizer: object) -> None:
-    """Raises, because these optimizers need an engine to step.
-
-    Raises:
-        CallOrderError: Always.
-    """
+    """Raises CallOrderError, because these optimizers need an engine to step."""
     raise CallOrderError(
         f"{type(optimizer).__name__}.step: this optimizer exchanges momenta between ranks, which the engine does; give "
         "it to deepspeed.initialize and call engine.step()"

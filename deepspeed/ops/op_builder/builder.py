@@ -41,11 +41,7 @@ class OpBuilder:
         return torch.version.hip is not None
 
     def load(self, verbose: bool = True) -> ModuleType:
-        """Returns the module that implements the operator.
-
-        Raises:
-            NotYetSupportedError: There is no such module.
-        """
+        """Returns the module that implements the operator. Raises NotYetSupportedError: there is no such module."""
         if not self.MODULE:
             raise NotYetSupportedError(
                 f"deepspeed.ops.op_builder.{type(self).__name__}: nothing is compiled here, and the operator "

@@ -60,11 +60,11 @@ def attend(
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
     key_bias = None if key_bias is None else key_bias.to(query.dtype)
     bias = None if bias is None else bias.to(query.dtype)
-    is_fusable = not _needs_autograd(bias, key_bias, dropout)
+    is_fusable = not (dropout > 0 or any(added is not None and added.requires_grad for added in (bias, key_bias)))
     if is_fusable and fits(query):
         return attend_fused(query, key, value, plan, scale=scale, key_bias=key_bias, bias=bias, is_causal=is_causal)
     added = Bias(key_bias, bias, is_causal, plan.block, query.dtype)
-    if is_fusable and _fits_host(query):
+    if is_fusable and query.device.type == "cpu" and query.dtype in DTYPES and _HAS_KERNEL:
         return _HostAttention.apply(query.contiguous(), key.contiguous(), value.contiguous(), plan, added, scale)
     return _recorded(query, key, value, plan, added, scale, dropout)
 
@@ -82,15 +82,6 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: La
             f"sparse attention: the layout is for {plan.num_heads} heads and {plan.length} tokens; found "
             f"{query.size(1)} heads and {query.size(2)} tokens"
         )
-
-
-def _needs_autograd(bias: torch.Tensor | None, key_bias: torch.Tensor | None, dropout: float) -> bool:
-    """Returns whether the call needs what the fused kernels lack: gradients of biases, or dropout."""
-    return dropout > 0 or any(added is not None and added.requires_grad for added in (bias, key_bias))
-
-
-def _fits_host(query: torch.Tensor) -> bool:
-    return query.device.type == "cpu" and query.dtype in DTYPES and _HAS_KERNEL
 
 
 def _heads_of(part: HeadPlan, plan: LayoutPlan, heads: int) -> Iterator[slice]:

@@ -80,9 +80,5 @@ _CLASSES: dict[str, type[SparsityConfig]] = {
 
 
 def pattern_of(section: SparseAttention, num_heads: int) -> SparsityConfig:
-    """Returns the pattern that a section describes.
-
-    Raises:
-        ValueError: Values of the section contradict each other.
-    """
+    """Returns the pattern that a section describes. Raises ValueError: values of the section contradict each other."""
     return _CLASSES[section.mode](num_heads, **{name: getattr(section, name) for name in KEYS_OF_MODE[section.mode]})

@@ -45,11 +45,7 @@ class SparsityConfig:
         self.num_layout_heads = num_heads if different_layout_per_head else 1
 
     def setup_layout(self, seq_len: int) -> torch.Tensor:
-        """Returns a layout of zeros.
-
-        Raises:
-            ValueError: ``seq_len`` is not a multiple of ``block``.
-        """
+        """Returns a layout of zeros. Raises ValueError: ``seq_len`` is not a multiple of ``block``."""
         if seq_len % self.block:
             raise ValueError(
                 f"make_layout({seq_len}): expected a multiple of the block size {self.block}; pad the "
