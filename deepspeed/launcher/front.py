@@ -40,11 +40,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def require_program(name: str, launcher: str) -> None:
-    """Raises if the program of a launcher is missing.
-
-    Raises:
-        LauncherError: The program is not in ``PATH``.
-    """
+    """Raises LauncherError if the program of a launcher is not in ``PATH``."""
     if shutil.which(name) is None:
         raise LauncherError(
             f"--launcher {launcher}: the program {name!r} is not in PATH on this machine; install it or load its "

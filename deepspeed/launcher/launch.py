@@ -84,11 +84,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
 
 
 def seconds(text: str) -> float:
-    """Returns a duration in seconds.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is no number of at least 0.
-    """
+    """Returns a duration in seconds. Raises argparse.ArgumentTypeError: the text is no number of at least 0."""
     try:
         number = float(text)
     except ValueError:

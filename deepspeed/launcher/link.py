@@ -155,13 +155,9 @@ def _alternatives(address: str) -> list[list[_Place]]:
             continue
         mine.append((family, (str(host), *scope)))
     # A name that resolves to Debian's 127.0.1.1 does not lead other machines here.
-    if not mine or any(_is_loopback(str(host)) for _, (host, *_) in mine):
+    if not mine or any(ipaddress.ip_address(str(host).partition("%")[0]).is_loopback for _, (host, *_) in mine):
         return _ANYWHERE
     return [mine]
-
-
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def _listener(place: _Place, port: int) -> socket.socket:
@@ -348,11 +344,10 @@ class LauncherLink:
                     for connection in list(self._connections.values()):
                         connection.send(sent[-1])
                 if time.monotonic() > notice_at and not self.is_connected:
-                    self._report_missing()
+                    self._post(
+                        event="notice", text=f"still waiting for {launchers_of(self.missing)}: not connected yet"
+                    )
                     notice_at += _NOTICE_SECONDS
-
-    def _report_missing(self) -> None:
-        self._post(event="notice", text=f"still waiting for {launchers_of(self.missing)}: not connected yet")
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         """Sends a challenge to each new connection."""

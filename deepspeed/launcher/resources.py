@@ -160,11 +160,7 @@ def encode_world_info(world_info: Mapping[str, Sequence[int | str]]) -> str:
 
 
 def decode_world_info(text: str) -> dict[str, list[int | str]]:
-    """Unpacks :func:`encode_world_info`.
-
-    Raises:
-        LauncherError: The text is not what it produces.
-    """
+    """Unpacks :func:`encode_world_info`. Raises LauncherError: the text is not what it produces."""
     try:
         world = json.loads(base64.urlsafe_b64decode(text))
     except (binascii.Error, ValueError) as error:
