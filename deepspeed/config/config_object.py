@@ -26,11 +26,7 @@ def _data_ranks(root: Root, mpu: Any, mesh_device: Any) -> int:
     return data_parallel_size(root, int(os.environ.get("WORLD_SIZE", "1") or 1))
 
 
-def _root(config: DeepSpeedConfig) -> Root:
-    return config.parsed.root
-
-
-_at = AttributeBuilder(_root)
+_at = AttributeBuilder(lambda config: config.parsed.root)
 
 
 def _size(

@@ -34,10 +34,6 @@ def _device(value: Any) -> dict[str, str] | None:
     return {"device": "cpu"} if to_bool(value) else None
 
 
-def _fp32_allreduce(value: Any) -> str | None:
-    return "fp32" if to_bool(value) else None
-
-
 def _max_grad_norm(value: Any) -> float | None:
     limit = to_float(value)
     if limit < 0:
@@ -95,7 +91,7 @@ OLD_KEYS: tuple[OldKey, ...] = (
         ("fp32_allreduce",),
         (("communication_data_type",),),
         "true is communication_data_type: fp32 (up to 0.5.7).",
-        _fp32_allreduce,
+        lambda value: "fp32" if to_bool(value) else None,
         "true or false",
     ),
     OldKey(

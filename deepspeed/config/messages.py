@@ -63,7 +63,7 @@ class ConfigMessages:
             *depends: Further keys the problem depends on; if one of them (or ``path``) was already refused, the problem
                 would only follow from that and is dropped.
         """
-        if any(self._is_failed(each) for each in (path, *depends)):
+        if any(any(each[: len(bad)] == bad for bad in self.failed) for each in (path, *depends)):
             return
         self.add(path, f"{self.label(path)}: {text}" if path else text)
 
@@ -94,17 +94,10 @@ class ConfigMessages:
         return tuple(sentence for _, sentence in sorted(self._problems, key=lambda entry: entry[0]))
 
     def raise_if_any(self) -> None:
-        """Raises all problems as one error.
-
-        Raises:
-            DeepSpeedConfigError: There is at least one.
-        """
+        """Raises all problems, if there are any, as one DeepSpeedConfigError."""
         problems = self.problems()
         if problems:
             raise configuration_error(problems, self._source)
-
-    def _is_failed(self, path: Path) -> bool:
-        return any(path[: len(bad)] == bad for bad in self.failed)
 
     def _place(self, path: Path) -> int:
         for length in range(len(path), 0, -1):

@@ -77,11 +77,7 @@ def to_float(value: Any) -> float:
 
 
 def to_bool(value: Any) -> bool:
-    """Returns a bool, 0 or 1, or one of the words for yes and no.
-
-    Raises:
-        ValueError: Anything else.
-    """
+    """Returns a bool, 0 or 1, or one of the words for yes and no. Raises ValueError: anything else."""
     value = _plain(value)
     if isinstance(value, bool):
         return value
@@ -115,14 +111,6 @@ def _to_path(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     return None if isinstance(value, str) and value.strip().lower() in ("", "none") else value
-
-
-def _lower(value: Any) -> Any:
-    return value.strip().lower() if isinstance(value, str) else value
-
-
-def _capitalize(value: Any) -> Any:
-    return value.strip().capitalize() if isinstance(value, str) else value
 
 
 def _to_stage(value: Any) -> Any:
@@ -178,5 +166,5 @@ TextsOrAuto = Annotated[list[str] | Literal["auto"], _or_auto(_to_list)]
 PerGroup = Annotated[float | list[float], BeforeValidator(_number_or_list)]
 IntOrAuto = Annotated[int | Literal["auto"], _or_auto(to_int)]
 FloatOrAuto = Annotated[float | Literal["auto"], _or_auto(to_float)]
-AnyCase = BeforeValidator(_lower)
-Capitalized = BeforeValidator(_capitalize)
+AnyCase = BeforeValidator(lambda value: value.strip().lower() if isinstance(value, str) else value)
+Capitalized = BeforeValidator(lambda value: value.strip().capitalize() if isinstance(value, str) else value)

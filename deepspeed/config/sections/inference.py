@@ -89,10 +89,6 @@ class InferenceCheckpoint(Section):
     base_dir: str = key("", "Folder for relative paths.")
 
 
-def _switch_as_moe(value: Any) -> Any:
-    return {"enabled": value} if isinstance(value, bool) else value
-
-
 class Inference(Section):
     """The configuration of ``init_inference``."""
 
@@ -115,9 +111,9 @@ class Inference(Section):
         None, "ZeRO, as in training: stage 3, or 0 for none; other stages are refused.", factory=ZeroOptimization
     )
     triangular_masking: Bool = key(True, "Causal attention.", aliases=("tm",), no_effect="masks are the model's own")
-    moe: Annotated[InferenceMoe, BeforeValidator(_switch_as_moe)] = key(
-        None, "Mixture of experts.", factory=InferenceMoe
-    )
+    moe: Annotated[
+        InferenceMoe, BeforeValidator(lambda value: {"enabled": value} if isinstance(value, bool) else value)
+    ] = key(None, "Mixture of experts.", factory=InferenceMoe)
     keep_module_on_host: Bool = key(False, "Keep the model in host memory.")
     quant: Quantization = key(None, "Quantization.", factory=Quantization)
     checkpoint: str | dict[str, Any] | None = key(None, "Weight files to load.")

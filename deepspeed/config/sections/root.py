@@ -131,10 +131,6 @@ class Compile(Section):
     disable: Bool = key(False, "From releases up to 0.14.3.", removed="0.14.4", no_effect=_CALL)
 
 
-def _false_as_null(value: Any) -> Any:
-    return None if value is False else value
-
-
 class ActivationCheckpointing(Section):
     """Settings of ``deepspeed.checkpointing``, which have an effect only where the program calls its functions.
 
@@ -155,7 +151,7 @@ class ActivationCheckpointing(Section):
         "One buffer for saved activations.",
         no_effect="saved activations are kept where they are instead of being copied into a buffer",
     )
-    number_checkpoints: Annotated[Int | None, BeforeValidator(_false_as_null)] = key(
+    number_checkpoints: Annotated[Int | None, BeforeValidator(lambda value: None if value is False else value)] = key(
         None,
         "Number of checkpointed layers; false is null.",
         unit="layers",
@@ -185,10 +181,6 @@ def _switch_as_section(value: Any) -> Any:
     if isinstance(value, bool):
         return {} if value else None
     return value
-
-
-def _null_as_fp32(value: Any) -> Any:
-    return "fp32" if value is None else value
 
 
 class Root(Section):
@@ -243,7 +235,9 @@ class Root(Section):
         "Dtype in which gradients are sent.",
         null_means="their own dtype; at stages 0 and 1 sums of several micro-batches in data_types.grad_accum_dtype",
     )
-    seq_parallel_communication_data_type: Annotated[DType, BeforeValidator(_null_as_fp32)] = key(
+    seq_parallel_communication_data_type: Annotated[
+        DType, BeforeValidator(lambda value: "fp32" if value is None else value)
+    ] = key(
         "fp32",
         "Dtype in which gradients are sent with sequence_parallel_size above 1, unless communication_data_type is "
         "given. Called seq_parallel_comm_data_type before 0.16.5.",
