@@ -198,11 +198,7 @@ def free_bytes(path: Path) -> int:
 
 
 def check_space(path: Path, nbytes: int) -> None:
-    """Checks that the file system of ``path`` has ``nbytes`` free.
-
-    Raises:
-        OffloadError: It has fewer free bytes.
-    """
+    """Checks that the file system of ``path`` has ``nbytes`` free. Raises OffloadError: it has fewer free bytes."""
     free = free_bytes(path.parent)
     if free < nbytes:
         raise OffloadError(

@@ -176,11 +176,7 @@ def use_disk(disk: Disk) -> Iterator[None]:
 
 
 def open_folder(parent: str, *, rank: int, purpose: str) -> RunDirectory:
-    """Creates and returns a folder for one rank of this run.
-
-    Raises:
-        OffloadError: The folder cannot be created.
-    """
+    """Creates and returns a folder for one rank of this run. Raises OffloadError: the folder cannot be created."""
     return _disk.get().folder(parent, rank=rank, purpose=purpose)
 
 
