@@ -333,11 +333,7 @@ class DeepSpeedAccelerator(ABC):
         return False
 
     def create_graph(self) -> Any:
-        """Returns a new, empty device graph.
-
-        Raises:
-            NotYetSupportedError: The device has no graphs.
-        """
+        """Returns a new, empty device graph. Raises NotYetSupportedError: the device has no graphs."""
         self._no_graphs("create_graph()")
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
@@ -375,11 +371,7 @@ class DeepSpeedAccelerator(ABC):
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
-        """Chooses the backend for ``torch.compile``.
-
-        Raises:
-            DeepSpeedConfigError: torch has no backend of that name.
-        """
+        """Chooses the backend for ``torch.compile``. Raises DeepSpeedConfigError: torch has no backend of that name."""
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
             raise DeepSpeedConfigError(

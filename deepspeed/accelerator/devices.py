@@ -142,11 +142,7 @@ def device_of_product(product: str, memory: float | None = None) -> Device | Non
 
 
 def find_device(name: str) -> Device:
-    """Returns the device of that name.
-
-    Raises:
-        DeepSpeedConfigError: The table has no device of that name.
-    """
+    """Returns the device of that name. Raises DeepSpeedConfigError: the table has no device of that name."""
     found = DEVICES.get(name.lower()) if isinstance(name, str) else None
     if found is None:
         raise DeepSpeedConfigError(

@@ -271,11 +271,7 @@ class MPSAccelerator(SingleDeviceAccelerator):
         self._peaks: dict[str, int] = {}
 
     def set_device(self, index: int) -> None:
-        """Accepts index 0, the only device.
-
-        Raises:
-            ValueError: ``index`` is not 0.
-        """
+        """Accepts index 0, the only device. Raises ValueError: ``index`` is not 0."""
         if index != 0:
             raise ValueError(f"set_device({index}): expected 0, as there is one mps device; use index 0")
 
