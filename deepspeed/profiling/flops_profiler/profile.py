@@ -105,11 +105,7 @@ class ForwardProfile:
         return self._counter is not None
 
     def start(self) -> None:
-        """Starts measuring.
-
-        Raises:
-            RuntimeError: It is running already.
-        """
+        """Starts measuring. Raises RuntimeError: it is running already."""
         if self.is_running:
             raise RuntimeError("the flops profiler is running already; call stop_profile() before start_profile()")
         for module in self._of:
