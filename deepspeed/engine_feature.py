@@ -95,17 +95,9 @@ def _shared_layers(setup: EngineSetup) -> str | None:
     return f"where {size} ranks share a layer ({KEYS[TENSOR]})" if size > 1 else None
 
 
-def _stages(setup: EngineSetup) -> str | None:
-    return "with a PipelineModule" if setup.has_stages else None
-
-
 def _islands(setup: EngineSetup) -> str | None:
     has_islands = setup.root.communication_compression.islands is not None
     return "with communication_compression.islands" if has_islands else None
-
-
-def _sharded_parameters(setup: EngineSetup) -> str | None:
-    return "with zero_optimization.stage 3" if setup.root.zero_optimization.stage == 3 else None
 
 
 def _experts(setup: EngineSetup) -> str | None:
@@ -117,9 +109,11 @@ def _experts(setup: EngineSetup) -> str | None:
 
 SEQUENCE_RANKS = ConflictKey("sequence parallelism", _shared_sequences)
 TENSOR_RANKS = ConflictKey("tensor parallelism", _shared_layers)
-STAGES = ConflictKey("pipeline", _stages)
+STAGES = ConflictKey("pipeline", lambda setup: "with a PipelineModule" if setup.has_stages else None)
 ISLANDS = ConflictKey("islands", _islands)
-STAGE_3 = ConflictKey("ZeRO stage 3", _sharded_parameters)
+STAGE_3 = ConflictKey(
+    "ZeRO stage 3", lambda setup: "with zero_optimization.stage 3" if setup.root.zero_optimization.stage == 3 else None
+)
 EXPERTS = ConflictKey("spread experts", _experts)
 OTHERS = (STAGES, TENSOR_RANKS, SEQUENCE_RANKS, EXPERTS, ISLANDS, STAGE_3)
 """The columns of the table of conflicts in the documentation."""

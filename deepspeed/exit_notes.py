@@ -105,11 +105,7 @@ class ExitNotes:
         self._write(_WHOLE)
 
     def note_exit(self, pid: int, cause: str) -> None:
-        """Writes how a process has ended.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Writes how a process has ended. Raises OSError: it cannot be written."""
         self._write(f"{_EXIT}{pid}", cause.encode(errors="replace"))
 
     @property

@@ -186,11 +186,7 @@ def print_dist(message: str, ranks: Iterable[int] | None = None) -> None:
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Returns whether the logger's level is at most a named one.
-
-    Raises:
-        ValueError: There is no level of that name.
-    """
+    """Returns whether the logger's level is at most a named one. Raises ValueError: there is no level of that name."""
     return logger.getEffectiveLevel() <= _level_of(max_log_level_str)
 
 
@@ -209,11 +205,7 @@ def warn_once(key: str, message: str, ranks: Iterable[int] | None = None) -> Non
 
 
 def set_log_level_from_string(text: str, custom_logger: logging.Logger | None = None) -> None:
-    """Sets the level by name: debug, info, warning, error or critical.
-
-    Raises:
-        ValueError: ``text`` is another one.
-    """
+    """Sets the level by name: debug, info, warning, error or critical. Raises ValueError: ``text`` is another one."""
     (custom_logger or logger).setLevel(_level_of(text))
 
 
