@@ -155,9 +155,13 @@ def _alternatives(address: str) -> list[list[_Place]]:
             continue
         mine.append((family, (str(host), *scope)))
     # A name that resolves to Debian's 127.0.1.1 does not lead other machines here.
-    if not mine or any(ipaddress.ip_address(str(host).partition("%")[0]).is_loopback for _, (host, *_) in mine):
+    if not mine or any(_is_loopback(str(host)) for _, (host, *_) in mine):
         return _ANYWHERE
     return [mine]
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def _listener(place: _Place, port: int) -> socket.socket:
