@@ -50,12 +50,7 @@ class CheckpointEngine:
         self.config_params = config_params
 
     def create(self, info: Any) -> None:
-        """Called before the files of a checkpoint are saved.
-
-        Args:
-            info: A :class:`CheckpointCommitInfo` from ``save_checkpoint``, else what a program passes about the
-                checkpoint.
-        """
+        """Called before files are saved. ``info``: ``save_checkpoint`` passes a :class:`CheckpointCommitInfo`."""
 
     def save(self, state_dict: Any, path: FilePath) -> None:
         """Stores ``state_dict`` under ``path``. ``save_checkpoint`` may call it in a thread (``async_save``).
@@ -118,11 +113,7 @@ class TorchCheckpointEngine(CheckpointEngine):
 
 
 class StateDictWriter(FileWriter):
-    """Writes the tensors of one rank through a checkpoint engine, and small files into the folder itself.
-
-    Args:
-        note: Called with the number of bytes of each part; None: not reported.
-    """
+    """Writes one rank's tensors through a checkpoint engine, and small files itself. ``note`` gets bytes written."""
 
     def __init__(self, folder: Path, engine: CheckpointEngine, note: Callable[[int], None] | None = None) -> None:
         super().__init__(folder, note)
@@ -157,11 +148,7 @@ def _joined(entry: FileTensor) -> torch.Tensor:
 
 
 class StateDictFile(FileReader):
-    """Reads the bytes of one file that :class:`StateDictWriter` gave to a checkpoint engine.
-
-    Args:
-        engine: Loads the state dict, whole, when the file is opened.
-    """
+    """Reads the bytes of a file of :class:`StateDictWriter`; its engine loads the whole state dict on opening."""
 
     def __init__(self, folder: Path, record: SavedFile, engine: CheckpointEngine) -> None:
         super().__init__(folder, record)

@@ -41,11 +41,7 @@ def collect(
     *,
     exclude_frozen: bool,
 ) -> RankCheckpoint:
-    """Gathers references; copies nothing.
-
-    Args:
-        numbers: Maps the index of each bucket that this rank writes to its number in the checkpoint.
-    """
+    """Gathers references; copies nothing. ``numbers`` has the checkpoint's number of each bucket, by index."""
     found = RankCheckpoint()
     masters = {master.bucket.index: master for master in runtime.masters}
     for bucket in runtime.buckets:

@@ -39,11 +39,7 @@ _WRITTEN_BY_SAVES = {SAVING + name for name in (LATEST, LATEST_UNIVERSAL, SCRIPT
 
 
 class SaveFolder:
-    """The folder of one save until it is committed. One process owns it; others may write files into it.
-
-    Args:
-        token: Makes the name of the folder unique; the same for all processes that write into it.
-    """
+    """The folder of one save until it is committed. One process owns it; all that write use the same ``token``."""
 
     def __init__(self, root: Path, tag: str, token: str) -> None:
         self._root = root
@@ -195,11 +191,7 @@ def point_latest(root: Path, tag: str) -> None:
 
 
 def prune(root: Path, keep: int, newest: str) -> list[str]:
-    """Removes the oldest checkpoints of this format; returns the tags that were removed.
-
-    Args:
-        newest: The tag that was just saved; it always stays.
-    """
+    """Removes the oldest checkpoints of this format, never the tag ``newest``; returns the tags that were removed."""
     ours = []
     for tag in tags(root):
         try:

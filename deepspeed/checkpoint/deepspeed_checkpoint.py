@@ -158,10 +158,7 @@ class DeepSpeedCheckpoint:
     def get_zero_checkpoint_state(
         self, pp_index: int, tp_index: int, dp_index: int, strip_tensor_paddings: bool = True
     ) -> dict[str, Any]:
-        """Returns the optimizer states of one rank that wrote the folder, as they are in its file.
-
-        Args:
-            strip_tensor_paddings: Leave out the padding behind moments, so that they are as long as the masters.
+        """Returns one rank's optimizer states as in its file; the padding behind moments only if not stripped.
 
         Raises:
             CheckpointError: As :meth:`get_zero_files`; or the run had no ZeRO optimizer.

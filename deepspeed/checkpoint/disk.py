@@ -145,11 +145,7 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def take(self) -> bool:
-        """Takes the lock if it is free.
-
-        Returns:
-            Whether it was taken. Where the file system has no locks, it counts as free.
-        """
+        """Takes the lock if it is free; returns whether it did. Without locks of the file system it is free."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
         if fcntl is not None:
             try:

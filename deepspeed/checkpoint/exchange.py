@@ -18,11 +18,7 @@ _PATIENCE = timedelta(hours=12)  # for the slowest disk among the ranks; a rank 
 
 
 class Exchange:
-    """Small messages between the ranks that save or load together. Every rank must make one, in the same order.
-
-    Args:
-        transport: A transport of objects to use instead of one of its own.
-    """
+    """Small messages between the ranks that save or load together. Every rank must make one, in the same order."""
 
     def __init__(self, group: Any = None, transport: Transport | None = None) -> None:
         if transport is None:
@@ -36,10 +32,7 @@ class Exchange:
         return gather_objects(self._transport, value, label=doing)
 
     def together(self, doing: str, action: Callable[[], T]) -> list[T]:
-        """Runs ``action`` on every rank and gives every rank all results.
-
-        Args:
-            action: This rank's part. It must not communicate.
+        """Runs ``action``, which must not communicate, on every rank and gives every rank all results.
 
         Raises:
             CheckpointError: It failed on some rank; the same message on all of them.

@@ -213,11 +213,7 @@ class Step:
 
 
 def rounds(listed: Roster, *, exclude_frozen: bool, gathered_bytes: int = GATHERED_BYTES) -> Iterator[list[Step]]:
-    """Yields what is sent, in rounds: in each, some tiles of one bucket of every rank.
-
-    Args:
-        gathered_bytes: Most bytes of a round, over all ranks; a rank whose next tile is larger sends that one alone.
-    """
+    """Yields what is sent in rounds of ``gathered_bytes`` at most over all ranks; a larger tile is sent alone."""
     by_index: dict[int, list[Listed]] = {}
     for entry in listed.listed:
         by_index.setdefault(entry.layout.index, []).append(entry)
@@ -258,11 +254,7 @@ def _windows(entry: Listed, limit: int) -> list[list[int]]:
 def walk_job(
     run_state: RunState, listed: Roster, *, exclude_frozen: bool, gathered_bytes: int = GATHERED_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields ``(logical name, values)`` on the job's first rank, nothing elsewhere. Every rank must iterate to the end.
-
-    Args:
-        listed: The model of all ranks.
-    """
+    """Yields ``(logical name, values)``, on the job's first rank alone. Every rank must iterate to the end."""
     runtime = run_state.runtime
     job, device = runtime.groups.job, runtime.device
     by_index = {bucket.index: bucket for bucket in runtime.buckets}

@@ -164,10 +164,7 @@ def load_by(
 def load_state_dict(
     run_state: RunState, state_dict: dict[str, Any], exchange: Exchange, *, strict: bool, may_miss: Iterable[str]
 ) -> None:
-    """Fills the model from a full state dict that every rank has. Every rank must call it.
-
-    Args:
-        may_miss: Names that need not be there.
+    """Fills the model from the full state dict of every rank; ``may_miss`` may be missing. Every rank must call it.
 
     Raises:
         CheckpointError: The state dict does not fit; nothing was changed.
@@ -438,10 +435,7 @@ def _restore_schedules(run_state: RunState, state: TrainingState) -> None:
 
 
 def read_training_state(reader: CheckpointReader, rank: int, *, trust: bool) -> TrainingState:
-    """Returns the training state of a checkpoint: counters, schedulers, scalars, everything but large tensors.
-
-    Args:
-        trust: Also unpickle objects that were saved apart, which may run code.
+    """Returns everything but large tensors. With ``trust``, objects saved apart too, which may run code.
 
     Raises:
         CheckpointError: A file is missing, damaged, or refused by the restricted loader.

@@ -148,11 +148,7 @@ def _values(group: Group) -> dict[str, Any]:
 def _with_lists(
     state: Mapping[str, Any], change: Callable[[Path, list[Any]], list[Any]], path: Path = ()
 ) -> dict[str, Any]:
-    """Returns a schedule's state with other per-group lists; states of schedules inside it are searched too.
-
-    Args:
-        change: Called with the place of a list in the state, and the list; returns what goes there.
-    """
+    """Returns a schedule's state with per-group lists replaced by ``change(path, list)``, in nested schedules too."""
     made: dict[str, Any] = {}
     for key, value in state.items():
         here = (*path, key)

@@ -37,11 +37,7 @@ class SavedNames:
 
 
 def renamed(source: CheckpointSource, beginnings: Mapping[str, str]) -> SavedNames | None:
-    """Returns the names of a checkpoint with replaced prefixes; None if a parameter has none of the prefixes.
-
-    Args:
-        beginnings: Maps its name prefixes to those in the model. The longest match counts.
-    """
+    """Returns a checkpoint's names with the longest matching prefix replaced; None if a parameter has none of them."""
     in_order = sorted(beginnings, key=len, reverse=True)
 
     def other(name: str) -> str | None:

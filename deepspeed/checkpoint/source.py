@@ -111,12 +111,7 @@ class CheckpointSource(ABC):
 
 
 def read_whole(wanted: Wanted, out: torch.Tensor, read: Callable[[int, int, torch.Tensor], object]) -> None:
-    """:meth:`CheckpointSource.read` for a source that has every parameter whole.
-
-    Args:
-        out: 1-D.
-        read: Called with first and last-plus-one element of the flattened parameter, and where they go.
-    """
+    """:meth:`CheckpointSource.read` by ``read(start, stop, out)``, for a source with whole parameters; ``out``: 1-D."""
     tile = wanted.tile
     if tile is None:
         read(wanted.start, wanted.stop, out)

@@ -53,11 +53,7 @@ def shared_files(
     merged: MergedGroups,
     position: dict[str, Any] | None,
 ) -> dict[str, bytes]:
-    """Returns the content, by file name, of the small files that rank 0 writes for all.
-
-    Args:
-        scalars: Optimizer states that are no per-element tensors, of all ranks.
-    """
+    """Returns the content, by file name, of the small files that rank 0 writes for all."""
     entries = {key: value for key, value in client_state.items() if key in RESERVED_KEYS}
     others = {key: value for key, value in client_state.items() if key not in RESERVED_KEYS}
     top = {**_model_states(run_state, listed, merged), "data_position": position, **others}
@@ -133,14 +129,7 @@ def rank_file(run_state: RunState) -> bytes:
 
 
 def restore_loader_state(state: dict[str, Any], *, trust: bool) -> list[str]:
-    """Restores the loader's state in the content of a rank's file, if it is pickled and the caller trusts it.
-
-    Args:
-        trust: Whether the state may be unpickled, which may run code.
-
-    Returns:
-        Names of what was withheld.
-    """
+    """Restores a rank's pickled loader state if ``trust``, as it may run code; returns names of what was withheld."""
     pickled = state.pop(_PICKLED_DATA, None)
     if pickled is None:
         return []

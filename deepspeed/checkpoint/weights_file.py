@@ -128,11 +128,7 @@ class WeightsWriter:
             self._open_next()
 
     def finish(self) -> list[str]:
-        """Completes the last file, writes the index and gives all their names.
-
-        Returns:
-            The names of the files, the index last.
-        """
+        """Completes the last file, writes the index and returns the names of the files, the index last."""
         assert not self._left, f"{self._left[0].name} was not written"
         self._close()
         written = list(self._names)

@@ -48,11 +48,7 @@ class BucketRun:
 
 
 class ChunkedStream:
-    """Writes bytes to a file and computes a CRC-32 for each chunk.
-
-    Args:
-        note: Called with the number of bytes after each write, by the thread that writes; None: not reported.
-    """
+    """Writes bytes to a file, with a CRC-32 per chunk. The writing thread passes ``note`` the bytes of each write."""
 
     def __init__(
         self, descriptor: int, crc_pool: ThreadPoolExecutor, note: Callable[[int], None] | None = None
@@ -66,11 +62,7 @@ class ChunkedStream:
         self.size = 0
 
     def write(self, data: memoryview, owner: object = None) -> Future[None] | None:
-        """Writes ``data``, which must stay unchanged until the returned future is done.
-
-        Args:
-            owner: The owner of the memory, if the view does not hold it; kept alive until then.
-        """
+        """Writes ``data``, unchanged until the future is done; ``owner``, if given, keeps its memory alive."""
         last: Future[None] | None = None
         while data:
             space = CHUNK_BYTES - self.size % CHUNK_BYTES
@@ -130,11 +122,7 @@ class _Staging:
 
 
 class SaveProgress:
-    """Logs how much of a rank's files is written, every 15 seconds; short saves log nothing.
-
-    Args:
-        total: Bytes of tensors that the rank writes.
-    """
+    """Logs how much of ``total`` bytes of tensors a rank has written, every 15 seconds; short saves log nothing."""
 
     seconds = 15.0
 

@@ -79,11 +79,7 @@ _COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
 
 
 def is_element_state(state: str, value: Any, shape: tuple[int, ...] | None) -> bool:
-    """Returns whether an optimizer state has a value for each element of its parameter.
-
-    Args:
-        shape: Shape of the parameter, which may be (); None: not known.
-    """
+    """Returns whether an optimizer state has a value for each element of a ``shape``, which may be unknown (None)."""
     if not isinstance(value, torch.Tensor) or (value.dim() == 0 and state in _COUNTERS):
         return False
     return tuple(value.shape) == shape
@@ -105,10 +101,7 @@ class RankFragment:
 def stage_1_and_2(
     shapes: Shapes, lengths: Sequence[int], gaps: Sequence[int] | None, where: str
 ) -> dict[str, list[RankFragment]]:
-    """Locates the parameters of a group that lie end to end over all ranks; a rank may end anywhere in a parameter.
-
-    Args:
-        gaps: Elements left free after each parameter, or None.
+    """Locates a group's parameters, end to end over all ranks, with ``gaps`` free elements after each.
 
     Raises:
         CheckpointError: The tensors are shorter than the parameters, or longer than padding explains.

@@ -95,10 +95,7 @@ _UNREADABLE = (
 
 
 def load(path: Path, *, trust: bool = False) -> Any:
-    """Opens a torch file; tensors stay on the disk until they are read, where the format allows it.
-
-    Args:
-        trust: Unpickle whatever is in it, which may run code.
+    """Opens a torch file, if possible without reading tensors. ``trust``: unpickle all, which may run code.
 
     Raises:
         CheckpointError: It is missing or damaged, or holds objects that only code could restore.

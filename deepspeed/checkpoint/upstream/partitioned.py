@@ -372,11 +372,7 @@ def sharing_ranks(group: Mapping[str, Any], ranks: int) -> int:
 
 
 def numbered_among_all(shapes: Shapes, place: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes under the names that the experts of a place have among all.
-
-    Args:
-        place: Position of the rank among those that share the experts.
-    """
+    """Returns the shapes under the names that the experts of rank ``place`` among its group have among all."""
     numbers = [int(found[0]) for name in shapes if (found := _NUMBER.search(name))]
     local = max(numbers, default=-1) + 1
     return {

@@ -134,10 +134,7 @@ def _of_layers(beginnings: Sequence[str], trained: Sequence[Sequence[str]]) -> l
 
 
 def joined_states(folder: Path, *, trust: bool) -> list[dict[str, Any]]:
-    """Returns the model states of all stages as if they were one model's, of each tensor-parallel rank.
-
-    Returns:
-        Empty where the folder is not a pipeline's.
+    """Returns all stages' model states as one model's, by tensor-parallel rank; empty if it is no pipeline.
 
     Raises:
         CheckpointError: Files of some ranks are missing.

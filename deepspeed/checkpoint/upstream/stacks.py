@@ -30,10 +30,7 @@ def by_place(shapes: Shapes, place: int) -> Shapes:
 
 
 def put_together(content: CheckpointValues, module: Mapping[str, Any], where: str) -> None:
-    """Gives a content the stacks and routers that the model has, in the place of what the files have.
-
-    Args:
-        content: The content of a folder; changed in place. Other models are left alone.
+    """Gives ``content``, in place, the model's stacks and routers; other models are left alone.
 
     Raises:
         CheckpointError: Experts are missing.

@@ -48,10 +48,7 @@ class _Group:
 
 
 def write_universal(source: CheckpointSource, state: TrainingState, folder: Path, stage: int) -> list[str]:
-    """Writes the files of a tag folder; returns sentences on what upstream's layout cannot hold.
-
-    Args:
-        stage: 1, 2 or 3: the stage that is going to load it.
+    """Writes the files for ``stage`` (1, 2 or 3); returns sentences on what upstream's layout cannot hold.
 
     Raises:
         CheckpointError: The source is damaged, or has no optimizer states.
