@@ -102,11 +102,7 @@ def evaluate(closure: Callable[[], Any] | None) -> Any:
 def update_group(
     optimizer: torch.optim.Optimizer, rule: UpdateRule, group: dict[str, Any], *, fp32_states: bool = False
 ) -> None:
-    """Applies one step of ``rule`` to the parameters of ``group`` with a gradient, of any shape, layout and dtype.
-
-    Args:
-        fp32_states: Create missing state in fp32 at least.
-    """
+    """Applies one step of ``rule`` to the group's parameters with a gradient, of any shape, layout and dtype."""
     names = list(rule.initial_state(group))
     together: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, list[Tensor]]]] = defaultdict(list)
     steps: dict[tuple[Any, ...], float | Tensor] = {}

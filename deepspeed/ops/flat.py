@@ -176,12 +176,7 @@ _UNCORRECTED = math.inf
 
 
 class AdamRule(UpdateRule):
-    """Adam and AdamW: `Kingma and Ba <https://arxiv.org/abs/1412.6980>`_, `Loshchilov and Hutter
-    <https://arxiv.org/abs/1711.05101>`_.
-
-    Args:
-        decoupled: Weight decay apart from the gradient (AdamW); None reads ``decoupled_weight_decay`` of the group.
-    """  # noqa: D205 - the title holds its two references
+    """Adam (arXiv 1412.6980) and AdamW (arXiv 1711.05101); ``decoupled`` None reads the group's key."""
 
     starts: ClassVar = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
     is_fused = True

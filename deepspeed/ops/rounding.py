@@ -45,12 +45,7 @@ class ParameterInterval:
 
 
 class ElementRounding:
-    """Rounds the results of one update of a run.
-
-    Args:
-        update: Number of the update; equal on all ranks.
-        intervals: The intervals of parameters in the run, in ascending order.
-    """
+    """Rounds the results of an update, whose number is equal on all ranks, of a run with ascending intervals."""
 
     def __init__(self, update: int, intervals: Sequence[ParameterInterval]) -> None:
         self._update = update

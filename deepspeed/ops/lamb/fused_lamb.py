@@ -131,11 +131,7 @@ class FusedLamb(KeepsStateDtypes):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient. A collective when the tensors are cut over a group.
-
-        Returns:
-            What ``closure`` returned, or None.
-        """
+        """Updates every parameter with a gradient; returns what ``closure`` did. A collective if tensors are cut."""
         loss = evaluate(closure)
         num_tensors = self._table.num_tensors if self._table else sum(len(g["params"]) for g in self.param_groups)
         updates = list(self._updates(num_tensors))
@@ -182,11 +178,7 @@ class FusedLamb(KeepsStateDtypes):
 
 
 def _add_over_parts(squares: Tensor, table: FragmentTable) -> None:
-    """Adds the sums of tensor-parallel parts over their ranks; a collective if there are such tensors.
-
-    Args:
-        squares: 2 x num_tensors, of this rank's parts; completed in place.
-    """
+    """Adds ``squares`` ``[2, num_tensors]`` of tensor-parallel parts over their ranks; a collective if any are."""
     if table.cut is None:
         return
     columns = torch.tensor(table.cut.columns, device=squares.device)
@@ -282,10 +274,7 @@ BLOCK_NUMEL = 64
 
 
 class BlockMap:
-    """Maps each block of a run to the tensor it belongs to.
-
-    Args:
-        fragments: The run's tensors in order, starting at multiples of 64; gaps and the tail are padding.
+    """Maps each block of a run to the tensor it belongs to. Fragments start at multiples of 64; the rest is padding.
 
     Raises:
         ValueError: A tensor does not start at a multiple of 64, in the run or of its own elements.

@@ -38,10 +38,7 @@ class FusedLion(ClearsGradients):
 
 
 class DeepSpeedCPULion(ElementwiseOptimizer):
-    """Lion with fp32 state, for offloaded parameters (it works on any device).
-
-    Args:
-        fp32_optimizer_states: Keep the momentum of 16-bit parameters in fp32; False keeps the parameter's dtype.
+    """Lion for offloaded parameters (on any device); the momentum is fp32 unless ``fp32_optimizer_states`` is False.
 
     Raises:
         ValueError: A number is out of range.

@@ -186,11 +186,7 @@ class Muon(KeepsStateDtypes):
                 )
 
     def scale_rows_after_step(self, rows: Mapping[str, Sequence[ScaledRows]]) -> None:
-        """Sets the rows of tensors that the next :meth:`step` multiplies after it has updated them.
-
-        Args:
-            rows: The rows by name of the tensor in the fragment tables; other names are ignored.
-        """
+        """Sets rows, by tensor name in the tables, to scale after the next :meth:`step`; ignores other names."""
         self._scaled_rows = rows
 
     @property
@@ -212,11 +208,7 @@ class Muon(KeepsStateDtypes):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient. A collective when matrices are cut over a group.
-
-        Returns:
-            What ``closure`` returned, or None.
-        """
+        """Updates every parameter with a gradient; returns what ``closure`` did. A collective if matrices are cut."""
         loss = evaluate(closure)
         matrix_groups = [group for group in self.param_groups if group["use_muon"]]
         if self._exchanges is None:

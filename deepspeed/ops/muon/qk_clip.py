@@ -186,11 +186,7 @@ def largest_logits(
 
 
 def _hidden(mask: Any, positions: Tensor, keys: int, *, is_causal: bool, window: int | None) -> Tensor | None:
-    """Returns a mask, true for pairs that are masked, that broadcasts to ``[batch, heads, queries, keys]``.
-
-    Args:
-        positions: Positions of the queries, ``[queries, 1]``.
-    """
+    """Returns a mask, true for masked pairs, for ``[batch, heads, queries, keys]``; ``positions``: ``[queries, 1]``."""
     if isinstance(mask, Tensor) and mask.dim() == 4:
         block = mask[:, :, positions.flatten()] if mask.shape[2] > 1 else mask
         seen = block if block.dtype == torch.bool else block > torch.finfo(block.dtype).min / 2

@@ -16,11 +16,7 @@ from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, refuse_s
 
 
 class FrozenAdamRule(UpdateRule):
-    """The step of 1-bit Adam after its warm-up. The variance is frozen; the gradient argument holds the new momentum.
-
-    Args:
-        frozen_at: Number of updates after which the variance was frozen.
-    """
+    """The step of 1-bit Adam after its warm-up of ``frozen_at`` updates; the gradient argument holds the momentum."""
 
     starts = AdamRule.starts  # not fused: the denominator would need a temporary copy of every tensor
 

@@ -39,11 +39,7 @@ class ExchangesMomentum(Protocol):
     """Logs at the end of the run if nothing was compressed."""
 
     def begin_update(self, before: int) -> None:
-        """Prepares the phase of the next update.
-
-        Args:
-            before: Updates so far, skipped ones included; equal on all ranks, also after a checkpoint was loaded.
-        """
+        """Prepares the next update's phase. ``before``: updates so far, skipped ones too, equal on all ranks."""
         ...
 
     def coefficient(self, name: str) -> float:

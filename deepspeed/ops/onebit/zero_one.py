@@ -118,12 +118,7 @@ class ZeroOneRule(UpdateRule):
 
 
 def denominator_of(variance: Tensor, group: dict[str, Any], updates: int, out: Tensor | None = None) -> Tensor:
-    """Returns the divisor of movements, in the shape of ``variance``.
-
-    Args:
-        variance: Variance of some elements, any shape.
-        out: Receives the result; None: a new tensor.
-    """
+    """Returns the divisor of movements, in the shape of ``variance`` (any); in ``out`` if given."""
     root = frozen_root(variance, out=out)
     if group["bias_correction"]:
         root.div_(_correction(group, updates))
@@ -131,11 +126,7 @@ def denominator_of(variance: Tensor, group: dict[str, Any], updates: int, out: T
 
 
 def farthest_of(group: dict[str, Any], updates: int) -> float:
-    """Returns the largest distance from the anchor that Adam could reach with the learning rates since then.
-
-    Args:
-        updates: Updates of the variance so far, at least 1.
-    """
+    """Returns the largest distance from the anchor that Adam could reach since; ``updates`` is at least 1."""
     bound = largest_update(group["betas"], float(group.get(LR_SUM) or 0.0))
     # Denominators contain the bias correction of the variance; the bound does not.
     return bound * _correction(group, updates) if group["bias_correction"] else bound

@@ -71,10 +71,7 @@ class LayoutPlan:
 
 
 def compile_layout(layout: torch.Tensor, block: int) -> LayoutPlan:
-    """Compiles a layout.
-
-    Args:
-        layout: ``[heads, blocks, blocks]`` (or ``[blocks, blocks]`` for one head), 0 or not, on any device.
+    """Compiles a layout ``[heads, blocks, blocks]`` or ``[blocks, blocks]``, 0 or not, on any device.
 
     Raises:
         ValueError: The layout has another shape.

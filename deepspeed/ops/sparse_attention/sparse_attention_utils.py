@@ -22,13 +22,10 @@ class SparseAttentionUtils:
 
     @staticmethod
     def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
-        """Makes the position table of a model longer by repeating it; buffers that are as long grow with it.
+        """Makes a model's position table longer, in place, by repeating it; buffers that are as long grow with it.
 
         Works on models whose embeddings module has ``position_embeddings``, such as BERT and RoBERTa (whose first
         ``padding_idx + 1`` rows mean no position and stay once at the front). Call it before ``deepspeed.initialize``.
-
-        Returns:
-            The model.
 
         Raises:
             ValueError: There is no such table, or it is longer already.
@@ -73,13 +70,7 @@ class SparseAttentionUtils:
     def replace_model_self_attention_with_sparse_self_attention(
         model: nn.Module, max_position: int, sparsity_config: SparsityConfig
     ) -> nn.Module:
-        """Makes a Transformers model sparse and its position table, if it has one, ``max_position`` long.
-
-        Args:
-            model: Changed in place, see :func:`use_sparse_attention`.
-
-        Returns:
-            The model.
+        """Makes a model sparse and its position table ``max_position`` long, in place: :func:`use_sparse_attention`.
 
         Raises:
             DeepSpeedConfigError: The model cannot be switched.

@@ -252,12 +252,7 @@ class BertSparseSelfAttention(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Computes attention; returns ``[batch, length, hidden]``.
-
-        Args:
-            hidden_states: ``[batch, length, hidden]``.
-            attention_mask: Mask of keys, ``[batch, length]`` or with dimensions of 1 between; added to the scores.
-        """
+        """Returns ``[batch, length, hidden]``; ``attention_mask`` ``[batch, (1, 1,) length]`` is added to scores."""
         query, key, value = (
             layer(hidden_states).unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)

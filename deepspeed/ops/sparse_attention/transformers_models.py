@@ -197,12 +197,8 @@ def _hiding(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _hidden_by(
     layout: torch.Tensor, block: int, queries: torch.Tensor, keys: torch.Tensor, is_causal: bool
 ) -> torch.Tensor:
-    """Returns the keys that are hidden from some tokens: bool ``[1, heads, queries, keys]``.
-
-    Args:
-        keys: Places of the keys. Those after the layout must be hidden otherwise.
-    """
-    columns = (keys // block).clamp(max=layout.size(2) - 1)
+    """Returns the keys at positions ``keys`` that some tokens do not see: bool ``[1, heads, queries, keys]``."""
+    columns = (keys // block).clamp(max=layout.size(2) - 1)  # keys after the layout must be hidden otherwise
     hidden = layout[:, queries // block][:, :, columns] == 0
     if is_causal:
         hidden = hidden | (keys > queries.unsqueeze(1))
