@@ -110,12 +110,7 @@ class ErrorStream(RankStream):
         self._hold_for_good = True
 
     def shorten(self, reason: str, shown: bytes = b"") -> None:
-        """Shows held lines, with a traceback reduced to its exception, its place and ``reason``.
-
-        Args:
-            reason: Why it is shortened.
-            shown: An exception already shown in full, which is not repeated.
-        """
+        """Shows held lines, with a traceback reduced to its exception (unless shown already), place and ``reason``."""
         lines, self._held_lines, self._hold_for_good = self._held_lines or [], None, False
         start = next((number for number, text in enumerate(lines) if _REPORT_START.search(text)), len(lines))
         for text in lines[:start]:
@@ -376,11 +371,7 @@ def find_failure_file(environ: Mapping[str, str]) -> Path | None:
 
 
 def write_failure(path: Path, lines: Sequence[str]) -> str | None:
-    """Writes the reason of a failure, and replaces that of an earlier run.
-
-    Returns:
-        Why the file cannot be written, as a sentence; None if it was.
-    """
+    """Writes why the run has failed, over an earlier reason; returns why it cannot, None if it did."""
     try:
         with path.open("w", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")

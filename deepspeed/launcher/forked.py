@@ -158,12 +158,7 @@ def fork_rank(
 
 
 def fork_command(main: Callable[[], None], environment: Mapping[str, str], output: tuple[int, int]) -> int:
-    """Runs a command of this package in a fork; returns its process id.
-
-    Args:
-        main: The command. It reads ``sys.argv``.
-        output: Descriptors of its standard output and error.
-    """
+    """Runs ``main``, which reads ``sys.argv``, in a fork that writes to ``output`` (out, err); returns the id."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     pid = os.fork()

@@ -343,11 +343,7 @@ def _world(args: argparse.Namespace, hosts: list[list[int | str]], port: int) ->
 def _common_environment(
     world: LaunchWorld, on_cpu: bool, bound_cores: int | None, *, has_log_files: bool
 ) -> dict[str, str]:
-    """Returns the variables common to all ranks of this machine.
-
-    Args:
-        bound_cores: Cores that each of them is bound to; None if it is not.
-    """
+    """Returns the variables common to all ranks of this machine; ``bound_cores`` is per rank."""
     name = environment_file_name()
     environment = dict(os.environ)
     # Variables set for this run take precedence over those in a file.

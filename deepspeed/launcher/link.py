@@ -279,12 +279,7 @@ class LauncherLink:
         return found
 
     def close(self, patience: float) -> None:
-        """Sends the leave message and closes the connections.
-
-        Args:
-            patience: Seconds in which launchers that are not connected yet may still connect and receive earlier
-                events.
-        """
+        """Leaves; for ``patience`` seconds launchers that are still to connect receive earlier events."""
         if self._thread is None:
             return
         deadline = time.monotonic() + patience

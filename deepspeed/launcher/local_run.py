@@ -118,13 +118,9 @@ class LocalRun:
         self._left_behind: dict[int, float] = {}  # ranks without which the others continue, and since when
 
     def run(self) -> int:
-        """Runs all ranks until they have ended.
+        """Runs all ranks to their end; returns 0, the first failure's code, or 128 + n for signal n.
 
         Must be called from the main thread: it handles signals while it runs.
-
-        Returns:
-            The exit code: 0, the code of the rank that failed first (128 + n for signal n), or 128 + n for a signal to
-            the launcher itself.
         """
         # pdsh starts programs with these blocked; without the first of them no rank's end would be noticed.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD, signal.SIGTSTP, *_FORWARDED))

@@ -22,11 +22,7 @@ Resources = Mapping[str, int | Sequence[int | str]]
 
 
 class MultiNodeRunner:
-    """The command that starts a run.
-
-    Args:
-        resource_pool: Slots of each machine, if known; not needed before :meth:`get_cmd`.
-    """
+    """The command that starts a run. ``resource_pool`` (slots per machine) may be unknown until :meth:`get_cmd`."""
 
     launcher: ClassVar[str]
 
@@ -58,11 +54,7 @@ class MultiNodeRunner:
         self._command(self._run(decode_world_info(self.world_info_base64)))
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> Any:
-        """Returns the command as a list of words.
-
-        Args:
-            environment: Receives the variables that the program itself needs.
-            active_resources: Slots of each machine that takes part: their ids, or how many.
+        """Returns the command as words; adds its variables to ``environment``. Resources: slots, or how many.
 
         Raises:
             LauncherError: The program cannot start such a run.

@@ -89,11 +89,7 @@ def claim_port(address: str, requested: RequestedPort | None, *, is_shared: bool
 
 
 def agreed_port(requested: RequestedPort | None, *, holds_rank_0: bool, is_claimed: bool) -> PortClaim:
-    """Returns the port of a run on several machines, whose launchers must all use the same.
-
-    Args:
-        holds_rank_0: Whether the port must be free on this machine.
-        is_claimed: Whether the command that started this launcher has claimed it.
+    """Returns the port of all launchers of a run: claimed here if it ``holds_rank_0`` and not ``is_claimed``.
 
     Raises:
         LauncherError: The port is in use on this machine.
@@ -119,11 +115,7 @@ def _occupant(port: int) -> str:
 
 
 def _claim(port: int, *, is_marked: bool = False) -> PortClaim | None:
-    """Marks and holds a port; returns None if another process has it, or has marked it.
-
-    Args:
-        is_marked: Whether another process has marked it for this one.
-    """
+    """Marks and holds a port, if ``is_marked`` one that is marked for this process; None if another process has it."""
     mark: list[socket.socket] = []
     if sys.platform.startswith("linux") and not is_marked:  # only Linux has abstract sockets
         mark.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))

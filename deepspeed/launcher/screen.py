@@ -182,12 +182,7 @@ def _surface(descriptor: int) -> tuple[int, int, int]:
 
 
 class RankStream:
-    """Cuts one output stream of one rank into lines.
-
-    Args:
-        rank: Global rank; rank 0 is shown live.
-        descriptor: 1 or 2, where its lines go.
-    """
+    """Cuts one output stream (``descriptor`` 1 or 2) of one rank into lines; rank 0 is shown live."""
 
     def __init__(self, rank: int, descriptor: int, label: bytes, screen: Screen) -> None:
         self.rank = rank

@@ -190,10 +190,7 @@ def hosts_of_step(environment: Mapping[str, str]) -> list[str]:
 
 
 def slots_of_allocation(environment: Mapping[str, str], per_node: int) -> dict[str, int]:
-    """Returns the slots per machine of the allocation.
-
-    Args:
-        per_node: Ranks per machine; -1 by the devices or tasks of the allocation.
+    """Returns the slots per machine of the allocation: ``per_node``, or for -1 as many as its devices or tasks.
 
     Raises:
         LauncherError: This is no Slurm job, or the number of ranks per machine is unknown.
@@ -214,11 +211,7 @@ def slots_of_allocation(environment: Mapping[str, str], per_node: int) -> dict[s
 
 
 def _count(text: str, *, is_of_devices: bool) -> int:
-    """Returns the number per machine in a value of Slurm such as "4", "4(x2)" or "a100-sxm4-80gb:2,1g.5gb:7"; else 0.
-
-    Args:
-        is_of_devices: Whether its parts are numbers of devices of each type, not of tasks on each machine.
-    """
+    """Returns the tasks or devices per machine in "4", "4(x2)" or (devices) "a100-sxm4-80gb:2,1g.5gb:7"; else 0."""
     if match := re.fullmatch(r"(\d+)(\(x\d+\))?", text):
         return int(match[1])
     if not is_of_devices or not re.fullmatch(r"([^,]+:)?\d+(,([^,]+:)?\d+)*", text):
