@@ -68,11 +68,7 @@ def _parse_args(args: Sequence[str] | None) -> argparse.Namespace:
 
 
 def show(facts: EnvironmentInfo, console: Console, *, features: bool = True, warnings: bool = True) -> None:
-    """Prints ``facts`` as tables. The longest comes first, as a terminal shows the end.
-
-    Args:
-        features: Include features that work here, and those that this release lacks.
-    """
+    """Prints ``facts`` as tables, with ``features`` what works here or not. The longest comes first."""
     if features:
         console.print(_pairs("Not in this release, and what to do instead", facts.missing))
         console.print(_usable(facts.usable))

@@ -106,11 +106,7 @@ def merge_traces(folder: Path, target: Path | None = None) -> Path:
 
 
 def compare_traces(before: Path, after: Path) -> list[TraceRow]:
-    """Returns names whose time per step differs, largest change first. Times of ranges include nested ranges.
-
-    Args:
-        before: A folder of traces, or a merged trace.
-        after: Another one.
+    """Returns names of two traces whose time per step differs, largest change first; includes nested ranges.
 
     Raises:
         DeepSpeedError: One of them is no trace, or holds no step.
