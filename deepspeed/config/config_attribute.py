@@ -12,11 +12,7 @@ Value = TypeVar("Value")
 
 
 class ConfigAttribute(property, Generic[Value]):
-    """A property whose type is known to type checkers, though a lambda reads it.
-
-    Args:
-        write: Called with the object and a new value; None: the attribute is read-only.
-    """
+    """A property whose type is known to type checkers, though a lambda reads it; read-only without ``write``."""
 
     def __init__(
         self, read: Callable[[Any], Value], meaning: str, write: Callable[[Any, Value], None] | None = None

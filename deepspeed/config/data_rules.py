@@ -20,11 +20,7 @@ _OF_TYPE = {
 
 
 def problems_of(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], str]]:
-    """Returns the problems of a schedule: the path below its section, and a sentence.
-
-    Args:
-        config: ``min_difficulty``, ``max_difficulty``, ``schedule_type`` and ``schedule_config``.
-    """
+    """Returns the problems of a schedule (difficulties, type, config): path below its section, and a sentence."""
     found: list[tuple[tuple[str, ...], str]] = []
     for name in ("min_difficulty", "max_difficulty", "schedule_type"):
         if config.get(name) is None:

@@ -111,12 +111,7 @@ def _word(member: Any) -> str:
 
 
 def type_words(annotation: Any, interval: str = "", plural: bool = False) -> str:
-    """Returns a type in words, null left out unless it is all there is.
-
-    Args:
-        interval: Text after its numbers, such as ``> 0``.
-        plural: Whether the words are to stand for several.
-    """
+    """Returns a type in words, singular or plural, with ``interval`` after numbers, null only if it is all there is."""
     members = [member for member in _members(annotation) if member not in (None, type(None))]
     if not members:
         return "null"

@@ -70,11 +70,7 @@ def _problems_of_continue(section: Elasticity) -> Iterator[tuple[str, ...]]:
 
 
 def put_elastic_batch(root: Root, data: dict[str, Any], data_ranks: int | None, findings: ConfigMessages) -> Root:
-    """Returns the configuration with the batch keys that section ``elasticity`` gives for ``data_ranks``.
-
-    Args:
-        data_ranks: Data-parallel ranks; None where they are not known, and then the batch keys stay open.
-    """
+    """Returns the configuration with section ``elasticity``'s batch for ``data_ranks``; open where that is None."""
     section = root.elasticity
     if section is None or not section.enabled:
         return root
@@ -120,10 +116,7 @@ def _compare_with_scheduler(section: Elasticity, findings: ConfigMessages) -> No
 
 
 def differences_from_scheduler(section: Elasticity, text: str) -> dict[str, str]:
-    """Returns a sentence for each key on which ``section`` and the scheduler's differ.
-
-    Args:
-        text: Value of ``DEEPSPEED_ELASTICITY_CONFIG``.
+    """Returns a sentence for each key on which ``section`` and ``DEEPSPEED_ELASTICITY_CONFIG`` differ.
 
     Raises:
         ElasticityConfigError: The text is no JSON object.
