@@ -25,10 +25,7 @@ _NO_LOG_LINES = "6"  # above every level of kineto, the library below torch's pr
 
 
 class TraceRecorder(StepTracker):
-    """Traces ``steps`` steps of this rank and writes ``rank-<N>.trace.json``.
-
-    Args:
-        first_step: The first step that is traced, counted from 1.
+    """Traces ``steps`` steps of this rank from ``first_step`` (from 1) on and writes ``rank-<N>.trace.json``.
 
     Raises:
         DeepSpeedConfigError: The folder cannot be created.

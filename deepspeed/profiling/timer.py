@@ -75,11 +75,7 @@ class Stopwatch:
         self.records.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """Returns the total in milliseconds, the running interval included.
-
-        Args:
-            reset: Set the total to zero; a running timer keeps running.
-        """
+        """Returns the total in milliseconds, the running interval included; ``reset`` sets it to zero."""
         running = self.started
         if running:
             self.stop()
@@ -335,11 +331,7 @@ def memory_line() -> str:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Logs ``message`` and the memory in use on rank 0, then resets the peaks.
-
-    Args:
-        force: False makes the call do nothing, so that calls can stay in the program.
-    """
+    """With ``force``, logs ``message`` and the memory in use on rank 0, then resets the peaks."""
     if not force:
         return
     log_dist(f"{message} | {memory_line()}")

@@ -327,11 +327,7 @@ def _elements(value: Any) -> int:
 
 
 class OperationCounter(TorchDispatchMode):
-    """Reports the cost of each operation inside the context.
-
-    Args:
-        record: Called with the operations and multiply-accumulates of each call that costs something.
-    """
+    """Passes ``record`` the operations and multiply-accumulates of each call in the context that costs something."""
 
     def __init__(self, record: Callable[[int, int], None]) -> None:
         super().__init__()

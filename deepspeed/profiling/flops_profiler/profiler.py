@@ -42,10 +42,7 @@ class FlopsProfiler:
         return self._profile is not None and self._profile.is_running
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Starts counting from zero.
-
-        Args:
-            ignore_list: Classes of modules without a line of their own; their operations count for their parents.
+        """Starts counting from zero. Classes in ``ignore_list`` count for their parents.
 
         Raises:
             RuntimeError: It is running already.
