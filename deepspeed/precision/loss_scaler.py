@@ -29,10 +29,7 @@ _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 class LossScalerBase:
-    """Base class of both scalers: holds the scale and applies it to a loss.
-
-    Attributes:
-        dynamic: Whether ``update_scale`` changes the scale.
+    """Base class of both scalers: holds the scale (updated if ``dynamic``) and applies it to a loss.
 
     Raises:
         ValueError: The scale is not positive and finite.
@@ -67,11 +64,7 @@ class LossScalerBase:
         """Updates the scaler after a step. Every rank must pass the same value."""
 
     def describe_change(self, before: float) -> str:
-        """Returns a sentence for the log on how an overflow changed the scale.
-
-        Args:
-            before: The scale of the step that overflowed.
-        """
+        """Returns a sentence on how an overflow at scale ``before`` changed the scale."""
         if self.cur_scale != before:
             return f"Loss scale {before:g} -> {self.cur_scale:g}"
         return f"Loss scale stays {before:g}: {self._why_unchanged()}"
@@ -152,10 +145,7 @@ class DynamicLossScaler(LossScalerBase):
         self.raise_error_at_min_scale = raise_error_at_min_scale
 
     def update_scale(self, overflow: bool) -> None:
-        """Updates the scale after a step.
-
-        Args:
-            overflow: Whether the gradients held an infinity or NaN. Must be equal on all ranks.
+        """Updates the scale after a step; ``overflow`` must be equal on all ranks.
 
         Raises:
             NonFiniteError: The gradients overflowed with the scale at its minimum and ``cur_hysteresis`` at 1, and
@@ -219,11 +209,7 @@ def CreateLossScaler(  # noqa: N802 - the public name
     dynamic_scaling: bool,
     dynamic_loss_args: dict[str, Any] | None,
 ) -> LossScalerBase:
-    """Returns the scaler for a compute dtype; only fp16 is scaled.
-
-    Args:
-        static_loss_scale: The scale if ``dynamic_scaling`` is False.
-    """
+    """Returns the scaler for a compute dtype: only fp16 is scaled, without ``dynamic_scaling`` by the static scale."""
     if dtype is not torch.half:
         return LossScaler(scale=1.0)
     if not dynamic_scaling:
