@@ -113,11 +113,7 @@ def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """Returns the ``scheduler`` section of a config for parsed options.
-
-    Returns:
-        The section and None, or None and the reason why there is none.
-    """
+    """Returns the ``scheduler`` section for parsed options and None, or None and the reason why there is none."""
     name = getattr(args, LR_SCHEDULE, None)
     if name is None:
         return None, f"--{LR_SCHEDULE} not specified on command line"
@@ -129,11 +125,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[Any, str]:
-    """Returns the rate that an optimizer should be made with for a ``scheduler`` section.
-
-    Returns:
-        The rate and an empty text, or None and the reason why the section does not determine it.
-    """
+    """Returns the optimizer's rate for a ``scheduler`` section and "", or None and why the section does not set it."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"LR schedule {key} not defined in config"

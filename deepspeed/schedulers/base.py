@@ -146,10 +146,7 @@ def get_torch_optimizer(optimizer: Any) -> Optimizer:
 
 
 def update_lr(param_groups: list[dict[str, Any]], lrs: Sequence[float]) -> list[float]:
-    """Writes one rate per group; a tensor is filled in place, so that captured graphs see it.
-
-    Returns:
-        The rates now in the groups.
+    """Writes one rate per group (into tensors in place, for captured graphs); returns the rates.
 
     Raises:
         ValueError: The number of groups has changed.
