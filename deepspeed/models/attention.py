@@ -108,12 +108,9 @@ def check_wrapped_attention(model: Any, suffix: str, functions: AttentionFunctio
 
 
 def wrap_attention(model: nn.Module, suffix: str, functions: AttentionFunctions) -> None:
-    """Replaces the attention implementations of a model by wrapped ones, in place.
+    """Replaces the attention implementations of a model, a wrapper or layers of one by wrapped ones, in place.
 
     The model's configuration is copied first. Implementations that are wrapped already are not changed.
-
-    Args:
-        model: A Transformers model, a wrapper of one, or layers of one.
     """
     own_configurations(model)
     for module in configured_modules(model):

@@ -60,11 +60,7 @@ def attention_of(module: nn.Module, config: Any) -> AttentionHeads | None:
 
 
 def change_heads(module: nn.Module, whole: AttentionHeads, query: int, key_value: int) -> dict[str, tuple[int, int]]:
-    """Sets the numbers of an attention module to those of a part of its heads, in place.
-
-    Returns:
-        By attribute: the number before and after.
-    """
+    """Sets an attention module's numbers to those of some heads, in place; returns ``{attribute: (before, after)}``."""
     wanted = dict.fromkeys(QUERY_HEADS, (whole.query, query)) | dict.fromkeys(
         KEY_VALUE_HEADS, (whole.key_value, key_value)
     )

@@ -55,11 +55,7 @@ def class_named(architecture: str) -> Any:
 
 
 def build(config: Any, model_class: Any = None, **more: Any) -> Any:
-    """Returns a model of a configuration, which becomes the model's own.
-
-    Args:
-        model_class: None: the causal language model of the family.
-    """
+    """Returns a model that owns ``config``, by default the family's causal language model."""
     if model_class is None:
         from transformers import AutoModelForCausalLM
 

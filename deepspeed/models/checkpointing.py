@@ -17,11 +17,7 @@ def switch_of(model: nn.Module, verb: str) -> Callable[..., Any] | None:
 
 
 def checkpoint_layers(model: Any) -> bool:
-    """Makes a model checkpoint its layers, without reentrant backward, if it does not yet; in place.
-
-    Returns:
-        False for a model without support for checkpointing, which is not changed.
-    """
+    """Makes a model checkpoint its layers, without reentrant backward, in place; False if it does not support it."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         return False
     is_on = getattr(model, "is_activation_checkpointing", None)
@@ -33,12 +29,7 @@ def checkpoint_layers(model: Any) -> bool:
 
 
 def replace_checkpoint_functions(model: nn.Module, make: Callable[[Any], Any]) -> None:
-    """Replaces the functions that checkpoint layers, in place.
-
-    Args:
-        model: The model, or a wrapper of it.
-        make: Takes the present function and returns the new one, or the same.
-    """
+    """Replaces the functions that checkpoint layers, in place, by ``make(function)``."""
     for module in model.modules():
         function = module.__dict__.get(_FUNCTION)
         if function is not None:

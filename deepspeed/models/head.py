@@ -78,12 +78,7 @@ def causal_output(return_dict: bool | None, **fields: Any) -> Any:
 
 
 def losses_of_logits(logits: torch.Tensor, labels: torch.Tensor, *, ignore_index: int = IGNORED) -> torch.Tensor:
-    """Returns the cross entropy of each token in fp32; 0 where the label does not count.
-
-    Args:
-        logits: ``[tokens, vocabulary]``.
-        labels: ``[tokens]``.
-    """
+    """Returns the fp32 cross entropy of ``[tokens, vocabulary]`` and ``[tokens]``; 0 where a label does not count."""
     return nn.functional.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="none")
 
 

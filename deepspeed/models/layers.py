@@ -61,11 +61,7 @@ _FP32_LISTS = {torch.float16: 2, torch.bfloat16: 1}  # how many of a model's two
 
 
 def modules_in_fp32(model: Any, dtype: torch.dtype = torch.float16) -> list[str]:
-    """Returns parts of the names of modules that a model keeps in fp32, such as "norm" or "mlp.gate".
-
-    Args:
-        dtype: Of the other weights. The library keeps more in fp32 beside fp16 than beside bf16.
-    """
+    """Returns parts of names ("norm", "mlp.gate") of modules that stay in fp32, more beside fp16 than beside bf16."""
     names = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")[: _FP32_LISTS.get(dtype, 0)]
     lists = (getattr(model, name, None) or () for name in names)
     return sorted({part for parts in lists for part in parts})

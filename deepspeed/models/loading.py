@@ -28,11 +28,7 @@ Put = Callable[[str, Any, Any], None]
 
 
 def wrap_loading(load: Callable[[nn.Module, Any, Callable[[], Any]], Any]) -> None:
-    """Wraps the part of ``from_pretrained`` that reads files at stage 3, if the library has been imported; once only.
-
-    Args:
-        load: The replacement; called with the model, the library's settings of this loading, and the original.
-    """
+    """Replaces the reading of files at stage 3, if imported, once, by ``load(model, settings, original)``."""
     kind: Any = getattr(sys.modules.get(_MODELS), "PreTrainedModel", None)
     original = getattr(kind, "_load_pretrained_model", None)
     loader = sys.modules.get(_LOADER)

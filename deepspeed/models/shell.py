@@ -131,12 +131,7 @@ class _Recorder(nn.Module):
 
 
 class Recording:
-    """A copy of a decoder whose blocks are recorders.
-
-    Args:
-        blocks: Name of its list of blocks.
-        child: Takes the name of another child and returns the module that replaces it.
-    """
+    """A copy of a decoder with recorders as ``blocks``, and each other child replaced by ``child(name)``."""
 
     def __init__(self, decoder: nn.Module, blocks: str, child: Callable[[str], nn.Module]) -> None:
         self.decoder: Any = copy.copy(decoder)  # the copy, for a module that holds its parameters

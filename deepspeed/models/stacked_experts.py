@@ -65,12 +65,7 @@ def takes_routes(module: nn.Module) -> bool:
 
 
 def lacks(module: nn.Module, rows: Mapping[str, int]) -> str | None:
-    """Returns what a module with stacked experts lacks to be supported, in words; None: nothing.
-
-    Args:
-        module: The module, as the library builds it.
-        rows: The lengths of its stacked weights by name, of all ranks together.
-    """
+    """Returns in words what a module with stacked experts lacks to be supported; ``rows``: lengths of its weights."""
     if "down_proj" not in rows or not {"gate_up_proj", "up_proj"} & rows.keys():
         return "the stacked weights gate_up_proj (or up_proj) and down_proj"
     if _share_beyond(module, rows) is None:
@@ -125,12 +120,7 @@ def _share_beyond(module: nn.Module, rows: Mapping[str, int]) -> float | None:
 
 
 def routes_in(index: Any, weights: Any, more: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns chosen experts and weights, ``[S, k]``, from the arguments of a module's forward.
-
-    Args:
-        index: The first argument after the tokens, or None.
-        weights: The second, or None.
-    """
+    """Returns experts and weights, ``[S, k]``, from the first two arguments after the tokens, or keywords."""
     return (
         more["router_indices"] if index is None else index,
         more["routing_weights"] if weights is None else weights,
