@@ -34,11 +34,7 @@ _BY_METHOD = {"set_deepspeed_parallelism": "deepspeed.parallel.expert.feature"}
 
 
 def mark(thing: Any, feature: str) -> None:
-    """Marks an object, such as a module of a model, so that it requests a feature.
-
-    Args:
-        thing: Any object with a ``__dict__``.
-    """
+    """Marks an object with a ``__dict__``, such as a module of a model, so that it requests a feature."""
     known: tuple[str, ...] = thing.__dict__.get(MARK, ())
     thing.__dict__[MARK] = tuple(dict.fromkeys((*known, feature)))
 
@@ -200,12 +196,7 @@ class StepTracker:
         """Called after each update with a function that returns the rows of ``engine.memory_report()``."""
 
     def end_step(self, info: StepInfo, loss: torch.Tensor | None) -> None:
-        """Called after each update.
-
-        Args:
-            loss: The loss of the update, 0-dim, on any device; None if this rank does not know it, or without
-                ``uses_loss``.
-        """
+        """Called after each update with its loss, 0-dim, on any device; None if unknown or without ``uses_loss``."""
 
     def close(self) -> None:
         """Closes the tracker. Called when the engine is destroyed; may be called twice."""
@@ -243,12 +234,7 @@ class EngineHooks:
         return {}
 
     def before_backward(self, loss: torch.Tensor, scale: float, global_steps: int) -> None:
-        """Called before a backward that an update follows.
-
-        Args:
-            loss: The loss, 0-dim, on which backward is called.
-            scale: The factor by which the program's loss was multiplied.
-        """
+        """Called before a backward from ``loss`` (0-dim, times ``scale``) that an update follows."""
 
     @property
     def needs_graph(self) -> bool:
@@ -269,12 +255,7 @@ class EngineHooks:
         """Called before each update."""
 
     def after_update(self, global_steps: int, *, was_skipped: bool) -> None:
-        """Called after each update.
-
-        Args:
-            global_steps: Number of updates so far, this one included.
-            was_skipped: Whether the update was skipped, as a gradient was not finite.
-        """
+        """Called after each update, the last of ``global_steps``; skipped if gradients were not finite."""
 
     def after_step(self, global_steps: int) -> None:
         """Called at the end of each step with an update, when the engine can be saved. It may end the process."""
@@ -331,11 +312,7 @@ class EngineFeature:
         """
 
     def reshape(self, setup: EngineSetup) -> Mapping[int, nn.Parameter]:
-        """Changes the model before ZeRO takes its parameters. Every rank must call it.
-
-        Returns:
-            New parameters by the ``id`` of the parameters that they replace.
-        """
+        """Changes the model before ZeRO. Every rank must call it. Returns new parameters by ``id`` of old ones."""
         return {}
 
     def settle(self, setup: EngineSetup) -> Mapping[str, bool]:
@@ -352,12 +329,7 @@ class EngineFeature:
         return None
 
     def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Groups, batch_size: int) -> EngineHooks | None:
-        """Returns the feature's hooks in the steps of an engine; None: it has none.
-
-        Args:
-            setup: The setup, with the model as all features have changed it.
-            batch_size: Number of samples of an update, over all ranks.
-        """
+        """Returns the feature's hooks in an engine, or None; ``batch_size`` counts samples of all ranks."""
         return None
 
     def finish(self, engine: Any, training_data: Any) -> None:

@@ -6,12 +6,7 @@ from deepspeed.cli.report import main as cli_main
 
 
 def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
-    """Prints the report.
-
-    Args:
-        hide_operator_status: Leave out the list of what can be used.
-        hide_errors_and_warnings: Leave out the warnings.
-    """
+    """Prints the report, without what can be used or without the warnings where these are hidden."""
     options = {"--hide_operator_status": hide_operator_status, "--hide_errors_and_warnings": hide_errors_and_warnings}
     cli_main([option for option, is_set in options.items() if is_set])
 

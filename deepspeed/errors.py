@@ -86,12 +86,9 @@ class DeprecatedException(DeepSpeedError):  # noqa: N818 - the name that program
 
 
 def require_state(holds: bool, subject: object, expected: str) -> None:
-    """Raises where code of this package calls an object in the wrong state.
+    """Raises where code of this package calls ``subject`` in the wrong state.
 
     Unlike ``assert``, it does so under ``python -O`` too.
-
-    Args:
-        subject: Named in the message by its ``repr``.
 
     Raises:
         CallOrderError: It is not.

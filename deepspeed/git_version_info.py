@@ -27,10 +27,7 @@ torch_info = {
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
-    """Returns whether torch's release is in a range, both ends included; suffixes of builds (``+cpu``) do not count.
-
-    Args:
-        min_version: The lowest version, such as ``2.4`` or ``"2.10"``; None: any.
+    """Returns whether torch's release (without ``+cpu``) is in a range, both ends included; None is open.
 
     Raises:
         ValueError: Neither is given.

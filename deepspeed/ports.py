@@ -96,11 +96,7 @@ def first_address(name: str) -> str | None:
 
 
 def why_not_reached(name: str, error: OSError) -> str:
-    """Returns a clause on why a connection to ``name`` failed, with the addresses of the name.
-
-    Args:
-        name: A host name or an address.
-    """
+    """Returns a clause on why a connection to ``name`` (or an address) failed, with the addresses of the name."""
     here = socket.gethostname()
     try:
         addresses = addresses_of(name)

@@ -20,12 +20,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def uncompiled(function: _F, *, reason: str | None = None, recursive: bool = True) -> _F:
-    """Keeps a function out of compiled graphs: ``torch.compiler.disable`` as a decorator.
-
-    Args:
-        function: A Python function; it is marked in place.
-        recursive: Whether functions that it calls stay out of graphs too.
-    """
+    """Keeps a function (and with ``recursive`` those it calls) out of compiled graphs: marks it, in place."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     frames: Any = torch._C._dynamo.eval_frame
@@ -46,12 +41,9 @@ def without_compiling() -> AbstractContextManager[None]:
 
 
 def torchs(method: _F) -> _F:
-    """Returns a bound method of torch's optimizers without its wrapper, which would load the compiler.
+    """Returns a bound method of torch's optimizers without its wrapper (if any), which would load the compiler.
 
     If the compiler is loaded, returns the method itself, as the compiler may trace a call of it.
-
-    Args:
-        method: A method such as ``super().add_param_group``; one without a wrapper is returned unchanged.
     """
     wrapped = getattr(method, "__wrapped__", None)
     if wrapped is None or "torch._dynamo" in sys.modules:
