@@ -103,11 +103,7 @@ class TorchCheckpointEngine(CheckpointEngine):
 
     @override
     def load(self, path: FilePath, map_location: Any = None) -> Any:
-        """Returns what was saved under ``path``.
-
-        Raises:
-            CheckpointError: The file is damaged, or holds objects that only code could restore.
-        """
+        """Returns what was saved there. Raises CheckpointError: it is damaged, or holds objects that need code."""
         found = loads(Path(path).read_bytes(), str(path))
         return found if map_location is None else map_tensors(found, lambda tensor: tensor.to(map_location))
 

@@ -87,11 +87,7 @@ def tag_of_replaced(name: str) -> str:
 
 
 def format_of(folder: Path) -> Format | None:
-    """Returns the format of ``folder``; None if it is not a checkpoint.
-
-    Raises:
-        CheckpointError: It is a checkpoint of this package without its manifest.
-    """
+    """Returns the format of ``folder``, or None. Raises CheckpointError: a checkpoint without its manifest."""
     if not folder.is_dir():
         return None
     if (folder / MANIFEST).is_file():
@@ -157,11 +153,7 @@ def _open(root: Path, tag: str) -> FoundCheckpoint | None:
 
 
 def read_pointer(path: Path) -> str | None:
-    """Returns the tag that ``latest`` names; None if the file is not there.
-
-    Raises:
-        CheckpointError: The file is unreadable or names no tag.
-    """
+    """Returns the tag in the file ``latest``, None without one. Raises CheckpointError: it names no tag."""
     try:
         data = path.read_bytes()[:_LONGEST_LATEST]
     except (FileNotFoundError, NotADirectoryError):

@@ -50,11 +50,7 @@ class WeightFiller:
         return found
 
     def check_state(self) -> None:
-        """Makes sure that parameters may change now.
-
-        Raises:
-            CheckpointError: Some are inside a ``GatheredParameters`` block.
-        """
+        """Raises CheckpointError if parameters are inside a ``GatheredParameters`` block and may not change."""
         for bucket in self._runtime.buckets:
             if bucket.is_sharded and bucket.state is not State.SHARDED:
                 raise CheckpointError(

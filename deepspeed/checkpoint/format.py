@@ -218,11 +218,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Reads the manifest of a tag folder.
-
-        Raises:
-            CheckpointError: The file cannot be read, or is larger than a manifest can be.
-        """
+        """Reads a tag folder's manifest. Raises CheckpointError: the file is unreadable, or too large for one."""
         path = folder / MANIFEST
         try:
             if path.stat().st_size > _LARGEST_MANIFEST:

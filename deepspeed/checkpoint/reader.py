@@ -431,11 +431,7 @@ class CheckpointReader(CheckpointSource):
         return out
 
     def open_file(self, name: str) -> None:
-        """Makes sure that the file ``name`` is there in its size.
-
-        Raises:
-            CheckpointError: The file is missing or has another size.
-        """
+        """Opens the file ``name``. Raises CheckpointError: the file is missing or has another size."""
         self._files[name].open()
 
     def read_file(self, name: str) -> bytes | None:

@@ -96,11 +96,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes, what: str) -> Any:
-    """Reads a torch file without running code.
-
-    Raises:
-        CheckpointError: It is no torch file, or needs more than the allow-list.
-    """
+    """Reads a torch file without running code. Raises CheckpointError: it is none, or needs more types."""
     try:
         check_file(io.BytesIO(data))
         with allow_list():

@@ -27,11 +27,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(size: int | str) -> int:
-    """Returns the bytes of a text such as ``5GB`` (powers of 1000) or ``5GiB`` (powers of 1024).
-
-    Raises:
-        ValueError: The text is no size.
-    """
+    """Returns the bytes of ``5GB`` (powers of 1000) or ``5GiB`` (1024). Raises ValueError: the text is no size."""
     if isinstance(size, int):
         return size
     found = _SIZE.fullmatch(size)

@@ -131,11 +131,7 @@ def stage_1_and_2(
 
 
 def stage_3(shapes: Shapes, lengths: Sequence[int], where: str) -> dict[str, list[RankFragment]]:
-    """Locates the parameters of a sub-group of which every rank holds equal slices.
-
-    Raises:
-        CheckpointError: The walk does not end where the tensors do.
-    """
+    """Locates a sub-group's parameters, of equal slices. Raises CheckpointError: they do not end with the tensors."""
     ranks = len(lengths)
     found: dict[str, list[RankFragment]] = {}
     offset = 0

@@ -354,11 +354,7 @@ def expert_weights(paths: Sequence[Path], *, trust: bool) -> dict[str, torch.Ten
 
 
 def sharing_ranks(group: Mapping[str, Any], ranks: int) -> int:
-    """Returns how many ranks share the experts of an optimizer group; 1 for a group without experts.
-
-    Raises:
-        CheckpointError: Its name does not show it.
-    """
+    """Returns how many ranks share a group's experts (1: none). Raises CheckpointError: its name does not tell."""
     if not group.get("moe"):
         return 1
     name = str(group.get("name"))

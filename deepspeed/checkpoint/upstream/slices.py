@@ -112,11 +112,7 @@ class JoinedValues:
 
 
 def join_slices(contents: Sequence[CheckpointValues], info: Mapping[str, Any] | None, where: str) -> CheckpointValues:
-    """Returns what all model-parallel ranks saved, as if one had.
-
-    Raises:
-        CheckpointError: There is no such description, or the slices do not fit it.
-    """
+    """Returns all model-parallel ranks' content as one's. Raises CheckpointError: ``info`` is missing or unfit."""
     if len(contents) == 1:
         return contents[0]
     if not info:
@@ -151,11 +147,7 @@ def join_slices(contents: Sequence[CheckpointValues], info: Mapping[str, Any] | 
 
 
 def whole_of(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any], where: str) -> SlicedParam:
-    """Returns how the slices of a parameter fit together.
-
-    Raises:
-        CheckpointError: The description does not fit the shapes.
-    """
+    """Returns how slices of a parameter fit together. Raises CheckpointError: ``info`` does not fit the shapes."""
     whole = _by_map(name, shapes, info.get("affine_map")) or _by_patterns(name, shapes, info, where)
     fits = all(run.fits(prod(whole.shape), prod(shapes[run.rank])) for run in whole.runs)
     if whole.runs and (not fits or sum(prod(run.shape) for run in whole.runs) != prod(whole.shape)):

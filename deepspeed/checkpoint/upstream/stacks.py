@@ -30,11 +30,7 @@ def by_place(shapes: Shapes, place: int) -> Shapes:
 
 
 def put_together(content: CheckpointValues, module: Mapping[str, Any], where: str) -> None:
-    """Gives ``content``, in place, the model's stacks and routers; other models are left alone.
-
-    Raises:
-        CheckpointError: Experts are missing.
-    """
+    """Gives a model's ``content``, in place, its stacks and routers. Raises CheckpointError: experts are missing."""
     blocks: dict[str, dict[int, dict[int, str]]] = {}
     singles: dict[str, dict[int, dict[int, str]]] = {}
     for name in content.shapes:
