@@ -59,11 +59,7 @@ class ElementwiseOptimizer(FlatByRule, KeepsStateDtypes):
         return {**super().__getstate__(), **own}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; keys of other optimizers (``foreach``, ``fused``, ...) are kept and without effect.
-
-        Raises:
-            ValueError: The group requests AMSGrad.
-        """
+        """Adds a group; other optimizers' keys have no effect. Raises ValueError: it requests AMSGrad."""
         if isinstance(param_group, dict) and param_group.get("amsgrad"):
             raise ValueError(f"{type(self).__name__} has no AMSGrad variant; remove amsgrad=True or use torch.optim's")
         torchs(super().add_param_group)(param_group)

@@ -96,11 +96,7 @@ class FusedLamb(KeepsStateDtypes):
         self._table, self._maps, self._coeffs = None, {}, None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; keys of other optimizers are kept and without effect.
-
-        Raises:
-            ValueError: The group requests AMSGrad.
-        """
+        """Adds a group; other optimizers' keys have no effect. Raises ValueError: it requests AMSGrad."""
         if isinstance(param_group, dict) and param_group.get("amsgrad"):
             raise ValueError("FusedLamb has no AMSGrad variant; remove amsgrad=True")
         torchs(super().add_param_group)(param_group)

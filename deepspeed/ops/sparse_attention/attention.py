@@ -105,11 +105,7 @@ def _take(blocks: torch.Tensor, which: torch.Tensor, tiles: int, width: int) -> 
 
 
 def _spread(bias: torch.Tensor, samples: int, count: int, queries: int) -> torch.Tensor:
-    """Returns a stack's bias for the kernel: ``[n or 1, tiles or 1, queries, keys]``.
-
-    Args:
-        bias: ``[samples or 1, heads or 1, tiles or 1, queries or 1, keys]``.
-    """
+    """Returns ``[samples, heads, tiles, queries, keys]``, some 1, as ``[n or 1, tiles or 1, queries, keys]``."""
     batch, heads = bias.shape[:2]
     if batch * heads > 1:
         bias = bias.expand(samples, count // samples, *bias.shape[2:])

@@ -71,11 +71,7 @@ class LayoutPlan:
 
 
 def compile_layout(layout: torch.Tensor, block: int) -> LayoutPlan:
-    """Compiles a layout ``[heads, blocks, blocks]`` or ``[blocks, blocks]``, 0 or not, on any device.
-
-    Raises:
-        ValueError: The layout has another shape.
-    """
+    """Compiles a layout ``[(heads,) blocks, blocks]`` of any device. Raises ValueError: it has another shape."""
     if layout.dim() == 2:
         layout = layout.unsqueeze(0)
     if layout.dim() != 3 or layout.size(1) != layout.size(2):

@@ -63,11 +63,7 @@ def use_sparse_attention(model: nn.Module, sparsity_config: SparsityConfig, *, s
 
 
 def heads_of(model: nn.Module) -> int:
-    """Returns the number of attention heads of a Transformers model.
-
-    Raises:
-        DeepSpeedConfigError: It is none, or its configuration does not name it.
-    """
+    """Returns a Transformers model's number of heads. Raises DeepSpeedConfigError: it is none, or names none."""
     config: Any = getattr(model, "config", None)
     if not takes_attention_by_name(model) or not is_library_config(config):
         raise DeepSpeedConfigError(
