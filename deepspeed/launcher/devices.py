@@ -100,11 +100,7 @@ def usable_cores() -> int:
 
 
 def parse_core_list(text: str) -> list[int]:
-    """Reads ``--bind_core_list`` such as ``1,3-5``.
-
-    Raises:
-        LauncherError: The text is not a list of cores and ranges, or names a core twice.
-    """
+    """Reads cores such as ``1,3-5``. Raises LauncherError: the text is no list of ranges, or names a core twice."""
     cores: list[int] = []
     for item in text.split(","):
         first, dash, last = (part.strip() for part in item.partition("-"))

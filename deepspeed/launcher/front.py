@@ -49,11 +49,7 @@ def require_program(name: str, launcher: str) -> None:
 
 
 def check_reachable(hosts: Sequence[str], options: Sequence[str]) -> None:
-    """Logs in to every machine once, without a password.
-
-    Raises:
-        LauncherError: One cannot be reached; all of them are named.
-    """
+    """Logs in to every machine once, without a password. Raises LauncherError: names all that cannot be reached."""
     with ThreadPoolExecutor(min(len(hosts), _SSH_AT_ONCE)) as pool:
         answers = list(pool.map(lambda host: _ssh(host, options, "true"), hosts))
     refused = [
@@ -69,11 +65,7 @@ def check_reachable(hosts: Sequence[str], options: Sequence[str]) -> None:
 
 
 def query_address(host: str, options: Sequence[str]) -> str:
-    """Returns the first address of a machine, from its own ``hostname -I``.
-
-    Raises:
-        LauncherError: The machine does not reply.
-    """
+    """Returns a machine's first address, from its ``hostname -I``. Raises LauncherError: it does not reply."""
     answer = _ssh(host, options, "hostname -I")
     addresses = answer.stdout.split()
     if answer.returncode != 0 or not addresses:

@@ -32,11 +32,7 @@ class LaunchedProcess:
 
 
 def find_placed(program: str, environment: Mapping[str, str]) -> LaunchedProcess:
-    """Reads the variables of ``program`` (one of :data:`PROGRAMS`).
-
-    Raises:
-        LauncherError: Variables are missing or not numbers.
-    """
+    """Reads the variables of one of :data:`PROGRAMS`. Raises LauncherError: they are missing or not numbers."""
     rank, size, local = (_first(program, names, environment) for names in _VARIABLES[program])
     if rank is None or size is None:
         names = ", ".join(_VARIABLES[program][0] + _VARIABLES[program][1])
