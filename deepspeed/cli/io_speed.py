@@ -85,11 +85,7 @@ def size_of(text: str) -> int:
 
 
 def count_of(text: str) -> int:
-    """Returns the number in ``text``, which must be at least 1.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is no such number.
-    """
+    """Returns a number from 1 on. Raises argparse.ArgumentTypeError: the text is no such number."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a count; expected 1 or more")
     return int(text)

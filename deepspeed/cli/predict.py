@@ -77,11 +77,7 @@ def add_prediction_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_without_prediction(options: argparse.Namespace) -> None:
-    """Raises for options of predictions if neither ``--predict`` nor ``--search`` is given.
-
-    Raises:
-        DeepSpeedConfigError: There is one.
-    """
+    """Raises DeepSpeedConfigError for options of predictions without ``--predict`` or ``--search``."""
     if options.predict or options.search is not None:
         return
     names = (*(name for name in _FLAGS if name != "fp8"), *_NUMBERS)
@@ -90,11 +86,7 @@ def refuse_without_prediction(options: argparse.Namespace) -> None:
 
 
 def refuse_beside_prediction(options: argparse.Namespace) -> None:
-    """Raises for options that have no effect beside ``--predict`` or ``--search``, and for both of these.
-
-    Raises:
-        DeepSpeedConfigError: There is one.
-    """
+    """Raises DeepSpeedConfigError for ``--predict`` beside ``--search`` or for options without effect there."""
     if options.predict and options.search is not None:
         raise DeepSpeedConfigError("--predict and --search are both given; keep one")
     kind = "--predict" if options.predict else "--search"
