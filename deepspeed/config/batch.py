@@ -96,11 +96,7 @@ def resolve_uneven(total: int, micro: int, ranks: int) -> BatchSizes:
 def resolve_batch(
     train_batch_size: int | None, micro_batch_size: int | None, accumulation_steps: int | None, dp_world_size: int
 ) -> BatchSizes:
-    """Derives what is missing and checks the product.
-
-    Raises:
-        DeepSpeedConfigError: The numbers contradict each other, or do not suffice.
-    """
+    """Derives missing sizes. Raises DeepSpeedConfigError: they contradict each other, or do not suffice."""
     wrong = batch_mismatch(train_batch_size, micro_batch_size, accumulation_steps, dp_world_size)
     if wrong is not None:
         raise DeepSpeedConfigError(f"{TOTAL}: {wrong}")

@@ -37,11 +37,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_int(value: Any) -> int:
-    """Returns an int, a whole float, or the text of one of them as int.
-
-    Raises:
-        ValueError: Anything else, bools included.
-    """
+    """Returns an int, a whole float, or the text of one as int. Raises ValueError: anything else, bools included."""
     value = _plain(value)
     if isinstance(value, bool):
         raise ValueError("a bool is not an integer")
@@ -57,11 +53,7 @@ def to_int(value: Any) -> int:
 
 
 def to_float(value: Any) -> float:
-    """Returns a number or numeric text as float; infinity is allowed, NaN is not.
-
-    Raises:
-        ValueError: Anything else, bools included.
-    """
+    """Returns a number or its text as float, infinity too. Raises ValueError: anything else, NaN and bools too."""
     value = _plain(value)
     if isinstance(value, bool):
         raise ValueError("a bool is not a number")
