@@ -42,11 +42,7 @@ class Transfer:
         self._requests = requests
 
     def wait(self) -> None:
-        """Blocks until the transfer is complete; later calls return immediately.
-
-        Raises:
-            OffloadError: The disk failed or is full.
-        """
+        """Blocks until the transfer is complete; may be repeated. Raises OffloadError: the disk failed or is full."""
         requests, self._requests = self._requests, []
         errors = [error for request in requests if (error := request.exception()) is not None]
         if errors:
