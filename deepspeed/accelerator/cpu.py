@@ -152,11 +152,7 @@ class CPUAccelerator(SingleDeviceAccelerator):
         return tensor if match_shape else tensor.reshape(-1)
 
     def pin_empty(self, *size: Any, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:
-        """Returns an uninitialized host tensor (not page-locked: see :meth:`pin_memory`).
-
-        Raises:
-            ValueError: ``device`` is not the host.
-        """
+        """Returns an uninitialized host tensor, not page-locked. Raises ValueError: ``device`` is not the host."""
         if torch.device(device).type != "cpu":
             raise ValueError(f"pin_empty(device={device!r}): expected host memory; leave device at 'cpu'")
         return torch.empty(*size, dtype=dtype, device="cpu")

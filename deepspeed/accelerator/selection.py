@@ -38,11 +38,7 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 
 def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
-    """Sets the accelerator that :func:`get_accelerator` returns in this process.
-
-    Raises:
-        TypeError: It is not a :class:`DeepSpeedAccelerator`.
-    """
+    """Sets what :func:`get_accelerator` returns. Raises TypeError: it is no :class:`DeepSpeedAccelerator`."""
     global _current
     if not isinstance(accel_obj, DeepSpeedAccelerator):
         raise TypeError(f"set_accelerator: expected a DeepSpeedAccelerator, found {type(accel_obj).__name__}; pass one")
