@@ -44,11 +44,7 @@ class Stopwatch:
         self._started = 0.0
 
     def start(self, synchronize: bool = True) -> None:
-        """Starts the timer, with ``synchronize`` after waiting for the device.
-
-        Raises:
-            RuntimeError: The timer is running already.
-        """
+        """Starts, with ``synchronize`` after waiting for the device. Raises RuntimeError: it is running already."""
         if self.started:
             raise RuntimeError(f"timer {self.name!r} is running already; stop it before starting it again")
         self._started = _now(synchronize)
@@ -162,11 +158,7 @@ class EngineTimers(SynchronizedWallClockTimer):
     """The timers of an engine's phases, also under upstream's names."""
 
     def __call__(self, name: str) -> Stopwatch:
-        """Returns the timer of that name.
-
-        Raises:
-            NotYetSupportedError: It is upstream's name of a part of the backward, which no timer measures.
-        """
+        """Returns a timer. Raises NotYetSupportedError: upstream's name of a part of the backward, not measured."""
         if name.startswith(("bwd_inner", "bwd_allreduce")):
             raise NotYetSupportedError(
                 f"engine.timers({name!r}): the parts of a backward have no timers of their own; use "

@@ -42,11 +42,7 @@ class FlopsProfiler:
         return self._profile is not None and self._profile.is_running
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Starts counting from zero. Classes in ``ignore_list`` count for their parents.
-
-        Raises:
-            RuntimeError: It is running already.
-        """
+        """Starts counting; classes in ``ignore_list`` count for parents. Raises RuntimeError: it is running."""
         if self.started:
             raise RuntimeError("the flops profiler is running already; call stop_profile() before start_profile()")
         self._profile = ForwardProfile(self.model, ignore_list or ())
