@@ -131,11 +131,7 @@ class LrSchedule:
 
 
 def get_torch_optimizer(optimizer: Any) -> Optimizer:
-    """Returns the torch optimizer in ``optimizer``.
-
-    Raises:
-        TypeError: Neither it nor its ``optimizer`` attribute is one.
-    """
+    """Returns the torch optimizer in ``optimizer``. Raises TypeError: neither it nor its attribute is one."""
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(candidate, Optimizer):
             return candidate
