@@ -32,11 +32,7 @@ def read_configuration(name: str | Path) -> Any:
 
 
 def described_configuration(model_type: str, **fields: Any) -> Any:
-    """Returns the configuration of a family with these fields.
-
-    Raises:
-        ValueError: The library does not have the family.
-    """
+    """Returns a family's configuration with these fields. Raises ValueError: the library lacks the family."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(model_type, **fields)

@@ -149,11 +149,7 @@ class Recording:
         self._count = len(modules[blocks])
 
     def calls(self, **inputs: Any) -> list[BlockCall]:
-        """Runs the decoder and returns the calls of its blocks, in order.
-
-        Raises:
-            NotYetSupportedError: The number of calls is not the number of blocks.
-        """
+        """Runs the decoder; returns its blocks' calls. Raises NotYetSupportedError: they are not one per block."""
         self._calls.clear()
         self.decoder(**inputs, use_cache=False)
         calls = list(self._calls)
