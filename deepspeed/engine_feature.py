@@ -305,11 +305,7 @@ class EngineFeature:
         """Gives the model layers that other features read. Every rank must call it."""
 
     def refuse(self, setup: EngineSetup) -> None:
-        """Checks the setup before anything is changed.
-
-        Raises:
-            DeepSpeedConfigError: The feature cannot be used with this setup.
-        """
+        """Checks the setup before any change. Raises DeepSpeedConfigError: the feature cannot be used with it."""
 
     def reshape(self, setup: EngineSetup) -> Mapping[int, nn.Parameter]:
         """Changes the model before ZeRO. Every rank must call it. Returns new parameters by ``id`` of old ones."""

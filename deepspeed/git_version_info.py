@@ -27,11 +27,7 @@ torch_info = {
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
-    """Returns whether torch's release (without ``+cpu``) is in a range, both ends included; None is open.
-
-    Raises:
-        ValueError: Neither is given.
-    """
+    """Returns whether torch's release is from min to max, None open. Raises ValueError: neither is given."""
     if min_version is None and max_version is None:
         raise ValueError(
             "required_torch_version(): expected a version, found none; give min_version, max_version or both"

@@ -78,11 +78,7 @@ def is_here(address: str) -> bool:
 
 
 def addresses_of(name: str) -> list[str]:
-    """Returns the addresses to which this machine resolves a host name, each once.
-
-    Raises:
-        OSError: The name cannot be resolved.
-    """
+    """Returns a host name's addresses, each once. Raises OSError: the name cannot be resolved."""
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 

@@ -30,11 +30,7 @@ def is_inside_backward() -> bool:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Calls ``callback`` once at the end of the present backward pass.
-
-    Raises:
-        RuntimeError: No backward pass runs (torch's own message).
-    """
+    """Calls ``callback`` once at the end of the present backward. Raises RuntimeError: none runs (torch's message)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
