@@ -77,11 +77,7 @@ class FullTensor:
 
 
 def open_source(checkpoint_dir: str | Path, tag: str | None = None) -> CheckpointSource:
-    """Opens a checkpoint of any format.
-
-    Args:
-        checkpoint_dir: The folder of checkpoints, or of one tag.
-        tag: Name of the checkpoint; None for the newest.
+    """Opens a checkpoint of any format: a folder of one tag, or of checkpoints, there the newest by default.
 
     Raises:
         CheckpointError: There is none.
@@ -161,12 +157,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def to_torch_tensor(
     state_dict: Mapping[str, Any], return_empty_tensor: bool = False, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """Reads the lazy entries of a state dict.
-
-    Args:
-        state_dict: The result of :func:`get_fp32_state_dict_from_zero_checkpoint` with ``lazy_mode``.
-        return_empty_tensor: Return uninitialized tensors of the right shapes, to plan sizes.
-    """
+    """Reads the entries of a ``lazy_mode`` state dict; ``return_empty_tensor``: only allocates, to plan sizes."""
     made: dict[str, torch.Tensor] = {}
     by_entry: dict[int, torch.Tensor] = {}
     for name, value in state_dict.items():

@@ -33,9 +33,6 @@ def full_state_dict(run_state: RunState, exchange: Exchange, *, exclude_frozen: 
 
     Every rank must call it.
 
-    Args:
-        exchange: The ranks; only rank 0 keeps the values.
-
     Returns:
         On rank 0 copies of which each owns its storage, but for tied ones, which are one tensor; None elsewhere.
     """
@@ -55,10 +52,7 @@ def full_state_dict(run_state: RunState, exchange: Exchange, *, exclude_frozen: 
 def write_weights(
     run_state: RunState, exchange: Exchange, folder: Path, filename: str, *, exclude_frozen: bool, limit: int | None
 ) -> None:
-    """Writes the full parameters, in their compute dtype, for other programs. Every rank must call it.
-
-    Args:
-        limit: Largest file in bytes; None for one file.
+    """Writes full compute parameters, in files of ``limit`` bytes (None: one file). Every rank must call it.
 
     Raises:
         CheckpointError: Rank 0 could not write; the same on all ranks.

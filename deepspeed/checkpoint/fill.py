@@ -17,13 +17,10 @@ from deepspeed.zero.tiling.layout import BucketLayout
 
 
 class WeightFiller:
-    """Fills the masters and compute parameters of one rank.
+    """Fills one rank's masters (unless ``use_masters``: from compute values) and compute parameters.
 
     The most precise values are copied into the master (if there is one) and rounded into the compute parameter. If the
     checkpoint has separate compute values, they replace the rounded ones.
-
-    Args:
-        use_masters: False: masters are taken from the compute values.
     """
 
     def __init__(

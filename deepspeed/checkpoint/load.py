@@ -78,12 +78,9 @@ class _LoadPlan:
 
 
 def load(run_state: RunState, options: LoadOptions, exchange: Exchange) -> LoadResult | None:
-    """Loads a checkpoint into a training run. Every rank must call it.
+    """Loads a checkpoint into a training run; None without any checkpoint. Every rank must call it.
 
     Nothing is changed unless every rank has found all it needs, undamaged.
-
-    Returns:
-        None if the folder holds no checkpoint at all (and need not).
 
     Raises:
         CheckpointError: The same on all ranks.

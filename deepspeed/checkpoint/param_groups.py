@@ -77,13 +77,10 @@ class MergedGroups:
 def merge_groups(
     ranks: Sequence[tuple[RankGroups, Sequence[Sequence[str]]]], schedule: dict[str, Any] | None
 ) -> MergedGroups:
-    """Merges the groups of several ranks.
+    """Merges the groups of several ranks, each with the names of the parameters that its rank stands for.
 
     Groups of two ranks become one where their hyperparameters and their entries of the schedule are equal; that of the
     same number goes first. Two groups of one rank stay apart.
-
-    Args:
-        ranks: The groups of each rank, and for each group the names of the parameters that the rank stands for.
     """
     merged = MergedGroups(schedule=schedule)
     first_seen: list[tuple[RankGroups, int]] = []  # where each merged group was seen first

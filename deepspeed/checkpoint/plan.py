@@ -187,14 +187,7 @@ class FillEntry:
 
 
 def fills(layout: BucketLayout, rank: int, matches: Mapping[str, ParameterMatch], kind: str | None) -> list[FillEntry]:
-    """Returns what ``rank``'s slice of a bucket takes from a checkpoint.
-
-    Args:
-        kind: What to read; None for the best values of each parameter.
-
-    Returns:
-        In order of the slice; tiles that the checkpoint does not have are left out.
-    """
+    """Returns what a bucket's slice takes, in its order, of ``kind`` (None: best values), without missing tiles."""
     found = []
     for fragment in layout.fragments(rank):
         tile = layout.tiles[fragment.tile]

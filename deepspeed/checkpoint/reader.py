@@ -321,11 +321,7 @@ class CheckpointReader(CheckpointSource):
         return next((entry for entry in saved if entry.tile.holds_same(tile)), None)
 
     def runs_of(self, wanted: Wanted, *, all_of_it: bool = False) -> Iterator[FileRun]:
-        """Yields each part of ``wanted`` that exists.
-
-        Args:
-            wanted: Elements of a logical parameter.
-            all_of_it: All parts must exist.
+        """Yields each part of the elements ``wanted`` that exists.
 
         Raises:
             CheckpointError: With ``all_of_it``, a part does not exist.

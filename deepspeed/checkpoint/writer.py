@@ -289,9 +289,6 @@ class SavePace:
 
     Training and the threads of a save share processors, caches and the interpreter's lock. A thread that is nicer by 10
     and never rests takes a tenth of the processor that it shares.
-
-    Args:
-        clock: Returns the seconds of processor time that the calling thread has used.
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
