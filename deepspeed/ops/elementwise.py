@@ -55,13 +55,10 @@ _WHOLE: dict[type, str] = {
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> ElementwiseResult:
-    """Returns whether ``optimizer`` works on fragments.
+    """Returns the kind of ``optimizer``, true if it works on fragments, and the reason.
 
     A subclass is of its parent's kind if it inherits ``step`` and the methods in :data:`_UPDATE_METHODS`; otherwise its
     kind is unknown.
-
-    Returns:
-        The kind and the reason; true if the optimizer is elementwise.
     """
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     if callable(getattr(cls, "attach_segments", None)):

@@ -12,12 +12,7 @@ from deepspeed.comm.job.axis import Axis
 
 
 def add_over_ranks(tensor: Tensor, axis: Axis | None, purpose: str) -> None:
-    """Adds ``tensor`` over the ranks of ``axis``, in place. Every one of them must call it.
-
-    Args:
-        tensor: Contiguous, floating, of any shape that is equal on all ranks.
-        axis: The ranks; None: the tensor stays unchanged.
-    """
+    """Adds ``tensor``, contiguous, of one shape on all ranks of ``axis`` (if any), in place. Every one must call it."""
     if axis is None:
         return
     summed = axis.channel(tensor.device).sum(tensor, purpose)
@@ -52,14 +47,10 @@ def exchange_parts(
 
 
 def exchange_device(params: Iterable[Tensor], axis: Axis | None) -> torch.device:
-    """Returns the device of the tensors that a collective along ``axis`` needs.
+    """Returns the device of the tensors, of any shape, that a collective along ``axis`` (if any) needs.
 
     It is the device of the parameters. If they are on the host and the backend works on accelerators only, it is the
     accelerator; a rank without parameters uses a device that the backend supports.
-
-    Args:
-        params: This rank's parameters, of any shape.
-        axis: The ranks; None means that nothing is exchanged.
     """
     device = next((param.device for param in params), None)
     if axis is None or (device is not None and device.type != "cpu"):

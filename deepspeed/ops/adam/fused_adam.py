@@ -91,10 +91,7 @@ class FusedAdam(AdamOptimizer, ClearsGradients):
         grad_norms: Any = None,
         grad_scaler: Any = None,
     ) -> Any:
-        """Updates every parameter that has a gradient.
-
-        Args:
-            grads: Must be None, like the next four arguments, which only exist for compatibility.
+        """Updates every parameter with a gradient. All but ``closure`` exist for compatibility and must be None.
 
         Raises:
             RuntimeError: An argument that must be None is given.

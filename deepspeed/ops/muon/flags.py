@@ -20,12 +20,9 @@ CONVOLUTIONS = (
 
 
 def is_matrix_parameter(name: str, param: Tensor) -> bool:
-    """Returns whether Muon orthogonalizes a parameter's update: two dimensions or more, no embedding or output layer.
+    """Returns whether Muon orthogonalizes a parameter: by its true shape 2-D or more, no embedding or output layer.
 
     Biases of stacked experts have two dimensions but are not matrices.
-
-    Args:
-        param: The parameter; while it is sharded its true shape is ``ds_shape``.
     """
     shape = getattr(param, "ds_shape", param.shape)
     lowered = name.lower()
@@ -35,13 +32,10 @@ def is_matrix_parameter(name: str, param: Tensor) -> bool:
 
 
 def is_stack_of_matrices(param: Tensor) -> bool:
-    """Returns whether a parameter is a stack of matrices (its last two dimensions), as with stacked experts.
+    """Returns whether a parameter, by its true shape, is a stack of matrices, as with stacked experts.
 
     Its attribute ``muon_stacked`` determines it. Without it, a parameter of three dimensions is a stack, and one of
     more is a convolution kernel.
-
-    Args:
-        param: The parameter; while it is sharded its true shape is ``ds_shape``.
     """
     dims = len(getattr(param, "ds_shape", param.shape))
     return dims >= 3 and bool(getattr(param, "muon_stacked", dims == 3))
@@ -55,14 +49,11 @@ def mark_convolutions(model: nn.Module) -> None:
 
 
 def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
-    """Sets ``use_muon`` on every trainable parameter of ``model``, if the config's optimizer is Muon.
+    """Sets ``use_muon`` on ``model``'s trainable parameters if the config (dict or object) has optimizer Muon.
 
     Kernels of torch's convolutions also get ``muon_stacked`` false, because parameters of three dimensions are
     otherwise stacks of matrices. For a pipeline of a Transformers model, the parameter names of that model are used,
     because those of the pipeline do not identify embeddings.
-
-    Args:
-        config_class: The config: its dict, or an object that has ``optimizer_name`` or ``root.optimizer``.
     """
     name = _optimizer_name(config_class)
     if name is None or name.lower() != "muon":

@@ -284,10 +284,7 @@ class MuonRound:
 
 
 def plan_rounds(tensors: Iterable[SharedTensor], world_size: int, round_numel: int) -> list[MuonRound]:
-    """Assigns matrices to rounds and owners. The result is the same on all ranks, without communication.
-
-    Args:
-        round_numel: Elements, over all ranks, that one round should not exceed (a single matrix may).
+    """Assigns matrices to rounds of ``round_numel`` elements (or one matrix) and owners, alike on all ranks.
 
     Raises:
         ValueError: A tensor has fewer than 2 dimensions.

@@ -183,15 +183,9 @@ class OneBitLamb(FusedLamb):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient. A collective when the tensors are cut over a group.
+        """Updates the parameters; returns the loss of ``closure`` (warm-up only). A collective if tensors are cut.
 
         After the warm-up the gradient of a parameter holds the new momentum.
-
-        Args:
-            closure: Recomputes the loss; called with gradients enabled, but only in the warm-up.
-
-        Returns:
-            What ``closure`` returned; None without one, and after the warm-up.
         """
         table = self._attached()
         if self.phase is Phase.MOMENTUM:

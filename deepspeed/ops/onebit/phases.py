@@ -48,14 +48,10 @@ class ExchangesMomentum(Protocol):
 
 
 def frozen_root(variance: Tensor, out: Tensor | None = None) -> Tensor:
-    """Returns the root of a variance that is not updated now, infinite where it is 0.
+    """Returns the root of a variance (any shape) that is not updated, infinite where it is 0; in ``out`` if given.
 
     An element without a gradient in the warm-up has a variance of 0. Divided by ``eps`` alone, the smallest momentum
     would give it a huge update, and one-bit codes give every element a momentum. An infinite divisor keeps it constant.
-
-    Args:
-        variance: fp32 or fp64, any shape.
-        out: Receives the result; None: a new tensor.
     """
     return torch.sqrt(variance, out=out).masked_fill_(variance == 0, math.inf)
 

@@ -266,14 +266,10 @@ class ZeroOneAdam(ElementwiseOptimizer):
 
 
 def updates_of_variance(last: int, scaler: int) -> frozenset[int]:
-    """Returns the numbers of the updates, counted from 1, in which the variance is updated.
+    """Returns the numbers of the updates, from 1 to ``last``, in which the variance is updated.
 
     The gap after the *j*-th of them, counted from 0, is ``2 ** (j // scaler)``, so there are about
     ``scaler * log2(last / scaler)`` of them.
-
-    Args:
-        last: The last update that may be one of them.
-        scaler: After this many updates of the variance the gap doubles.
     """
     found, number = [], 1
     while number <= last:

@@ -67,13 +67,10 @@ def _cut(tensor: torch.Tensor, dimension: int, part: slice) -> slice:
 
 
 def split_dead(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns a bias without fully masked rows, and a mask of the rows that were fully masked.
+    """Returns a bias ``[..., queries, keys]`` without fully masked rows, and a mask of these rows.
 
     Softmax over a row of ``-inf`` is 0/0. Such a row is computed unmasked; the caller must set its output, and the
     gradient of the output, to zero.
-
-    Args:
-        bias: ``[..., queries, keys]``.
 
     Returns:
         The bias, and a bool mask ``[..., queries, 1]``, or None if no row is fully masked.
@@ -85,11 +82,7 @@ def split_dead(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def position_bias(rpe: torch.Tensor, scores: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns relative positions as a 4-D tensor that broadcasts to the scores.
-
-    Args:
-        rpe: ``[queries, keys]`` with heads, or batch and heads, before; the sizes of heads and batch may be 1.
-        scores: ``(batch, heads, queries, keys)``.
+    """Returns relative positions ``[(batch, heads,) queries, keys]`` as 4-D, broadcasting to shape ``scores``.
 
     Raises:
         ValueError: The shape does not fit.
@@ -107,12 +100,7 @@ def position_bias(rpe: torch.Tensor, scores: tuple[int, int, int, int], dtype: t
 
 
 def additive(mask: torch.Tensor, mode: str, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Returns what a mask adds to scores.
-
-    Args:
-        mask: A mask of any shape.
-        mode: ``add``: its values; ``mul``: minus infinity where it is 0, nothing elsewhere.
-    """
+    """Returns what a mask (any shape) adds to scores: its values (``add``), or -inf where it is 0 (``mul``)."""
     if mode == "mul":
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask == 0, float("-inf"))
     if mask.dtype == torch.bool:

@@ -145,12 +145,9 @@ def _block_mask(plan: LayoutPlan, is_causal: bool) -> BlockMask:
 
 
 def _listed(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns how many tiles of each row are True, and the columns of the row with these first.
+    """Returns how many ``tiles`` ``[heads, rows, columns]`` of each row are True, and its columns, these first.
 
     Both int32, ``[1, heads, rows]`` and ``[1, heads, rows, columns]``.
-
-    Args:
-        tiles: Bool, ``[heads, rows, columns]``.
     """
     columns = torch.argsort(tiles.to(torch.int8), dim=-1, descending=True, stable=True)
     return tiles.sum(-1, dtype=torch.int32).unsqueeze(0), columns.to(torch.int32).unsqueeze(0)

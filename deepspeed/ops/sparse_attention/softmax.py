@@ -8,12 +8,7 @@ from deepspeed.ops.sparse_attention.bias import additive, position_bias
 
 
 class Softmax:
-    """Scales, adds masks, and takes the softmax along each row of the blocks of a layout.
-
-    Args:
-        layout: ``[heads, rows, columns]`` of 0 and 1.
-        bench: Accepted for old programs; nothing is timed.
-    """
+    """Scales, adds masks, and takes the softmax of the blocks of each row of a 0-1 ``[heads, rows, columns]``."""
 
     def __init__(self, layout: torch.Tensor, block: int, bench: bool = False) -> None:
         self.layout, self.block = (layout.unsqueeze(0) if layout.dim() == 2 else layout), block

@@ -86,11 +86,7 @@ class SparseAttentionUtils:
     def replace_self_attention_layer_with_sparse_self_attention_layer(
         config: Any, layers: Any, sparsity_config: SparsityConfig
     ) -> Any:
-        """Replaces ``layer.attention.self`` of each layer, and keeps its three linear layers; returns the layers.
-
-        Args:
-            config: The model's configuration: ``hidden_size``, ``num_attention_heads``, ``max_position_embeddings``.
-        """
+        """Replaces ``layer.attention.self`` of each layer, keeping its three linear layers; returns the layers."""
         for layer in layers:
             former = layer.attention.self
             in_library = is_of_library(type(former))
