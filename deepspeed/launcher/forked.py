@@ -49,12 +49,9 @@ class ImportCache:
         self._environment: dict[str, str] | None = None
 
     def load(self, variables: Mapping[str, str]) -> bool:
-        """Imports torch and this package; returns whether ranks can be forks of this process.
+        """Imports torch, which then reads ``variables``, and this package; returns whether ranks can be forks.
 
         They cannot if the program had already imported torch: it may have started threads or use a device.
-
-        Args:
-            variables: Variables of the ranks, such as ``OMP_NUM_THREADS``, which torch reads on import.
         """
         if "torch" in sys.modules or _has_options() or not _can_fork():
             return False

@@ -411,13 +411,9 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def elastic_nodes(min_nodes: int, max_nodes: int, nodes: int) -> tuple[int, int]:
-    """Returns the least and the greatest number of machines of an elastic run.
+    """Returns the least and greatest number of machines of an elastic run; an argument of -1 is not given.
 
     It waits for the least number, and admits no machines beyond the greatest.
-
-    Args:
-        min_nodes: ``--min_elastic_nodes``; -1: not given.
-        max_nodes: ``--max_elastic_nodes``; -1: not given.
 
     Raises:
         LauncherError: The numbers contradict each other.
