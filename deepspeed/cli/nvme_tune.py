@@ -212,11 +212,7 @@ def sweep(
     operations: tuple[str, ...] = ("write", "read"),
     on_trial: Callable[[TuneTrial], None] = lambda trial: None,
 ) -> list[TuneTrial]:
-    """Measures every choice in every folder, one after the other.
-
-    Args:
-        loops: Passes; the fastest counts.
-        operations: Some of ``write`` and ``read``.
+    """Measures every choice in every folder, one after the other; the fastest of ``loops`` passes counts.
 
     Raises:
         OffloadError: A disk is too small or fails.
