@@ -56,10 +56,7 @@ def highly_composite_numbers() -> tuple[int, ...]:
 
 
 def choose_batch(section: Elasticity, data_ranks: int | None = None) -> ElasticChoice:
-    """Chooses the batch by the section's version.
-
-    Args:
-        data_ranks: Data-parallel ranks that there are; None for version 0.1 leaves the micro-batch open.
+    """Chooses the batch by the section's version; 0.1 without ``data_ranks`` leaves the micro-batch open.
 
     Raises:
         ElasticityError: No batch suits any allowed number of ranks, or version 0.2 without a number of ranks.

@@ -415,13 +415,7 @@ def read_scheduler(section: dict[str, Any], findings: ConfigMessages) -> None:
 
 
 def parse_section(source: Any, name: str) -> Section | None:
-    """Reads and checks the section ``name``; the rest may be incomplete and is ignored.
-
-    Args:
-        source: A :class:`ParsedConfig`, a dict, a path to an Hjson file, or URL-safe base64 of JSON.
-
-    Returns:
-        The section; None if the configuration does not have it.
+    """Reads and checks section ``name`` (None without it) of any source; the rest may be incomplete and is ignored.
 
     Raises:
         DeepSpeedConfigError: With every problem of the section.

@@ -168,12 +168,9 @@ def _clean_object(
 
 
 def build(model: type[AnySection], cleaned: dict[str, Any], path: Path, findings: ConfigMessages) -> AnySection | None:
-    """Validates cleaned data, reporting every value that does not fit.
+    """Validates cleaned data and reports every misfit; returns None if a required key is missing.
 
     Refused values are taken out and the rest is validated again, so that the rules between keys see a whole section.
-
-    Returns:
-        The section; None when a required key is missing.
     """
     while True:
         try:

@@ -221,10 +221,7 @@ def _read_file(path: FilePath) -> Document:
 
 
 def load_ds_config(config: Any) -> dict[str, Any]:
-    """Returns the configuration as a dict; only its syntax is checked.
-
-    Args:
-        config: As for :func:`deepspeed.config.parse`. A dict is returned as it is.
+    """Returns a configuration as a dict (a dict as it is); only its syntax is checked.
 
     Raises:
         DeepSpeedConfigError: The source cannot be read, or holds a key twice.
