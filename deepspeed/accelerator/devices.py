@@ -120,12 +120,7 @@ _SMALL_A100, _SMALL_V100 = 60e9, 24e9  # bytes: devices below are the variant wi
 
 
 def device_of_product(product: str, memory: float | None = None) -> Device | None:
-    """Returns the device of the table with a vendor's name, such as ``NVIDIA A100-SXM4-80GB``; None if there is none.
-
-    Args:
-        product: The name, as drivers and publications write it.
-        memory: Size of the memory in bytes, used if the name does not state it; None: unknown.
-    """
+    """Returns the device named ``NVIDIA A100-SXM4-80GB`` or similar, of ``memory`` bytes if it has no size; or None."""
     words = re.split(r"[^A-Z0-9]+", product.upper())
     found = next((name for name in _PRODUCTS if name in words), None)
     if found is None:
