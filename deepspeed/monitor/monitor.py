@@ -158,11 +158,7 @@ def get_monitor_config(param_dict: Any) -> DeepSpeedMonitorConfig:
 
 
 class WandbMonitor(Monitor):
-    """Logs to the present run of wandb, or to a new one of ``wandb.init``.
-
-    Args:
-        wandb_config: The section: ``enabled``, ``group``, ``team``, ``project``.
-    """
+    """Logs to the present run of wandb, or to a new one of ``wandb.init``."""
 
     section = "wandb"
 
@@ -204,11 +200,7 @@ FLUSH_SECONDS = 10
 
 
 class TensorBoardMonitor(Monitor):
-    """Writes event files below ``<output_path>/<job_name>``.
-
-    Args:
-        tensorboard_config: The section: ``enabled``, ``output_path``, ``job_name``.
-    """
+    """Writes event files below ``<output_path>/<job_name>``."""
 
     section = "tensorboard"
 
@@ -264,9 +256,6 @@ class csvMonitor(Monitor):  # noqa: N801 - the name that programs import
     files, so a resumed run continues them, each name in the file that it had. It knows this by the columns: a name
     that only the resumed run writes is mistaken for one of the same last part, as ``a_b/c`` for ``a/b/c``. The rows of
     a call are in the file when it returns.
-
-    Args:
-        csv_config: The section: ``enabled``, ``output_path``, ``job_name``.
     """
 
     section = "csv_monitor"
