@@ -123,11 +123,7 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: list[int] | None = None,
     ) -> None:
-        """Logs the totals of some timers, in milliseconds.
-
-        Args:
-            names: Their names; unknown ones are left out.
-            ranks: Ranks that log; None: rank 0.
+        """Logs totals of known timers over ``normalizer`` in milliseconds, on ``ranks`` (None: rank 0).
 
         Raises:
             ValueError: ``normalizer`` is not above 0.

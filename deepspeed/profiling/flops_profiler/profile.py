@@ -70,11 +70,7 @@ class ModuleProfile:
 
 
 class ForwardProfile:
-    """Measures the forward calls of a model between :meth:`start` and :meth:`stop`.
-
-    Args:
-        ignored: Classes of modules that are not shown; their operations and parameters count for their parents.
-    """
+    """Measures a model's forward calls from :meth:`start` to :meth:`stop`; ``ignored`` classes count for parents."""
 
     def __init__(self, model: nn.Module, ignored: Collection[type[nn.Module]] = ()) -> None:
         self._ignored = tuple(ignored)
@@ -292,14 +288,7 @@ _OF_TRANSFORMERS: dict[str, Callable[..., int]] = {
 
 
 def product_formula(function: Any) -> Callable[..., int] | None:
-    """Returns the formula of an operator's matrix products; None if it has none.
-
-    Args:
-        function: The overload of an operator.
-
-    Returns:
-        A function of its arguments and ``out_val=``, its result, that returns floating-point operations.
-    """
+    """Returns what counts an ATen overload's product operations from its arguments and ``out_val``, or None."""
     found = _PRODUCTS.get(getattr(function, "_overloadpacket", None))
     return found or _OF_TRANSFORMERS.get(getattr(getattr(function, "_schema", None), "name", ""))
 
