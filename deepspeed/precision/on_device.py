@@ -9,12 +9,9 @@ import torch
 
 
 class OnDevice:
-    """Sets the default dtype and device of new tensors inside the context.
+    """Sets the default device, and the dtype of floating tensors, inside the context.
 
     With ``device="meta"`` a model of any size is built without memory: its parameters have shapes but no values.
-
-    Args:
-        dtype: Dtype of new floating tensors; integers keep theirs.
 
     Raises:
         ValueError: ``dtype`` is not a floating dtype.
