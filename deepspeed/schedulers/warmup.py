@@ -98,12 +98,6 @@ class WarmupLR(_RisingSchedule):
 class WarmupDecayLR(WarmupLR):
     """Rises like :class:`WarmupLR`, then falls linearly, reaching the least rate at ``total_num_steps``.
 
-    Args:
-        warmup_min_lr: Rate at the start and the end; one number or one per group.
-        warmup_max_lr: Rate after the rise.
-        warmup_num_steps: Steps of the rise, positive; at least 2 are made.
-        warmup_type: ``log`` or ``linear``; anything else is ``log`` with a warning.
-
     Raises:
         ValueError: ``warmup_num_steps`` is no positive integer, or a list has another length than the groups.
         TypeError: There is no torch optimizer.
@@ -133,9 +127,7 @@ class WarmupCosineLR(_RisingSchedule):
 
     Args:
         warmup_min_ratio: Share of the rate at which the rise starts.
-        warmup_num_steps: Steps of the rise, positive; at least 2 are made.
         cos_min_ratio: Share of the rate at the end.
-        warmup_type: ``log`` or ``linear``; anything else is ``log`` with a warning.
 
     Raises:
         ValueError: ``warmup_num_steps`` is no positive integer.
