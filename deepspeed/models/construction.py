@@ -41,12 +41,9 @@ def recorded_initializer(name: str) -> Callable[..., Any] | None:
 
 
 def wrap_passes(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wraps the library's initialization of weights, if the library has been imported; once only.
+    """Replaces the library's initialization of weights by ``wrap(pass)``, if it has been imported; once only.
 
     Its variant for ZeRO stage 3, in which only rank 0 runs the model's code, is replaced by the ordinary one.
-
-    Args:
-        wrap: Takes a pass and returns the function that replaces it.
     """
     kind: Any = getattr(sys.modules.get(_MODELS), "PreTrainedModel", None)
     integration: Any = sys.modules.get(_ZERO)

@@ -65,12 +65,7 @@ def forward_by_losses(
 
 
 def causal_output(return_dict: bool | None, **fields: Any) -> Any:
-    """Returns the output object of causal language models, or a tuple of its fields.
-
-    Args:
-        return_dict: False: a tuple.
-        **fields: ``loss``, ``logits``, ``past_key_values``, ``hidden_states``, ``attentions``.
-    """
+    """Returns the output object of causal language models with these ``fields``, or a tuple of them."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     found = CausalLMOutputWithPast(**fields)
@@ -99,9 +94,5 @@ def takes_loss_function(model: Any) -> bool:
 
 
 def use_loss_function(model: Any, loss_function: Callable[..., torch.Tensor]) -> None:
-    """Makes a model compute its loss by ``loss_function(logits, labels, vocab_size, **more)``, in place.
-
-    Args:
-        loss_function: Gets logits ``[batch, length, vocabulary]`` and labels ``[batch, length]``; returns a 0-dim loss.
-    """
+    """Makes a model compute its 0-dim loss by ``loss_function(logits, labels, vocab_size, **more)``, in place."""
     model.loss_function = loss_function

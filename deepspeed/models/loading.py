@@ -77,15 +77,11 @@ def empty_record() -> Any:
 
 
 def find_unlikely(model: Any, missing: Iterable[str], unexpected: Iterable[str], loaded: Iterable[str]) -> list[str]:
-    """Returns the missing tensors that must be a mistake, as they belong to repeated blocks.
+    """Returns the tensors that files lack by mistake, as they belong to repeated blocks.
 
     A new head, pooler or adapter may be missing on purpose. A tensor of a block is missing by mistake if the same
     tensor of another block was loaded, or if the files have tensors of blocks that the model does not take: then the
     names differ.
-
-    Args:
-        missing: Names of its tensors that the files lack.
-        unexpected: Names in the files that are no tensors of the model.
     """
     tied = getattr(model, "all_tied_weights_keys", {})
     new = _without(missing, [*(re.escape(name) for name in tied), *(model._keys_to_ignore_on_load_missing or ())])
