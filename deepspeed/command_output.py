@@ -38,10 +38,7 @@ class _WatchedOutput:
 
 
 def run_and_flush(name: str, work: Callable[[], int | None]) -> int | None:
-    """Calls ``work`` and flushes standard output; exits if that output cannot be written; returns the exit code.
-
-    Args:
-        work: Returns the exit code; None means 0.
+    """Calls ``work``, flushes standard output and returns the exit code; exits if nobody can read the output.
 
     Raises:
         SystemExit: The reader of the output, such as ``head``, has closed the pipe, or the disk is full.

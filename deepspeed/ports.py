@@ -30,13 +30,10 @@ def free_port() -> int:
 
 
 def hold(port: int) -> list[socket.socket] | None:
-    """Returns sockets that keep ``port``, at every address of the machine, from programs that look for a free one.
+    """Returns sockets that keep ``port``, at all addresses, from programs in search of one; None if it is taken.
 
     They do not listen, so a program that chooses this port and sets ``SO_REUSEADDR``, as torch's store does, can still
     listen at it.
-
-    Returns:
-        The sockets, which hold the port until they are closed; None: this process could not listen at the port.
     """
     held: list[socket.socket] = []
     for family, any_address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
