@@ -73,11 +73,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def size_of(text: str) -> int:
-    """Returns the number of bytes that a text such as ``1048576``, ``512M`` or ``1G`` means.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is no such number.
-    """
+    """Returns the bytes of ``1048576``, ``512M`` or ``1G``. Raises argparse.ArgumentTypeError: it is no size."""
     match = re.fullmatch(r"(\d+)([KMGT]?)(I?B)?", text.strip().upper())
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected a number such as 1048576, 512M or 1G")
