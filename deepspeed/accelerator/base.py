@@ -280,12 +280,7 @@ class DeepSpeedAccelerator(ABC):
         return False
 
     def pin_empty(self, *size: Any, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:
-        """Returns an uninitialized page-locked host tensor.
-
-        Args:
-            *size: The shape, as integers or one sequence.
-            dtype: None means torch's default dtype.
-            device: Must be ``"cpu"``: only host memory can be page-locked.
+        """Returns an uninitialized page-locked host tensor (any shape): only ``device="cpu"`` has such memory.
 
         Raises:
             ValueError: ``device`` is something else.
