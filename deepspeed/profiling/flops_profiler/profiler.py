@@ -228,11 +228,7 @@ _MAGNITUDES = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u":
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """Returns a number and a prefix: ``1234567`` as ``"1.23 M"``.
-
-    Args:
-        units: The prefix: T, G, M, K, m, u, or empty; None chooses it by the size of the number.
-        precision: Digits behind the point; zeros at the end are left out.
+    """Returns a number and a prefix (T, G, M, K, m, u or "", None: by size): ``1234567`` as ``"1.23 M"``.
 
     Raises:
         ValueError: There is no such prefix.
