@@ -35,13 +35,7 @@ class AttentionHeads:
 
 
 def attention_of(module: nn.Module, config: Any) -> AttentionHeads | None:
-    """Returns the heads of a module that computes attention; None for any other.
-
-    Args:
-        module: It computes attention if it has a number of heads, or "attention" in the name of its class and a
-            configuration with a number of heads.
-        config: The model's configuration, or None.
-    """
+    """Returns a module's heads if it has a number of them, or "Attention" in its name and ``config`` has one."""
     own = _first(module, QUERY_HEADS)
     if own is None and "attention" not in type(module).__name__.lower():
         return None

@@ -8,12 +8,7 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
 
 def text_config(config: Any) -> Any:
-    """Returns the part of a configuration that describes the text model; the configuration itself if it is all text.
-
-    Args:
-        config: Configuration of a Transformers model. Any other object, None too, is returned unchanged, and so is a
-            configuration with several text parts (MusicGen: a text encoder and a decoder of sound).
-    """
+    """Returns a configuration's only text part; any other object, or one with several (MusicGen), unchanged."""
     if not is_library_config(config):
         return config
     try:
