@@ -158,7 +158,7 @@ class DeepSpeedCheckpoint:
     def get_zero_checkpoint_state(
         self, pp_index: int, tp_index: int, dp_index: int, strip_tensor_paddings: bool = True
     ) -> dict[str, Any]:
-        """Returns one rank's optimizer states as in its file; the padding behind moments only if not stripped.
+        """Returns one rank's optimizer states as in its file, cut to the masters with ``strip_tensor_paddings``.
 
         Raises:
             CheckpointError: As :meth:`get_zero_files`; or the run had no ZeRO optimizer.

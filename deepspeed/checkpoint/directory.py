@@ -153,7 +153,7 @@ def _open(root: Path, tag: str) -> FoundCheckpoint | None:
 
 
 def read_pointer(path: Path) -> str | None:
-    """Returns the tag in the file ``latest``, None without one. Raises CheckpointError: it names no tag."""
+    """Returns the tag in ``latest``, None without it. Raises CheckpointError: it is unreadable, or names no tag."""
     try:
         data = path.read_bytes()[:_LONGEST_LATEST]
     except (FileNotFoundError, NotADirectoryError):

@@ -145,7 +145,7 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def take(self) -> bool:
-        """Takes the lock if it is free; returns whether it did. Without locks of the file system it is free."""
+        """Takes the lock if it is free; returns whether it did. It counts as free in a file system without locks."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
         if fcntl is not None:
             try:

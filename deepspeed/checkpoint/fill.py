@@ -17,7 +17,7 @@ from deepspeed.zero.tiling.layout import BucketLayout
 
 
 class WeightFiller:
-    """Fills one rank's masters (unless ``use_masters``: from compute values) and compute parameters.
+    """Fills one rank's masters and compute parameters; without ``use_masters`` masters from compute values.
 
     The most precise values are copied into the master (if there is one) and rounded into the compute parameter. If the
     checkpoint has separate compute values, they replace the rounded ones.

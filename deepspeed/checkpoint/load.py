@@ -161,7 +161,7 @@ def load_by(
 def load_state_dict(
     run_state: RunState, state_dict: dict[str, Any], exchange: Exchange, *, strict: bool, may_miss: Iterable[str]
 ) -> None:
-    """Fills the model from the full state dict of every rank; ``may_miss`` may be missing. Every rank must call it.
+    """Fills the model from a full state dict that every rank has, but for ``may_miss``. Every rank must call it.
 
     Raises:
         CheckpointError: The state dict does not fit; nothing was changed.
@@ -432,7 +432,7 @@ def _restore_schedules(run_state: RunState, state: TrainingState) -> None:
 
 
 def read_training_state(reader: CheckpointReader, rank: int, *, trust: bool) -> TrainingState:
-    """Returns everything but large tensors. With ``trust``, objects saved apart too, which may run code.
+    """Returns a checkpoint's state but for large tensors; ``trust``: also objects saved apart, which may run code.
 
     Raises:
         CheckpointError: A file is missing, damaged, or refused by the restricted loader.

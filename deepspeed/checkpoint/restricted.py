@@ -96,7 +96,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes, what: str) -> Any:
-    """Reads a torch file without running code. Raises CheckpointError: it is none, or needs more types."""
+    """Reads a torch file without running code. Raises CheckpointError: it is none, or needs code."""
     try:
         check_file(io.BytesIO(data))
         with allow_list():
