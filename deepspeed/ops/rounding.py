@@ -45,7 +45,7 @@ class ParameterInterval:
 
 
 class ElementRounding:
-    """Rounds the results of an update, whose number is equal on all ranks, of a run with ascending intervals."""
+    """Rounds the results of one update of a run; ``update`` is equal on all ranks, ``intervals`` ascend."""
 
     def __init__(self, update: int, intervals: Sequence[ParameterInterval]) -> None:
         self._update = update

@@ -126,7 +126,7 @@ def denominator_of(variance: Tensor, group: dict[str, Any], updates: int, out: T
 
 
 def farthest_of(group: dict[str, Any], updates: int) -> float:
-    """Returns the largest distance from the anchor that Adam could reach since; ``updates`` is at least 1."""
+    """Returns the largest distance from the anchor that Adam could reach since then; ``updates``: at least 1."""
     bound = largest_update(group["betas"], float(group.get(LR_SUM) or 0.0))
     # Denominators contain the bias correction of the variance; the bound does not.
     return bound * _correction(group, updates) if group["bias_correction"] else bound
