@@ -279,7 +279,7 @@ class LauncherLink:
         return found
 
     def close(self, patience: float) -> None:
-        """Leaves; for ``patience`` seconds launchers that are still to connect receive earlier events."""
+        """Leaves and closes; for ``patience`` seconds, late launchers still connect and get earlier events."""
         if self._thread is None:
             return
         deadline = time.monotonic() + patience

@@ -89,7 +89,7 @@ def claim_port(address: str, requested: RequestedPort | None, *, is_shared: bool
 
 
 def agreed_port(requested: RequestedPort | None, *, holds_rank_0: bool, is_claimed: bool) -> PortClaim:
-    """Returns the port of all launchers of a run: claimed here if it ``holds_rank_0`` and not ``is_claimed``.
+    """Returns a run's port, held here if ``holds_rank_0``; ``is_claimed``: the starting command has marked it.
 
     Raises:
         LauncherError: The port is in use on this machine.
