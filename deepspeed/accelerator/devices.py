@@ -120,7 +120,7 @@ _SMALL_A100, _SMALL_V100 = 60e9, 24e9  # bytes: devices below are the variant wi
 
 
 def device_of_product(product: str, memory: float | None = None) -> Device | None:
-    """Returns the device named ``NVIDIA A100-SXM4-80GB`` or similar, of ``memory`` bytes if it has no size; or None."""
+    """Returns the device with a vendor's name (``NVIDIA A100-SXM4-80GB``, else of ``memory`` bytes), or None."""
     words = re.split(r"[^A-Z0-9]+", product.upper())
     found = next((name for name in _PRODUCTS if name in words), None)
     if found is None:
