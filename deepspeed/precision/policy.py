@@ -89,7 +89,7 @@ class PrecisionPolicy:
         return torch.float32 if lies_in(name, self.fp32_modules) else self.compute_dtype
 
     def _buffer_dtype(self, name: str, buffer: torch.Tensor, *, beside_weights: bool) -> torch.dtype:
-        """Returns the dtype of a floating buffer of any shape, if ``beside_weights`` that of the weights."""
+        """Returns a floating buffer's dtype (any shape); ``beside_weights``: torch requires the weights'."""
         is_kept = lies_in(name, self.fp32_modules)
         if self.buffer_dtype is not None and not is_kept:
             return self.buffer_dtype
