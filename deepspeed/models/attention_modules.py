@@ -35,7 +35,7 @@ class AttentionHeads:
 
 
 def attention_of(module: nn.Module, config: Any) -> AttentionHeads | None:
-    """Returns a module's heads if it has a number of them, or "Attention" in its name and ``config`` has one."""
+    """Returns a module's heads if it has a number of them, or "attention" in its class name and ``config`` has it."""
     own = _first(module, QUERY_HEADS)
     if own is None and "attention" not in type(module).__name__.lower():
         return None
