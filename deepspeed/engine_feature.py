@@ -255,7 +255,7 @@ class EngineHooks:
         """Called before each update."""
 
     def after_update(self, global_steps: int, *, was_skipped: bool) -> None:
-        """Called after each update, the last of ``global_steps``; skipped if gradients were not finite."""
+        """Called after each update; ``global_steps`` counts it. ``was_skipped``: a gradient was not finite."""
 
     def after_step(self, global_steps: int) -> None:
         """Called at the end of each step with an update, when the engine can be saved. It may end the process."""
