@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from deepspeed.axes import KEYS, SEQUENCE, TENSOR
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config.sections.root import Root
 
@@ -57,6 +58,7 @@ def marks_of(*things: Any) -> set[str]:
 class EngineSetup:
     """Describes the engine to be built, before anything is changed."""
 
+    job: Job  # the job whose ranks train together
     root: Root  # the configuration
     model: nn.Module
     optimizer: Any  # the argument of ``initialize``

@@ -40,12 +40,15 @@ class AgreedSetup:
     setup: EngineSetup  # what these features look at
 
 
-def start_ranks(distributed_port: int, dist_init_required: bool | None) -> None:
+def start_ranks(distributed_port: int, dist_init_required: bool | None) -> Job:
     """Starts a process group if there is none, and logs which package runs. Every rank must call it.
 
     Args:
         distributed_port: Port of rank 0.
         dist_init_required: False: a process group must exist already.
+
+    Returns:
+        The job of the process group.
 
     Raises:
         DeepSpeedConfigError: ``dist_init_required`` is False, and no process group exists.
@@ -58,12 +61,14 @@ def start_ranks(distributed_port: int, dist_init_required: bool | None) -> None:
             )
         comm.init_distributed(distributed_port=distributed_port)
     log_dist(info_line())
+    return Job.current()
 
 
-def agree(client: Client, config: Any) -> AgreedSetup:
+def agree(job: Job, client: Client, config: Any) -> AgreedSetup:
     """Reads the configuration, lays out the ranks, and checks what is requested. Every rank must call it.
 
     Args:
+        job: The job whose ranks train together.
         client: What the caller of ``initialize`` handed in.
         config: Dict, path or base64.
 
@@ -77,10 +82,10 @@ def agree(client: Client, config: Any) -> AgreedSetup:
     take_accelerate_sizes(config, is_cut=job_mesh.has_dtensors)
     parsed = _parse_alike(features.read_config(config, client.mpu), job_mesh, client, features)
     root = parsed.root
-    _refuse_beside_elastic(root)
+    _refuse_beside_elastic(root, job)
     ranks = job_mesh.settle(root)
     features.add_for_configuration(root, ranks.mesh, has_dtensors=job_mesh.has_dtensors)
-    setup = EngineSetup(root, client.model, client.optimizer, ranks, _device(client.args), job_mesh.is_ours)
+    setup = EngineSetup(job, root, client.model, client.optimizer, ranks, _device(client.args), job_mesh.is_ours)
     if root.log_level:
         set_log_level_from_string(root.log_level)
     for notice in parsed.notices:
@@ -89,13 +94,13 @@ def agree(client: Client, config: Any) -> AgreedSetup:
     return AgreedSetup(parsed, features, setup)
 
 
-def _refuse_beside_elastic(root: Root) -> None:
+def _refuse_beside_elastic(root: Root, job: Job) -> None:
     """Refuses an engine without elasticity.continue beside one with it, which ends the job when a rank is lost.
 
     Raises:
         DeepSpeedConfigError: This process has such an engine.
     """
-    members = Job.current().members
+    members = job.members
     continues = root.elasticity is not None and root.elasticity.continues
     if members is not None and members.is_in_use and not continues:
         raise DeepSpeedConfigError(

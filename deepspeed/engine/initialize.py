@@ -99,11 +99,11 @@ def build_parts(
         distributed_port: Port of rank 0 if a process group must be started.
         dist_init_required: False: a process group must exist already.
     """
-    start_ranks(distributed_port, dist_init_required)
-    agreed = agree(client, config)
+    job = start_ranks(distributed_port, dist_init_required)
+    agreed = agree(job, client, config)
     root, features, setup, model = agreed.parsed.root, agreed.features, agreed.setup, client.model
     monitor = _open_logs(agreed)
-    islands = settle_islands(root, setup.ranks, model, setup.device)
+    islands = settle_islands(setup)
     if islands is not None:
         setup = replace(setup, ranks=islands.inside)
     precision, placement = precision_for(setup), placement_for(setup)
@@ -137,6 +137,7 @@ def build_parts(
         groups=groups,
         coordinates=over_all_data_ranks(agreed.setup.ranks, setup.ranks),
         islands=islands,
+        claim=job.declared.claim(),
     )
 
 
@@ -161,6 +162,7 @@ def _make_groups(
 ) -> Groups:
     """Makes the groups of ranks over which the model's states are sharded. Every rank of the job must call it."""
     groups = create_groups(
+        setup.job,
         placement,
         setup.ranks,
         setup.device,

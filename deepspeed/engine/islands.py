@@ -17,11 +17,9 @@ from typing_extensions import override
 from deepspeed import comm
 from deepspeed.comm.job.expert_groups import group_name
 from deepspeed.comm.job.grid import island_groups
-from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.communication_compression import Islands
-from deepspeed.config.sections.root import Root
 from deepspeed.engine_feature import SEQUENCE_RANKS, STAGES, TENSOR_RANKS, Conflict, EngineFeature, EngineSetup
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -91,22 +89,20 @@ class IslandTraining:
         return result
 
 
-def settle_islands(root: Root, ranks: RankCoordinates, model: nn.Module, device: torch.device) -> IslandTraining | None:
+def settle_islands(setup: EngineSetup) -> IslandTraining | None:
     """Returns the islands that the configuration requests; None for none. Every rank must call it.
 
     Args:
-        root: The configuration.
-        ranks: Where this rank stands in the job.
-        model: Gets the values of the first island.
-        device: Where masters are.
+        setup: Its model gets the values of the first island.
     """
-    section = root.communication_compression.islands
+    job, ranks, device = setup.job, setup.ranks, setup.device
+    section = setup.root.communication_compression.islands
     if section is None:
         return None
     if section.size == ranks.zero_size:
         log_dist("communication_compression.islands: one island has all ranks, so there is no outer step")
         return None
-    island, across = island_groups(ranks.zero_size, section.size, device, comm.default_timeout())
+    island, across = island_groups(job, ranks.zero_size, section.size, device, comm.default_timeout())
     number, place = divmod(ranks.zero_rank, section.size)
     inside = replace(
         ranks,
@@ -118,9 +114,9 @@ def settle_islands(root: Root, ranks: RankCoordinates, model: nn.Module, device:
         data_rank=place,
         islands=ranks.zero_size // section.size,
     )
-    outer = Job.current().connector.over(across, device, "islands", is_numbered=True)
+    outer = job.connector.over(across, device, "islands", is_numbered=True)
     found = IslandTraining(section, inside, number, outer)
-    found.spread(model, device)
+    found.spread(setup.model, device)
     bits = bits_sent(section.wire)
     log_dist(
         f"communication_compression.islands: {ranks.zero_size // section.size} islands of {section.size} rank(s) train "
@@ -162,12 +158,12 @@ class TrainingOnIslands(EngineFeature):
     def refuse(self, setup: EngineSetup) -> None:
         section = setup.root.communication_compression.islands
         if section is not None:
-            _check_ranks(section, setup.root, setup.ranks, setup.model)
+            _check_ranks(section, setup)
 
 
-def _check_ranks(section: Islands, root: Root, ranks: RankCoordinates, model: nn.Module) -> None:
+def _check_ranks(section: Islands, setup: EngineSetup) -> None:
     """Refuses islands that do not divide the ranks, or that conflict with the sharding of ZeRO."""
-    at = _SETTING
+    at, ranks = _SETTING, setup.ranks
     if ranks.zero_size % section.size:
         raise DeepSpeedConfigError(
             f"{at}.size: {section.size} does not divide the number of data-parallel ranks, {ranks.zero_size}; "
@@ -175,9 +171,9 @@ def _check_ranks(section: Islands, root: Root, ranks: RankCoordinates, model: nn
         )
     if ranks.zero_group is not None or ranks.model_size > 1:
         raise DeepSpeedConfigError(f"{at} with an mpu: {_WHY}; leave one of the two out")
-    if _spreads_experts(root, model):
+    if _spreads_experts(setup):
         raise DeepSpeedConfigError(f"{at} with experts that are spread over ranks: {_WHY}; leave one of the two out")
-    zero = root.zero_optimization
+    zero = setup.root.zero_optimization
     for name in ("zero_hpz_partition_size", "mics_shard_size"):
         neighbors = getattr(zero, name)
         if zero.stage == 3 and neighbors > 1 and section.size % neighbors:
@@ -195,19 +191,19 @@ def _check_ranks(section: Islands, root: Root, ranks: RankCoordinates, model: nn
             f'{at}: with zero_optimization.offload_optimizer.device "nvme" masters are in files, which the outer step '
             'does not read; use "cpu"'
         )
-    if any(address_of(parameter) is not None for parameter in model.parameters()):
+    if any(address_of(parameter) is not None for parameter in setup.model.parameters()):
         raise DeepSpeedConfigError(
             f"{at}: the model's parameters are sharded over all ranks already (deepspeed.zero.Init, or an engine that "
             "had it before); build the model without"
         )
 
 
-def _spreads_experts(root: Root, model: nn.Module) -> bool:
+def _spreads_experts(setup: EngineSetup) -> bool:
     """Returns whether ranks hold different experts, or other parameters in groups of their own."""
-    section = root.expert_parallel
+    section, model = setup.root.expert_parallel, setup.model
     if section is not None and section.enabled and section.autoep_size > 1:
         return True
-    declared = Job.current().declared.defined()
+    declared = setup.job.declared.defined()
     marked = [parameter for parameter in model.parameters() if getattr(parameter, "allreduce", True) is False]
     names = {str(getattr(parameter, "group_name", None)) for parameter in marked}
     sizes = (getattr(module, "ep_size", None) for module in model.modules())

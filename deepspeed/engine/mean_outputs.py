@@ -17,11 +17,11 @@ from deepspeed.parallel.pipe.values import map_tensors, tensors_of
 _MEANS = "the mean of the outputs (eval_batch)"
 
 
-def mean_outputs(job: Transport, mesh: Mesh, outputs: list[Any] | None) -> Any:
+def mean_outputs(job: Job, ranks: Transport, mesh: Mesh, outputs: list[Any] | None) -> Any:
     """Returns the mean of the outputs, tensor by tensor. Every rank of the job must call it.
 
     Args:
-        job: All ranks.
+        ranks: All ranks of the job.
         mesh: How they are laid out.
         outputs: By micro-batch, on ranks with the last chunk; None elsewhere.
 
@@ -33,8 +33,8 @@ def mean_outputs(job: Transport, mesh: Mesh, outputs: list[Any] | None) -> Any:
     """
     tensors = [tensors_of(output) for output in outputs or ()]
     shapes = [[tuple(tensor.shape) for tensor in each] for each in tensors]
-    _check_shapes(gather_objects(job, shapes, label="the shapes of the outputs"), mesh)
-    axis = Job.current().axis(*SAMPLES) if mesh.size(*SAMPLES) > 1 else None
+    _check_shapes(gather_objects(ranks, shapes, label="the shapes of the outputs"), mesh)
+    axis = job.axis(*SAMPLES) if mesh.size(*SAMPLES) > 1 else None
     if outputs is None:
         return None
     means = [torch.stack([tensor.float() for tensor in same]).mean(0) for same in zip(*tensors, strict=True)]

@@ -11,7 +11,6 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.comm.job.declared_groups import Claim
-from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config import ParsedConfig
 from deepspeed.engine.arguments import local_rank_of
@@ -79,9 +78,9 @@ class EngineParts:
     groups: Groups
     coordinates: RankCoordinates
     islands: IslandTraining | None
+    claim: Claim
     global_rank: int = field(default_factory=comm.get_rank)
     world_size: int = field(default_factory=comm.get_world_size)
-    claim: Claim = field(default_factory=lambda: Job.current().declared.claim())
 
     @property
     def model(self) -> nn.Module:

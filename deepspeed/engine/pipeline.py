@@ -91,7 +91,8 @@ class PipelineEngine(EngineBase):
             self._train_step,
             self._batches,
             self._progress,
-            job=job,
+            job=parts.setup.job,
+            everybody=job,
             rank=parts.global_rank,
             device=parts.device,
             failures=self._failures,
@@ -99,7 +100,7 @@ class PipelineEngine(EngineBase):
             splits_backward=self._hooks.gathers_alike or not parts.placement.shard_params,
             after_update=self._end_step,
         )
-        channels = connect_stages(module.mesh, parts.device)
+        channels = connect_stages(parts.setup.job, module.mesh, parts.device)
         channels.connect_pairs(module.stage_of_chunks)
         self.start_interpreter(channels, module.stage_of_chunks, parts.device)
         self._loader: Iterable[Any] | None = None  # source of the feed's items, restarted at its end

@@ -12,6 +12,7 @@ from torch import nn
 
 from deepspeed.axes import PIPE
 from deepspeed.comm.job import backward_comm
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.objects import gather_json
 from deepspeed.comm.transports.transport import Transport
@@ -39,7 +40,7 @@ class PipelineCompute:
         step: The engine's training step.
         batches: Sizes of batches.
         progress: Receives the losses.
-        job: All ranks.
+        everybody: All ranks of the job.
         rank: This one.
         device: Where losses are.
         failures: Reports failures to the other ranks.
@@ -56,7 +57,8 @@ class PipelineCompute:
         batches: Batches,
         progress: ProgressLog,
         *,
-        job: Transport,
+        job: Job,
+        everybody: Transport,
         rank: int,
         device: torch.device,
         failures: StageFailures,
@@ -77,7 +79,7 @@ class PipelineCompute:
         # means over micro-batches and copies of what the loss function returned beside the loss
         self.metrics: dict[str, float] = {}
         self._module, self._step, self._batches, self._progress = module, step, batches, progress
-        self._job, self._mesh, self._rank, self._device = job, module.mesh, rank, device
+        self._job, self._everybody, self._mesh, self._rank, self._device = job, everybody, module.mesh, rank, device
         self._failures = failures
         self._reduces_each = reduces_each
         self._splits_backward = splits_backward
@@ -112,7 +114,7 @@ class PipelineCompute:
         needs_labels = mode != "outputs" and self._module.loss_fn is not None
         with self._failures.shared(call):
             self._agreed = agree_on_data(
-                self._job, self._mesh, self._rank, feed, count, call, needs_labels=needs_labels
+                self._everybody, self._mesh, self._rank, feed, count, call, needs_labels=needs_labels
             )
 
     def own_items(self) -> list[Any]:
@@ -298,7 +300,7 @@ class PipelineCompute:
             self.total_loss = found.mean
         report = self._step.update(extra=row_of(found, count), micro_batches=count)
         assert report is not None, "a schedule ends in an update"
-        _, mean, self.metrics = read_rows(self._job, self._mesh, self._rank, report.extra, found)
+        _, mean, self.metrics = read_rows(self._everybody, self._mesh, self._rank, report.extra, found)
         self.agg_train_loss = torch.tensor(mean, device=self._device)
         if found is None:
             self._progress.loss(self.agg_train_loss)
@@ -316,11 +318,11 @@ class PipelineCompute:
             outputs = self.fwd_outputs if self.is_last else None
             if reduce_output is None:
                 return outputs
-            return mean_outputs(self._job, self._mesh, outputs)
+            return mean_outputs(self._job, self._everybody, self._mesh, outputs)
         each, mean = [float(loss) for loss in self._found.losses], self._found.mean
         if shares_loss or reduce_output == "avg":
             found = self._found if self.is_last else None
-            each, average, self.metrics = share_losses(self._job, self._mesh, self._rank, found, self._count)
+            each, average, self.metrics = share_losses(self._everybody, self._mesh, self._rank, found, self._count)
             mean = torch.tensor(average)
         if not shares_loss and not self.is_last:
             return None

@@ -277,7 +277,7 @@ def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount,
             ):
                 stack.enter_context(context)
             if part.stage is not None:
-                world.substitutes[StageChannels] = lambda _mesh, _device, stage=part.stage: SimulatedChannels(
+                world.substitutes[StageChannels] = lambda _job, _mesh, _device, stage=part.stage: SimulatedChannels(
                     stage, packs=part.kind == "cpu"
                 )
             if part.autocast:

@@ -23,9 +23,9 @@ from deepspeed.comm.codecs.rows import by_rows
 from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.job.connect import warm_up
 from deepspeed.comm.job.declared_groups import Defined
-from deepspeed.comm.job.grid import create_grid, gathering_by_nodes
+from deepspeed.comm.job.grid import create_grid
 from deepspeed.comm.job.groups import get_tensor_model_parallel_group
-from deepspeed.comm.job.job import Job, axis_of
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.comm.job.new_groups import Lease
 from deepspeed.comm.transports.transport import Transport
@@ -274,6 +274,7 @@ class Groups:
 
 
 def create_groups(
+    job: Job,
     placement: Placement,
     ranks: RankCoordinates,
     device: torch.device,
@@ -296,11 +297,12 @@ def create_groups(
     Raises:
         DeepSpeedConfigError: Groups that cannot be used together.
     """
-    with Job.current().process_groups.leased() as lease:
-        return _groups_over(lease, placement, ranks, device, by_nodes=by_nodes, divisor=divisor, copies=copies)
+    with job.process_groups.leased() as lease:
+        return _groups_over(job, lease, placement, ranks, device, by_nodes=by_nodes, divisor=divisor, copies=copies)
 
 
 def _groups_over(
+    job: Job,
     lease: Lease,
     placement: Placement,
     ranks: RankCoordinates,
@@ -313,7 +315,7 @@ def _groups_over(
     """Makes the groups with the process groups of ``lease``; for the rest see :func:`create_groups`."""
     timeout = comm.default_timeout()
     divisor = ranks.data_size if divisor is None else divisor
-    defined = Job.current().declared.defined()
+    defined = job.declared.defined()
     if placement.shard_ranks is not None:
         if others := (*defined, *copies):
             key = "zero_hpz_partition_size" if placement.spread_master else "mics_shard_size"
@@ -323,6 +325,7 @@ def _groups_over(
                 f"{key} out, or train without what it is combined with here"
             )
         grid = create_grid(
+            job,
             placement.shard_ranks,
             group=ranks.zero_group,
             device=device,
@@ -332,13 +335,11 @@ def _groups_over(
         )
         owners = grid.positions if placement.spread_master else grid.gather
         return Groups.of(BucketGroup(DATA, grid.gather, grid.reduce, owners, grid.combine, divisor), lease=lease)
-    gather, reduce = (
-        Job.current().axis_of(ranks.zero_group).transport(device=device, timeout=timeout) for _ in range(2)
-    )
+    gather, reduce = (job.axis_of(ranks.zero_group).transport(device=device, timeout=timeout) for _ in range(2))
     if by_nodes:
-        gather = gathering_by_nodes(gather, gather, [range(gather.size)], device=device, timeout=timeout)
+        gather = job.connector.by_nodes(gather, gather, [range(gather.size)], device=device, timeout=timeout)
     data = BucketGroup(DATA, gather, reduce, gather, divisor=divisor)
-    own = [_own_group(one, reduce, divisor, ranks, device) for one in defined.values() if not one.spans_stages]
+    own = [_own_group(job, one, reduce, divisor, ranks, device) for one in defined.values() if not one.spans_stages]
     if ranks.model_size == 1:
         groups = Groups.of(data, *(replace(data, name=name) for name in copies), *own, lease=lease)
     else:
@@ -347,12 +348,12 @@ def _groups_over(
         shared = (
             replace(data, name=name, is_primary_replica=is_primary, is_part=True) for name, is_primary in copies.items()
         )
-        tied = (_copies(one, cut if one.is_cut else whole, device) for one in defined.values() if one.spans_stages)
+        tied = (_copies(job, one, cut if one.is_cut else whole, device) for one in defined.values() if one.spans_stages)
         parts = (whole, cut, *shared, *own, *tied)
-        job = Job.current().axis_of(name=JOB).transport(device=device, timeout=timeout)
+        everybody = job.axis_of(name=JOB).transport(device=device, timeout=timeout)
         group = get_tensor_model_parallel_group() if ranks.mesh.size(TENSOR) > 1 else None
-        tensor = None if group is None else axis_of(group, TENSOR)
-        groups = Groups({group.name: group for group in parts}, reduce, job, tensor, lease)
+        tensor = None if group is None else job.axis_of(group, TENSOR)
+        groups = Groups({group.name: group for group in parts}, reduce, everybody, tensor, lease)
     for transport in dict.fromkeys((gather, groups.job, *(group.gather for group in own))):
         warm_up(transport)
     return groups
@@ -364,9 +365,9 @@ def _named(group: str) -> str:
     return f"expert layers of ep_size {size}" if size != group else f"the parameters of {group!r}"
 
 
-def _copies(defined: Defined, data: BucketGroup, device: torch.device) -> BucketGroup:
+def _copies(job: Job, defined: Defined, data: BucketGroup, device: torch.device) -> BucketGroup:
     """Returns the group of weights tied to ranks with other parts of the model, of which the first counts."""
-    combine = Job.current().declared.connect_copies(defined, device=device, timeout=comm.default_timeout())
+    combine = job.declared.connect_copies(defined, device=device, timeout=comm.default_timeout())
     if combine is None:
         return replace(data, name=defined.name)
     is_primary = data.is_primary_replica and combine.rank == 0
@@ -374,12 +375,12 @@ def _copies(defined: Defined, data: BucketGroup, device: torch.device) -> Bucket
 
 
 def _own_group(
-    defined: Defined, peers: Transport, divisor: int, ranks: RankCoordinates, device: torch.device
+    job: Job, defined: Defined, peers: Transport, divisor: int, ranks: RankCoordinates, device: torch.device
 ) -> BucketGroup:
     if defined.name in (DATA, CUT):
         raise DeepSpeedConfigError(f"define_group({defined.name!r}): the name is reserved; choose another one")
     gather, reduce = (
-        Job.current().declared.connect(defined, peers, use, device=device, timeout=comm.default_timeout())
+        job.declared.connect(defined, peers, use, device=device, timeout=comm.default_timeout())
         for use in ("parameters", "gradients")
     )
     divisor = divisor if defined.divisor is None else defined.divisor

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from deepspeed.axes import DATA
 from deepspeed.comm.job.connect import warm_up
-from deepspeed.comm.job.job import Job, size_of
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh, data_mesh
 from deepspeed.comm.job.new_groups import Owner
 from deepspeed.comm.transports.transport import TensorTransfer, Transport, Work
@@ -118,6 +118,7 @@ class Grid:
 
 
 def create_grid(
+    job: Job,
     shard_size: int,
     *,
     group: Any = None,
@@ -133,23 +134,22 @@ def create_grid(
         group: The ranks of the grid; they must be all there are, or one of the islands. None: the default group.
         device: Where the buffers live.
         timeout: Time limit of a communicator that is made.
-        by_nodes: Gather in two steps where the groups span nodes, see :func:`gathering_by_nodes`.
+        by_nodes: Gather in two steps where the groups span nodes, see ``Connector.by_nodes``.
         islands: How many such groups of consecutive ranks there are, each with a grid of its own.
 
     Raises:
         DeepSpeedConfigError: ``group`` has fewer ranks than there are, or nodes are cut.
     """
-    job = Job.current()
     everyone = job.axis_of(group).transport(device=device, timeout=timeout)
-    if everyone.size * islands != size_of():
+    if everyone.size * islands != job.ranks.size_of():
         raise DeepSpeedConfigError(
             f"zero_hpz_partition_size and mics_shard_size: expected every rank to be data-parallel, found "
-            f"{everyone.size} data-parallel ranks of {size_of()}. Leave the mpu out, or the key"
+            f"{everyone.size} data-parallel ranks of {job.ranks.size_of()}. Leave the mpu out, or the key"
         )
     mesh = grid_mesh(everyone.size, shard_size)
-    made = _axes_of(everyone, mesh, islands, device, timeout)
+    made = _axes_of(job, everyone, mesh, islands, device, timeout)
     if by_nodes:
-        made["gather"] = gathering_by_nodes(
+        made["gather"] = job.connector.by_nodes(
             made["gather"], everyone, mesh.groups(SHARD), device=device, timeout=timeout
         )
     for transport in (*made.values(), everyone):
@@ -157,7 +157,7 @@ def create_grid(
     return Grid(**made, positions=GridTransport(made["gather"], made["combine"], everyone))
 
 
-def island_groups(size: int, island_size: int, device: torch.device, timeout: timedelta) -> tuple[Any, Any]:
+def island_groups(job: Job, size: int, island_size: int, device: torch.device, timeout: timedelta) -> tuple[Any, Any]:
     """Returns the process group of this rank's island, and that of the ranks with its place on theirs.
 
     Every rank must call it.
@@ -170,52 +170,40 @@ def island_groups(size: int, island_size: int, device: torch.device, timeout: ti
     """
     mesh = grid_mesh(size, island_size)
     return (
-        _group_along(mesh.groups(SHARD), "islands", device, timeout, "job"),
-        _group_along(mesh.groups(REPLICATE), "outer steps of islands", device, timeout, "job"),
+        _group_along(job, mesh.groups(SHARD), "islands", device, timeout, "job"),
+        _group_along(job, mesh.groups(REPLICATE), "outer steps of islands", device, timeout, "job"),
     )
 
 
-def gathering_by_nodes(
-    plain: Transport,
-    everyone: Transport,
-    groups: Sequence[Sequence[int]],
-    *,
-    device: torch.device | None = None,
-    timeout: timedelta | None = None,
-) -> Transport:
-    """Returns a transport that gathers between nodes first; arguments and errors as in ``Connector.by_nodes``."""
-    return Job.current().connector.by_nodes(plain, everyone, groups, device=device, timeout=timeout)
-
-
 def _axes_of(
-    everyone: Transport, mesh: Mesh, islands: int, device: torch.device | None, timeout: timedelta | None
+    job: Job, everyone: Transport, mesh: Mesh, islands: int, device: torch.device | None, timeout: timedelta | None
 ) -> dict[str, Transport]:
     sharing, same = (
         [[island * everyone.size + rank for rank in ranks] for island in range(islands) for ranks in mesh.groups(axis)]
         for axis in (SHARD, REPLICATE)
     )
-    shard_group = _group_along(sharing, "the ranks that share slices", device, timeout)
+    shard_group = _group_along(job, sharing, "the ranks that share slices", device, timeout)
     reduce_group = (
-        shard_group if not everyone.needs_one_order else _group_along(sharing, "their gradients", device, timeout)
+        shard_group if not everyone.needs_one_order else _group_along(job, sharing, "their gradients", device, timeout)
     )
-    same_group = _group_along(same, "the ranks with the same slices", device, timeout)
+    same_group = _group_along(job, same, "the ranks with the same slices", device, timeout)
     made = {}
     for name, group, axis in (
         ("gather", shard_group, SHARD),
         ("reduce", reduce_group, SHARD),
         ("combine", same_group, REPLICATE),
     ):
-        made[name] = Job.current().connector.subgroup_of(everyone, group, axis)
+        made[name] = job.connector.subgroup_of(everyone, group, axis)
     return made
 
 
 def _group_along(
+    job: Job,
     groups: Sequence[Sequence[int]],
     why: str,
     device: torch.device | None,
     timeout: timedelta | None,
     owner: Owner = "engine",
 ) -> Any:
-    job = Job.current()
     backend = job.ranks.backend_for(job.ranks.world, device)
     return job.process_groups.mine(groups, backend=backend, timeout=timeout, why=why, owner=owner)

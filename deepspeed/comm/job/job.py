@@ -303,14 +303,14 @@ def _replace(job: Job) -> Job:
 
 
 @uncompiled
-def axis_of(group: Any, name: str) -> Axis:
+def axis_of(group: Any, name: str | None = None) -> Axis:
     """Returns the ranks of a program's process group as an axis of the current job. No other rank has to call.
 
     What outlives a job or a plan, such as a layer, keeps the group and calls this in each forward.
 
     Args:
         group: A torch process group; None: all ranks.
-        name: The name of the axis, for the traffic counters.
+        name: The name of the axis, for the traffic counters; None: see :meth:`Job.axis_of`.
     """
     return Job.current().axis_of(group, name)
 

@@ -31,7 +31,7 @@ from deepspeed.axes import PIPE
 from deepspeed.comm.base.counters import traffic
 from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.job.connect import open_message_queue
-from deepspeed.comm.job.job import Job, rank_in
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.transport import job_is_over, start_p2p
 from deepspeed.comm.watch.watched_group import ShortMessages, WatchedGroup
@@ -412,9 +412,10 @@ class StageChannels:
         device: Where the model computes.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, job: Job, mesh: Mesh, device: torch.device) -> None:
         self._device = device
-        rank, job = rank_in(), Job.current()
+        self._groups = job.watched
+        rank = job.ranks.rank_in()
         self._ranks = mesh.group(rank, PIPE)
         self.stage = mesh.position(rank, PIPE)
         self._out: dict[tuple[str, int], ChannelSender] = {}
@@ -482,7 +483,7 @@ class StageChannels:
         """
         with ExitStack() as rows:
             for group in self._native.values():
-                watched = Job.current().watched.of(group)
+                watched = self._groups.of(group)
                 assert watched is not None
                 rows.enter_context(watched.row("batch"))
             yield
@@ -551,12 +552,12 @@ class StageChannels:
         return route, ChannelTransport(self._axis.group, place, _TAGS + 3 * number, self._queue, native)
 
 
-def connect_stages(mesh: Mesh, device: torch.device) -> StageChannels:
+def connect_stages(job: Job, mesh: Mesh, device: torch.device) -> StageChannels:
     """Returns the channels of this rank's stage. Every rank of the job must call it.
 
     Args:
         mesh: The mesh of the job.
         device: Where the model computes.
     """
-    made: StageChannels = Job.current().make(StageChannels, mesh, device)
+    made: StageChannels = job.make(StageChannels, job, mesh, device)
     return made

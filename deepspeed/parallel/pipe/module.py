@@ -15,7 +15,7 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
 from deepspeed.axes import PIPE
-from deepspeed.comm.job.job import is_initialized, size_of
+from deepspeed.comm.job.job import Job, is_initialized, size_of
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.config.sections.pipeline import PipelineSection
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
@@ -173,9 +173,13 @@ class PipelineModule(StageLayers):
 
     # -- cutting and building ----------------------------------------------------------------------------------------
 
+    @property
+    def _job(self) -> Job:
+        return Job.current()
+
     def settle(self, device: torch.device) -> None:
         """Makes tied weights equal on all their stages; called by ``initialize``, on every rank."""
-        settle_ties(self.tied_comms, device)
+        settle_ties(self._job, self.tied_comms, device)
 
     @property
     def is_part_of_model(self) -> bool:
@@ -378,7 +382,7 @@ class PipelineModule(StageLayers):
             key: sorted({self.stage_owner(number) for number in numbers})
             for key, numbers in tied_places(self._layer_specs).items()
         }
-        self.tied_comms: dict[str, Tie] = declare_ties(self.mesh, owners, self.tied_modules)
+        self.tied_comms: dict[str, Tie] = declare_ties(self._job, self.mesh, owners, self.tied_modules)
 
     def _add(self, number: int, entry: Entry) -> None:
         name = str(number)
@@ -460,7 +464,7 @@ class PipelineModule(StageLayers):
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
         """Returns each tied weight of this rank with the torch process group of the stages that have it."""
-        return [pair for tie in self.tied_comms.values() for pair in tie.weights_and_groups()]
+        return [pair for tie in self.tied_comms.values() for pair in tie.weights_and_groups(self._job)]
 
     def allreduce_tied_weight_gradients(self) -> None:
         """Does nothing: gradients of tied weights are summed over their stages as part of the update."""

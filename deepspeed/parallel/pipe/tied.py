@@ -30,17 +30,21 @@ class Tie:
     module: nn.Module | None  # this rank's copy; None where its stage has none
     group: str  # name of the group of copies
 
-    def weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+    def group_in(self, job: Job) -> Any:
+        """Returns the torch process group of the copies. Every rank must call it."""
+        return job.declared.group_of(job.declared.defined()[self.group])
+
+    def weights_and_groups(self, job: Job) -> list[tuple[nn.Parameter, Any]]:
         """Returns this rank's parameters of the tie, with the torch process group of the copies.
 
         Every rank must call it.
         """
-        group = Job.current().declared.group_of(Job.current().declared.defined()[self.group])
+        group = self.group_in(job)
         return [] if self.module is None else [(parameter, group) for parameter in self.module.parameters()]
 
 
 @torch.no_grad()
-def settle_ties(ties: Mapping[str, Tie], device: torch.device) -> None:
+def settle_ties(job: Job, ties: Mapping[str, Tie], device: torch.device) -> None:
     """Gives all copies of tied weights the values of the first stage that has them. Every rank must call it.
 
     Args:
@@ -52,7 +56,7 @@ def settle_ties(ties: Mapping[str, Tie], device: torch.device) -> None:
     """
     for key in sorted(ties):
         tie = ties[key]
-        group = Job.current().declared.group_of(Job.current().declared.defined()[tie.group])
+        group = tie.group_in(job)
         if tie.module is None:
             continue
         cut = [parameter for parameter in tie.module.parameters() if has_part(parameter)]
@@ -65,18 +69,15 @@ def settle_ties(ties: Mapping[str, Tie], device: torch.device) -> None:
             ],
             group,
         )
-        transport = (
-            Job.current()
-            .axis_of(group, PIPE)
-            .transport("outside engines", device=device, timeout=comm.default_timeout())
-        )
+        axis = job.axis_of(group, PIPE)
+        transport = axis.transport("outside engines", device=device, timeout=comm.default_timeout())
         for name, parameter in parameters.items():
             values = parameter.to(device, copy=True, memory_format=torch.contiguous_format)
             transport.broadcast(values.view(-1).view(torch.uint8), 0, label=f"the tied weight {key}.{name}")
             parameter.copy_(values)
 
 
-def declare_ties(mesh: Mesh, owners: Mapping[str, Sequence[int]], modules: nn.ModuleDict) -> dict[str, Tie]:
+def declare_ties(job: Job, mesh: Mesh, owners: Mapping[str, Sequence[int]], modules: nn.ModuleDict) -> dict[str, Tie]:
     """Declares the groups of ties over several stages, without communication. Every rank must call it alike.
 
     Args:
@@ -92,7 +93,7 @@ def declare_ties(mesh: Mesh, owners: Mapping[str, Sequence[int]], modules: nn.Mo
         module = modules[key] if key in modules else None
         lists = [[ranks[stage] for stage in stages] for ranks in mesh.groups(PIPE)]
         for is_cut, group in ((False, name), (True, _cut_group(name))):
-            Job.current().declared.define_copies(group, lists, is_cut=is_cut)
+            job.declared.define_copies(group, lists, is_cut=is_cut)
         if module is not None:
             for parameter in module.parameters():
                 put_in_group([parameter], _cut_group(name) if has_part(parameter) else name)

@@ -105,8 +105,9 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
             comm.init_distributed()
         group = zero_group(mpu) if dp_process_group is None and mpu is not None else dp_process_group
         device = local_device()
-        axis, timeout = Job.current().axis_of(group), comm.default_timeout()
-        with Job.current().process_groups.leased() as lease:
+        job, timeout = Job.current(), comm.default_timeout()
+        axis = job.axis_of(group)
+        with job.process_groups.leased() as lease:
             gather, reduce = (axis.transport(device=device, timeout=timeout) for _ in range(2))
         limits = Limits(persistence=param_persistence_threshold, model_persistence=model_persistence_threshold)
         gathers = GatherLimits(

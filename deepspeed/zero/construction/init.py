@@ -121,14 +121,10 @@ class Init:
         self._device = local_device()
         self._overrides = frozenset(tensor_overrides)
         self.dtype = dtype if dtype is not None else _configured_dtype(parsed)
+        job, timeout = Job.current(), comm.default_timeout()
+        peers = job.axis_of(group).transport("outside engines", device=self._device, timeout=timeout)
         self._construction = Construction(
-            ProvisionalGroups(
-                Job.current()
-                .axis_of(group)
-                .transport("outside engines", device=self._device, timeout=comm.default_timeout()),
-                self._device,
-                comm.default_timeout(),
-            ),
+            ProvisionalGroups(job, peers, self._device, timeout),
             self._device,
             self.dtype,
             _shard_device(remote_device, parsed, self._device),

@@ -33,7 +33,7 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.comm.base.device import local_device
-from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import CheckpointError
 from deepspeed.models.construction import hide_stage_3, wrap_passes
@@ -75,7 +75,7 @@ class _Loading:
     def __init__(self, model: nn.Module) -> None:
         self.loaded: list[str] = []  # names of the tensors that got values
         self._model = model
-        ranks, timeout = Job.current().axis_of(), comm.default_timeout()
+        ranks, timeout = axis_of(None), comm.default_timeout()
         self._messages = ranks.objects(patience=timeout, why="loading of weights")
         self._transport = ranks.transport("outside engines", device=local_device(), timeout=timeout)
         self._values: dict[str, torch.Tensor] = {}

@@ -37,9 +37,9 @@ class SlicesFromFiles:
         self._dtype = dtype
         self._device = local_device()
         self._shard_device = torch.device("cpu") if on_host else self._device
-        timeout = comm.default_timeout()
-        peers = Job.current().axis_of().transport("outside engines", device=self._device, timeout=timeout)
-        self._groups = ProvisionalGroups(peers, self._device, timeout)
+        job, timeout = Job.current(), comm.default_timeout()
+        peers = job.axis_of().transport("outside engines", device=self._device, timeout=timeout)
+        self._groups = ProvisionalGroups(job, peers, self._device, timeout)
 
     @property
     def ranks(self) -> int:

@@ -28,7 +28,8 @@ class ProvisionalGroups:
         timeout: Time limit of a communicator that is made; None: torch's.
     """
 
-    def __init__(self, peers: Transport, device: torch.device, timeout: timedelta | None) -> None:
+    def __init__(self, job: Job, peers: Transport, device: torch.device, timeout: timedelta | None) -> None:
+        self._declared = job.declared
         self.peers = peers
         self._device = device
         self._timeout = timeout
@@ -46,14 +47,14 @@ class ProvisionalGroups:
         """
         wanted = describe(name, parameter).group
         wanted = DATA if wanted == CUT else wanted  # each model-parallel rank builds its own part
-        defined = Job.current().declared.defined().get(wanted)
+        defined = self._declared.defined().get(wanted)
         if wanted not in self._groups or (defined is not None and self._groups[wanted].ranks != defined.ranks):
             if defined is None:
                 raise DeepSpeedConfigError(
                     f"zero.Init: {name!r} belongs to the group {wanted!r}, which is not defined; call "
                     f"deepspeed.comm.define_group({wanted!r}, ranks) on every rank before the model is built"
                 )
-            transport = Job.current().declared.connect(
+            transport = self._declared.connect(
                 defined,
                 self.peers,
                 "parameters before initialize",

@@ -493,7 +493,7 @@ def test_a_wait_ends_at_the_time_limit_of_the_group():
 def _late_stage() -> None:
     """Stage 1 waits for room at stage 0, which is late; stage 2 waits for both, in a call that they come to later."""
     queue_module._SOCKET_BYTES = 1 << 17
-    transports = StageChannels(Mesh((("pipe", 3),)), torch.device("cpu"))
+    transports = StageChannels(Job.current(), Mesh((("pipe", 3),)), torch.device("cpu"))
     transport = Job.current().axis_of().transport()
     assert transports._queue is open_message_queue(transport)
     message = torch.ones(16000)

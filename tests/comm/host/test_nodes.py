@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.comm.base.counters import counted, traffic
 from deepspeed.comm.base.environment import ranks_per_node
 from deepspeed.comm.host.nodes import GlooByNodes, NativeByNodes, Nodes, nodes_under
-from deepspeed.comm.job.grid import gathering_by_nodes, grid_mesh
+from deepspeed.comm.job.grid import grid_mesh
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import transfer_key
@@ -74,7 +74,7 @@ def _buffer(transport, number):
 
 
 def _native(plain):
-    """Two groups, as ``gathering_by_nodes`` makes them for backends other than gloo."""
+    """Two groups, as ``Connector.by_nodes`` makes them for backends other than gloo."""
     groups = [
         [dist.new_group(ranks) for ranks in axis][index]
         for axis, index in ((MESH.groups("replicate"), rank() % 2), (MESH.groups("shard"), rank() // 2))
@@ -88,7 +88,7 @@ def _native(plain):
 def _gathers():
     _as_two_nodes()
     plain = Job.current().axis_of().transport()
-    gloo = gathering_by_nodes(plain, plain, [range(4)])
+    gloo = Job.current().connector.by_nodes(plain, plain, [range(4)], device=None, timeout=None)
     assert isinstance(gloo, GlooByNodes) and gloo.nodes == Nodes(2, 2)
     sent = {}
     for name, transport in (("plain", plain), ("gloo", gloo), ("native", _native(plain))):
@@ -124,7 +124,7 @@ def _relays():
     """Rank 3 waits for a buffer that rank 2 must hand on, while rank 2 blocks where rank 3 comes only later."""
     _as_two_nodes()
     plain = Job.current().axis_of().transport()
-    transport = gathering_by_nodes(plain, plain, [range(4)])
+    transport = Job.current().connector.by_nodes(plain, plain, [range(4)], device=None, timeout=None)
     flats = [_buffer(transport, number) for number in range(2)]
     works = [transport.all_gather(flat, key=transfer_key(2, n, 0, 1), label="a test") for n, flat in enumerate(flats)]
     if rank() != 2:
