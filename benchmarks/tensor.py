@@ -167,6 +167,7 @@ class _Upstream:
 
 def _ours(arguments: argparse.Namespace, _rank: int) -> nn.Module:
     from deepspeed.comm.job import groups
+    from deepspeed.comm.job.job import Job
     from deepspeed.comm.job.mesh import Mesh
     from deepspeed.config.sections.tensor_parallel import TensorParallel
     from deepspeed.parallel.tensor.cutting import cut_model
@@ -175,7 +176,7 @@ def _ours(arguments: argparse.Namespace, _rank: int) -> nn.Module:
     mesh = Mesh((("tensor", RANKS),))
     groups.set_mesh(mesh)
     section = TensorParallel(autotp_size=RANKS, verify=False, partition_config={"layer_specs": layer_specs()})
-    cut_model(model, section, mesh, torch.device("cpu"))
+    cut_model(Job.current(), model, section, mesh, torch.device("cpu"))
     for block in model:
         block.num_heads = arguments.heads // RANKS
     return model

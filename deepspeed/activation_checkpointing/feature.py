@@ -39,7 +39,7 @@ _ENDING = "_recomputed"
 BLOCKS = "activation_checkpointing.blocks"
 
 
-def recompute_attention(model: nn.Module, full_model: nn.Module | None = None) -> None:
+def recompute_attention(job: Job, model: nn.Module, full_model: nn.Module | None = None) -> None:
     """Makes attention modules recompute their inner part in backward, in place.
 
     They are those of a Transformers model, or modules with a method ``recompute_core_attention(recompute)``, which
@@ -54,7 +54,7 @@ def recompute_attention(model: nn.Module, full_model: nn.Module | None = None) -
         DeepSpeedConfigError: There are no such modules, or the classes of a Transformers model do not take their
             attention by name.
     """
-    if full_model is None and _recompute_own(model):
+    if full_model is None and _recompute_own(job, model):
         return
     inside = [module for module in model.modules() if takes_attention_by_name(module)]
     outermost = full_model if full_model is not None else next(iter(inside), None)
@@ -74,25 +74,23 @@ def recompute_attention(model: nn.Module, full_model: nn.Module | None = None) -
     wrap_attention(model, _ENDING, _functions)
 
 
-def _recompute_own(model: nn.Module) -> bool:
+def _recompute_own(job: Job, model: nn.Module) -> bool:
     """Enables recomputation in modules with ``recompute_core_attention``; returns whether any rank has one."""
     for module in _own(model):
         module.recompute_core_attention(checkpoint_heads)
-    return offers_recomputation(model)
+    return offers_recomputation(job, model)
 
 
 def _own(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "recompute_core_attention")]
 
 
-def offers_recomputation(model: nn.Module) -> bool:
+def offers_recomputation(job: Job, model: nn.Module) -> bool:
     """Returns whether modules of the model have ``recompute_core_attention``; every rank of a pipeline must call it."""
     own = _own(model)
     if not getattr(model, "is_part_of_model", False):
         return bool(own)
-    transport = (
-        Job.current().axis_of().transport("outside engines", device=torch.device("cpu"), timeout=default_timeout())
-    )
+    transport = job.axis_of().transport("outside engines", device=torch.device("cpu"), timeout=default_timeout())
     return any(gather_json(transport, len(own), label=f"the attention modules of the stages ({KEY})"))
 
 
@@ -202,8 +200,9 @@ class SelectiveCheckpointing(EngineFeature):
             return
         model: Any = setup.model
         full_model = model.transformers_model if setup.has_stages else None
-        if setup.ranks.sequence_size == 1 or (full_model is None and offers_recomputation(model)):
-            recompute_attention(model, full_model)  # otherwise sequence parallelism does it, between the exchanges
+        if setup.ranks.sequence_size == 1 or (full_model is None and offers_recomputation(setup.job, model)):
+            # Otherwise sequence parallelism does it, between the exchanges.
+            recompute_attention(setup.job, model, full_model)
 
     @override
     def refuse(self, setup: EngineSetup) -> None:

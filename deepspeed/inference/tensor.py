@@ -22,7 +22,7 @@ from torch import nn
 from deepspeed.axes import DATA, TENSOR
 from deepspeed.comm import init_distributed
 from deepspeed.comm.job import groups
-from deepspeed.comm.job.job import is_initialized, rank_in, size_of
+from deepspeed.comm.job.job import Job, is_initialized, rank_in, size_of
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.config.sections.inference import InferenceTp
 from deepspeed.config.sections.tensor_parallel import TensorParallel
@@ -97,7 +97,7 @@ def cut(model: nn.Module, settings: InferenceSettings, mesh: Mesh, device: torch
         section["tensor_parallel"] = {"tp_grain_size": tp_config.tp_grain_size}
     if (group := _group_of(tp_config)) is not None:
         tp_model_init(model, mesh.size(TENSOR), tp_group=group)
-    result = cut_model(model, TensorParallel(**section), mesh, device)
+    result = cut_model(Job.current(), model, TensorParallel(**section), mesh, device)
     assert result is not None, "the mesh has a tensor axis"
     return result
 

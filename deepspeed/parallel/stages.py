@@ -27,7 +27,7 @@ def is_pipeline(model: nn.Module) -> bool:
     return bool(getattr(model, "is_pipeline", False))
 
 
-def gather_from_stages(model: nn.Module, device: torch.device, mine: Any, *, label: str) -> list[Any]:
+def gather_from_stages(job: Job, model: nn.Module, device: torch.device, mine: Any, *, label: str) -> list[Any]:
     """Returns every rank's ``mine``, where ranks hold different layers.
 
     Else this rank's only, and nothing is communicated.
@@ -41,13 +41,14 @@ def gather_from_stages(model: nn.Module, device: torch.device, mine: Any, *, lab
     if not is_stage(model):
         return [mine]
     return gather_json(
-        Job.current().axis_of().transport("outside engines", device=device, timeout=default_timeout()),
+        job.axis_of().transport("outside engines", device=device, timeout=default_timeout()),
         mine,
         label=label,
     )
 
 
 def raise_for_all_stages(
+    job: Job,
     model: nn.Module,
     device: torch.device,
     count: int,
@@ -69,7 +70,8 @@ def raise_for_all_stages(
     Raises:
         DeepSpeedConfigError: In the words of the first rank that has some.
     """
-    gathered = gather_from_stages(model, device, (count, str(problem or ""), isinstance(problem, nothing)), label=label)
+    mine = count, str(problem or ""), isinstance(problem, nothing)
+    gathered = gather_from_stages(job, model, device, mine, label=label)
     for _, words, is_nothing in gathered:
         if words and not (is_nothing and any(found for found, _, _ in gathered)):
             raise DeepSpeedConfigError(words)

@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing import checkpointing as settings_module
 from deepspeed.activation_checkpointing.checkpointing import ActivationShard, Partition
 from deepspeed.activation_checkpointing.feature import recompute_attention
-from deepspeed.comm.job.job import axis_of
+from deepspeed.comm.job.job import Job, axis_of
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import logger
 from tests.engine.support import SHARDED, adamw
@@ -442,7 +442,7 @@ def _own_heads() -> None:
     found: list = []
     model = nn.Module()
     model.__dict__["recompute_core_attention"] = found.append
-    recompute_attention(model)
+    recompute_attention(Job.current(), model)
     x = torch.full((2, 3), 1.0 + dist.get_rank(), requires_grad=True)
     found[0](lambda heads: heads.square(), x * 1).sum().backward()
     assert torch.equal(x.grad, 2 * x)

@@ -17,7 +17,10 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from deepspeed.axes import DATA, EXPERT, OTHER_PARTS, PIPE, SAME_EXPERTS, SAME_PART, SAMPLES, SEQUENCE, TENSOR
+from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.job.expert_groups import along_mesh
 from deepspeed.comm.job.expert_groups import group_name as group_name_of
 from deepspeed.comm.job.job import Job, is_initialized, rank_in, ranks_of, size_of
@@ -33,8 +36,12 @@ else:
     def __getattr__(name: str) -> Any:
         """Resolves ``mpu`` and ``mesh`` to those of the current job."""
         if name in ("mpu", "mesh"):
-            return getattr(Job.current(), name)
+            return getattr(_job(), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _job() -> Job:
+    return Job.current()
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
@@ -65,7 +72,7 @@ def set_mpu(unit: Any) -> None:
     This module itself and a unit that only returns values of the registered mesh are not registered.
     """
     is_ours = unit is sys.modules[__name__] or getattr(unit, "is_part_of_the_mesh", False)
-    Job.current().mpu = None if is_ours else unit
+    _job().mpu = None if is_ours else unit
 
 
 def set_mesh(found: Mesh | None, timeout: timedelta | None = None) -> None:
@@ -73,7 +80,7 @@ def set_mesh(found: Mesh | None, timeout: timedelta | None = None) -> None:
 
     Arguments and errors as in ``Job.set_mesh``.
     """
-    Job.current().set_mesh(found, timeout)
+    _job().set_mesh(found, timeout)
 
 
 def group_along(*axes: str, timeout: timedelta | None = None) -> Any:
@@ -81,34 +88,34 @@ def group_along(*axes: str, timeout: timedelta | None = None) -> Any:
 
     Every rank must call it, in the same order; arguments and errors as in ``Job.group_along``.
     """
-    return Job.current().group_along(*axes, timeout=timeout)
+    return _job().group_along(*axes, timeout=timeout)
 
 
 def _along(*axes: str) -> Any:
-    return Job.current().known_group_along(*axes)
+    return _job().known_group_along(*axes)
 
 
 def _mesh_size(*axes: str) -> int:
-    return Job.current().size_along(*axes)
+    return _job().size_along(*axes)
 
 
 def _mesh_place(*axes: str) -> int:
-    return Job.current().place_along(*axes)
+    return _job().place_along(*axes)
 
 
 def _mesh_or_data(*axes: str) -> Any:
     """Returns a fact of the mpu's data-parallel ranks, if there is an mpu; otherwise one of the mesh."""
-    job = Job.current()
+    job = _job()
     return _get_data_parallel_group() if job.mpu is not None or job.mesh is None else _along(*axes)
 
 
 def _call_mpu(*names: str) -> Any:
-    return call_mpu(Job.current().mpu, *names)
+    return call_mpu(_job().mpu, *names)
 
 
 def group_of_one() -> Any:
     """Returns the group of this rank alone. Other ranks need not call it."""
-    return Job.current().process_groups.alone()
+    return _job().process_groups.alone()
 
 
 # --- data parallel: ranks that hold the same part of the model
@@ -116,7 +123,7 @@ def group_of_one() -> Any:
 
 def _get_data_parallel_group() -> Any:
     """Returns the ranks among which gradients are averaged."""
-    return _call_mpu("get_data_parallel_group") or _along(*SAMPLES) or Job.current().ranks.world
+    return _call_mpu("get_data_parallel_group") or _along(*SAMPLES) or _job().ranks.world
 
 
 def _get_data_parallel_world_size() -> int:
@@ -141,7 +148,7 @@ def _get_broadcast_src_rank() -> int:
 
 def _call_model_mpu(what: str) -> Any:
     """Calls the mpu for model-parallel ranks; None if the mpu uses these names for sequence-parallel ranks."""
-    if hasattr(Job.current().mpu, "initialize_sequence_parallel"):
+    if hasattr(_job().mpu, "initialize_sequence_parallel"):
         return None
     return _call_mpu(f"get_model_parallel_{what}", f"get_tensor_model_parallel_{what}")
 
@@ -205,12 +212,12 @@ def _get_sequence_data_parallel_rank() -> int:
 
 def _expert_groups(group_name: str) -> tuple[Any, Any]:
     if group_name != group_name_of(_mesh_size(EXPERT)) or group_name in _made():
-        return Job.current().experts.groups(group_name)
+        return _job().experts.groups(group_name)
     return _along(EXPERT) or group_of_one(), _mesh_or_data(*SAME_EXPERTS)
 
 
 def _made() -> list[str]:
-    return [group_name_of(size) for size in Job.current().experts.sizes(made=True)]
+    return [group_name_of(size) for size in _job().experts.sizes(made=True)]
 
 
 def _get_expert_parallel_group(group_name: str = "ep_size_1") -> Any:
@@ -271,7 +278,7 @@ def _get_expert_broadcast_src_rank(group_name: str = "ep_size_1") -> int:
 
 def _get_max_expert_size() -> int:
     """Returns the largest number of ranks that share the experts of a layer; 1 where every rank has all experts."""
-    return max(Job.current().experts.sizes(made=True), default=_mesh_size(EXPERT))
+    return max(_job().experts.sizes(made=True), default=_mesh_size(EXPERT))
 
 
 def _get_max_expert_size_name() -> str:
@@ -309,7 +316,7 @@ def declare_expert_groups(ep_size: int, data_first: bool | None = None) -> None:
 
     Every rank must call it. Arguments and errors as in ``ExpertGroups.declare``.
     """
-    job = Job.current()
+    job = _job()
     if ep_size in job.experts.sizes() and data_first is None:
         job.experts.declare(ep_size)
         return
@@ -317,12 +324,17 @@ def declare_expert_groups(ep_size: int, data_first: bool | None = None) -> None:
     job.experts.declare(ep_size, mesh=None if dense else job.mesh, dense=dense, data_first=data_first)
 
 
+def expert_axis(ep_size: int, device: torch.device | None = None) -> Axis:
+    """Returns the ranks that share the experts of a layer, for layers at their forward; see ``Job.axis``."""
+    return _job().axis(EXPERT, size=ep_size, device=device)
+
+
 def _create_expert_and_data_parallel(
     expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
 ) -> None:
     """Makes the groups of a size. Every rank must call it; ``deepspeed.initialize`` does for the layers of a model."""
     declare_expert_groups(expert_parallel_size_, use_data_before_expert_parallel_ or None)
-    Job.current().experts.make_groups(expert_parallel_size_)
+    _job().experts.make_groups(expert_parallel_size_)
 
 
 def _create_expert_data_and_model_parallel(
@@ -338,18 +350,18 @@ def _create_expert_data_and_model_parallel(
 
 def get_tensor_model_parallel_group() -> Any:
     """Returns the ranks among which layers are cut."""
-    return call_tensor_mpu(Job.current().mpu, "group") or _along(TENSOR) or group_of_one()
+    return call_tensor_mpu(_job().mpu, "group") or _along(TENSOR) or group_of_one()
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """Returns the number of ranks among which layers are cut."""
-    answer = call_tensor_mpu(Job.current().mpu, "world_size")
+    answer = call_tensor_mpu(_job().mpu, "world_size")
     return _mesh_size(TENSOR) if answer is None else answer
 
 
 def get_tensor_model_parallel_rank() -> int:
     """Returns this rank's place among those that share a layer."""
-    answer = call_tensor_mpu(Job.current().mpu, "rank")
+    answer = call_tensor_mpu(_job().mpu, "rank")
     return _mesh_place(TENSOR) if answer is None else answer
 
 

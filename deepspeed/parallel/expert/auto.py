@@ -47,7 +47,13 @@ ReplacedParameters = dict[int, nn.Parameter]
 
 
 def spread_experts(
-    model: nn.Module, section: ExpertParallel, peers: Transport, device: torch.device, *, data_first: bool = False
+    job: Job,
+    model: nn.Module,
+    section: ExpertParallel,
+    peers: Transport,
+    device: torch.device,
+    *,
+    data_first: bool = False,
 ) -> ReplacedParameters:
     """Spreads the experts of ``model`` over ranks, in place. Every rank of the job must call it.
 
@@ -68,13 +74,13 @@ def spread_experts(
         DeepSpeedConfigError: The model has no such module, or does not fit what the section requests.
     """
     _check_preset(model, section)
-    found = _found_by_stages(model, section, device)
+    found = _found_by_stages(job, model, section, device)
     ep_size = section.autoep_size
     declare_expert_groups(ep_size, data_first or None)
-    Job.current().experts.make_groups(ep_size)
+    job.experts.make_groups(ep_size)
     if ep_size > 1:
-        Job.current().axis(EXPERT, size=ep_size, device=device).transport("layers")
-    assignment = _ExpertAssignment(ep_size, peers, device)
+        job.axis(EXPERT, size=ep_size, device=device).transport("layers")
+    assignment = _ExpertAssignment(job, ep_size, peers, device)
     exchanged: ReplacedParameters = {}
     for name, module in found.items():
         if spread_of(module) is not None:
@@ -103,7 +109,7 @@ class _NoExpertsError(DeepSpeedConfigError):
     """The model has no experts that could be spread. Allowed for a stage of a pipeline if another stage has some."""
 
 
-def _found_by_stages(model: nn.Module, section: ExpertParallel, device: torch.device) -> dict[str, nn.Module]:
+def _found_by_stages(job: Job, model: nn.Module, section: ExpertParallel, device: torch.device) -> dict[str, nn.Module]:
     """Returns the modules of this rank. An error on any stage is raised on every rank."""
     found: dict[str, nn.Module] = {}
     problem: DeepSpeedConfigError | None = None
@@ -114,7 +120,7 @@ def _found_by_stages(model: nn.Module, section: ExpertParallel, device: torch.de
             _check_adapters(name, model)
     except DeepSpeedConfigError as error:
         problem = error
-    raise_for_all_stages(model, device, len(found), problem, _NoExpertsError, label="the experts of the stages")
+    raise_for_all_stages(job, model, device, len(found), problem, _NoExpertsError, label="the experts of the stages")
     return found
 
 
@@ -218,11 +224,12 @@ def _state(module: nn.Module) -> Spread:
 class _ExpertAssignment:
     """Describes which rank keeps which experts."""
 
-    def __init__(self, ep_size: int, peers: Transport, device: torch.device) -> None:
+    def __init__(self, job: Job, ep_size: int, peers: Transport, device: torch.device) -> None:
         self.ep_size = ep_size  # ranks that share them
+        self._joins = job.awaits_copies
         self._peers = peers
         self._device = device
-        declared = Job.current().experts.declare(ep_size)
+        declared = job.experts.declare(ep_size)
         # this rank's place among these
         self.place = next(ranks.index(rank_in()) for ranks in declared.sharing if rank_in() in ranks)
         # The first of the ranks that hold the same experts; it hands on to the others when an engine takes them.
@@ -238,7 +245,7 @@ class _ExpertAssignment:
         """Returns this rank's part of a stacked weight, with the first rank's values. Every rank must call it."""
         kept = rows_in(weight, self.mine(state, len(weight)))
         # A rank that joins a running job meets ranks whose experts are already spread; its values come from replicas.
-        if self._peers.size == 1 or Job.current().awaits_copies:
+        if self._peers.size == 1 or self._joins:
             return kept
         me, everyone = rank_in(), self._peers.ranks
         arrived = torch.empty_like(kept, device=self._device)

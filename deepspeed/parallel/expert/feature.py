@@ -12,7 +12,6 @@ from torch import nn
 from typing_extensions import override
 
 from deepspeed import comm
-from deepspeed.comm.job.job import Job
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, marks_of
 from deepspeed.models.stacked_experts import stacked_weights
 from deepspeed.parallel.expert.auto import spread_experts, spread_modules
@@ -54,10 +53,12 @@ class ExpertParallelism(EngineFeature):
         data_first = root.use_data_before_expert_parallelism
         exchanged: Mapping[int, nn.Parameter] = {}
         if section is not None and section.enabled:
-            axis = Job.current().axis_of(setup.ranks.zero_group)
+            axis = setup.job.axis_of(setup.ranks.zero_group)
             peers = axis.transport("outside engines", device=setup.device, timeout=comm.default_timeout())
-            exchanged = spread_experts(setup.model, section, peers, setup.device, data_first=data_first)
-        prepare_expert_layers(setup.model, setup.device, data_first=data_first, timed=root.wall_clock_breakdown)
+            exchanged = spread_experts(setup.job, setup.model, section, peers, setup.device, data_first=data_first)
+        prepare_expert_layers(
+            setup.job, setup.model, setup.device, data_first=data_first, timed=root.wall_clock_breakdown
+        )
         return exchanged
 
     @override

@@ -16,7 +16,7 @@ from torch import nn
 from deepspeed.axes import EXPERT
 from deepspeed.comm.job import groups
 from deepspeed.comm.job.expert_groups import group_name
-from deepspeed.comm.job.job import Job, is_initialized
+from deepspeed.comm.job.job import axis_of, is_initialized
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.dispatch import RoutingMetrics, dispatch, plan_routes
@@ -122,10 +122,10 @@ class MOELayer(nn.Module):
             device: Where the tokens are; None: the accelerator, unless the backend is a host backend.
         """
         if self.ep_group is not None:
-            self._transport = Job.current().axis_of(self.ep_group, EXPERT).transport("outside engines", device=device)
+            self._transport = axis_of(self.ep_group, EXPERT).transport("outside engines", device=device)
         elif self.ep_size > 1:
             groups.declare_expert_groups(self.ep_size)
-            self._transport = Job.current().axis(EXPERT, size=self.ep_size, device=device).transport("layers")
+            self._transport = groups.expert_axis(self.ep_size, device).transport("layers")
 
     def _connected(self, device: torch.device) -> Transport | None:
         if self._transport is None:

@@ -70,10 +70,11 @@ def from_pretrained(
     dtype = dtype or getattr(described, "dtype", None) or torch.get_default_dtype()
     model: nn.Module = build_without_values(described, model_class, dtype=dtype)
     data_first = root.use_data_before_expert_parallelism
-    spread_experts(model, section, LocalTransport(), torch.device("cpu"), data_first=data_first)
+    job = Job.current()
+    spread_experts(job, model, section, LocalTransport(), torch.device("cpu"), data_first=data_first)
     stage_3 = functools.partial(Init, config_dict_or_path=config)
     shard = stage_3 if root.zero_optimization.stage == 3 else None
-    _ModelFiller(model, files, shard).run()
+    _ModelFiller(job, model, files, shard).run()
     _make_buffers(model)
     return model
 
@@ -107,8 +108,8 @@ class _ModelFiller:
         shard: Called with each module that owns weights once all of these are loaded; None: not called.
     """
 
-    def __init__(self, model: Any, files: list[Path], shard: Callable[[nn.Module], Any] | None) -> None:
-        self._model, self._files, self._shard = model, files, shard
+    def __init__(self, job: Job, model: Any, files: list[Path], shard: Callable[[nn.Module], Any] | None) -> None:
+        self._job, self._model, self._files, self._shard = job, model, files, shard
         self._opened: dict[Path, Any] = {}
         self._empty: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, empty in model.state_dict(keep_vars=True).items():
@@ -160,7 +161,7 @@ class _ModelFiller:
 
     def _fill(self, target: _TargetWeight) -> None:
         owner = self._model.get_submodule(target.name.rpartition(".")[0])
-        mine = _experts_of(owner)
+        mine = _experts_of(self._job, owner)
         is_cut = False
         for pattern, sources in target.sources.items():
             chosen = sources
@@ -237,11 +238,11 @@ class _OwnRows:
         return self.state.intervals(rows, self.place)
 
 
-def _experts_of(module: nn.Module) -> _OwnRows | None:
+def _experts_of(job: Job, module: nn.Module) -> _OwnRows | None:
     state = spread_of(module)
     if state is None or state.ep_size == 1:
         return None
-    return _OwnRows(state, Job.current().experts.ranks_of(state.ep_size)[0].index(rank_in()))
+    return _OwnRows(state, job.experts.ranks_of(state.ep_size)[0].index(rank_in()))
 
 
 def read_rows(found: Any, rows: slice) -> torch.Tensor:

@@ -20,7 +20,7 @@ from deepspeed.zero.tiling.tiles import TilePart
 
 
 def prepare_expert_layers(
-    model: nn.Module, device: torch.device, *, data_first: bool = False, timed: bool = False
+    job: Job, model: nn.Module, device: torch.device, *, data_first: bool = False, timed: bool = False
 ) -> None:
     """Makes the groups of the expert layers of ``model``, and numbers the experts.
 
@@ -38,16 +38,16 @@ def prepare_expert_layers(
     layers = dict(expert_layers(model))
     is_cut = any(_is_cut(parameter) for layer in layers.values() for parameter in layer.experts.parameters())
     own = [(layer.ep_size, is_cut, layer.ep_group is None) for layer in layers.values() if layer.ep_size > 1]
-    gathered = gather_from_stages(model, device, own, label="the expert layers of the stages")
+    gathered = gather_from_stages(job, model, device, own, label="the expert layers of the stages")
     wanted = {tuple(entry) for entries in gathered for entry in entries}
     for ep_size in sorted({size for size, _, _ in wanted}):
         declare_expert_groups(ep_size, data_first or None)
         if any(size == ep_size and is_cut for size, is_cut, _ in wanted):
-            define_group(cut_experts(group_name(ep_size)), Job.current().experts.declare(ep_size).same, lasts=False)
-        Job.current().experts.make_groups(ep_size)
+            define_group(cut_experts(group_name(ep_size)), job.experts.declare(ep_size).same, lasts=False)
+        job.experts.make_groups(ep_size)
         if any(size == ep_size and is_ours for size, _, is_ours in wanted):
             # Stages without such a layer must take part in creating the groups; the layers below reuse them.
-            Job.current().axis(EXPERT, size=ep_size, device=device).transport("layers")
+            job.axis(EXPERT, size=ep_size, device=device).transport("layers")
     for module in model.modules():
         connect = getattr(module, "set_deepspeed_parallelism", None)
         if callable(connect):
@@ -56,7 +56,7 @@ def prepare_expert_layers(
         layer.connect(device)
         if timed:
             layer.wall_clock_breakdown = layer.gate.wall_clock_breakdown = True
-        _name_experts(name, layer)
+        _name_experts(job, name, layer)
 
 
 def expert_layers(model: nn.Module) -> Iterator[tuple[str, MOELayer]]:
@@ -68,11 +68,11 @@ def _is_cut(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
 
 
-def _name_experts(name: str, layer: MOELayer) -> None:
+def _name_experts(job: Job, name: str, layer: MOELayer) -> None:
     """Names every expert and its parameters by its number among all experts; modules count from 0 on every rank."""
     if layer.ep_size == 1:
         return
-    sharing, _ = Job.current().experts.ranks_of(layer.ep_size)
+    sharing, _ = job.experts.ranks_of(layer.ep_size)
     first = sharing.index(rank_in()) * layer.num_local_experts
     prefix = f"{name}.experts.deepspeed_experts" if name else "experts.deepspeed_experts"
     for number, expert in enumerate(layer.experts.deepspeed_experts):

@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepspeed.axes import EXPERT
-from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.groups import expert_axis
 from deepspeed.engine_feature import mark
 from deepspeed.give_base import give_base
 from deepspeed.models.stacked_experts import (
@@ -149,11 +148,7 @@ class _TakesAll(nn.Module):
 
 
 def _plan(state: Spread, indices: torch.Tensor, x: torch.Tensor) -> RoutePlan:
-    transport = (
-        Job.current().axis(EXPERT, size=state.ep_size, device=x.device).transport("layers")
-        if state.ep_size > 1
-        else None
-    )
+    transport = expert_axis(state.ep_size, x.device).transport("layers") if state.ep_size > 1 else None
     plan = replace(plan_routes(indices, state.num_experts, transport), is_coded=state.is_coded)
     state.balance = RoutingMetrics.of(plan)
     return plan

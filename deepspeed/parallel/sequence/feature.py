@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from deepspeed.activation_checkpointing.feature import offers_recomputation
 from deepspeed.axes import SEQUENCE
+from deepspeed.comm.job.job import Job
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.engine_feature import EngineFeature, EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
@@ -63,6 +64,7 @@ class SequenceParallelism(EngineFeature):
             return {}
         if setup.mesh_is_ours:
             adopt_model(
+                setup.job,
                 setup.model,
                 ranks.sequence_group,
                 ranks.mesh,
@@ -72,7 +74,7 @@ class SequenceParallelism(EngineFeature):
                 whole=stages.transformers_model if stages is not None else None,
             )
         if setup.root.activation_checkpointing.recompute_modules:
-            recompute_between_exchanges(setup.model)
+            recompute_between_exchanges(setup.job, setup.model)
         if stages is not None:
             stages.share_loss(own_share=section.loss == "own_share")
         return {}
@@ -105,7 +107,7 @@ def with_all_data_ranks(config: Any, mpu: Any) -> Any:
     return {**config, TOTAL: total * data}
 
 
-def recompute_between_exchanges(model: nn.Module) -> None:
+def recompute_between_exchanges(job: Job, model: nn.Module) -> None:
     """Makes a registered model recompute attention in backward, without repeating the exchanges of tokens.
 
     Raises:
@@ -114,7 +116,7 @@ def recompute_between_exchanges(model: nn.Module) -> None:
     key = "activation_checkpointing.recompute_modules"
     found = next((one for module in model.modules() if (one := sharing_of(module)) is not None), None)
     if found is None:
-        if getattr(model, "is_part_of_model", False) or offers_recomputation(model):
+        if getattr(model, "is_part_of_model", False) or offers_recomputation(job, model):
             return
         raise DeepSpeedConfigError(
             f"{key} where ranks share sequences: expected a Transformers model, or modules with a method "

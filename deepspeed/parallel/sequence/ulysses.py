@@ -185,6 +185,7 @@ def _check_by_name(name: Any, core: str | None, ranks: int) -> None:
 
 
 def adopt_model(
+    job: Job,
     model: nn.Module,
     group: Any,
     mesh: Mesh,
@@ -231,9 +232,9 @@ def adopt_model(
                 "DistributedAttention recompute_exchange=True, and leave the key out"
             )
         if not getattr(model, "is_part_of_model", False):  # a pipeline stage may have no attention
-            check_first_forward(model, group, mesh.size(SEQUENCE))
+            check_first_forward(job, model, group, mesh.size(SEQUENCE))
         return
-    exchange = AttentionExchange(*_groups_of_mode(whole, group, mesh, mode), recompute=recompute_exchange)
+    exchange = AttentionExchange(*_groups_of_mode(job, whole, group, mesh, mode), recompute=recompute_exchange)
     if found is not None:  # registered by the program
         found.exchange = exchange
     else:
@@ -253,7 +254,7 @@ def adopt_model(
     )
 
 
-def _groups_of_mode(model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any, Any]:
+def _groups_of_mode(job: Job, model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any, Any]:
     """Returns the group that divides heads, and the group of the ring.
 
     Raises:
@@ -279,7 +280,7 @@ def _groups_of_mode(model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any,
         return None, group
     split = mesh.split(SEQUENCE, "ring", ("heads", width))
     made = [
-        Job.current().process_groups.mine(
+        job.process_groups.mine(
             split.groups(axis),
             backend=backend_of(),
             timeout=default_timeout(),

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.comm.base.torch_groups import counts_sends, groups_within, operations_of
-from deepspeed.comm.job.job import Job, is_initialized, ranks_of
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -26,7 +26,7 @@ _P2P = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default, torch.ops.c10
 _SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)
 
 
-def check_first_forward(model: nn.Module, group: Any, ranks: int) -> None:
+def check_first_forward(job: Job, model: nn.Module, group: Any, ranks: int) -> None:
     """Makes a user's model check in its first forward that it exchanges tokens.
 
     Args:
@@ -37,16 +37,16 @@ def check_first_forward(model: nn.Module, group: Any, ranks: int) -> None:
     The forward raises ``DeepSpeedConfigError`` if the model attends without an exchange: each rank would attend to
     its own part. It warns if it sees neither: that is right only for token-wise models.
     """
-    if not is_initialized() or Job.current().watched.of(group) is None:  # no ranks to exchange tokens with
+    if not job.ranks.is_initialized() or job.watched.of(group) is None:  # no ranks to exchange tokens with
         return
-    _FirstForward(model, group, ranks)
+    _FirstForward(job, model, group, ranks)
 
 
 class _FirstForward:
     """Observes one forward between two hooks."""
 
-    def __init__(self, model: nn.Module, group: Any, ranks: int) -> None:
-        self._members, self._ranks = ranks_of(group), ranks
+    def __init__(self, job: Job, model: nn.Module, group: Any, ranks: int) -> None:
+        self._job, self._members, self._ranks = job, job.ranks.ranks_of(group), ranks
         self._seen: _Attention | None = None
         self._sent = _P2PCounter(self._members)
         self._before: tuple[int, int | None] = (0, None)
@@ -61,7 +61,7 @@ class _FirstForward:
         if self._seen is not None:
             return
         # The count of a transport that is collected during the forward would be missing in the second result.
-        self._kept_alive = list(Job.current().watched.watch.members)
+        self._kept_alive = list(self._job.watched.watch.members)
         self._before = self._counts()
         self._seen = _Attention()
         if all(module._compiled_call_impl is None for module in model.modules()):
@@ -107,7 +107,7 @@ class _FirstForward:
 
     def _counts(self) -> tuple[int, int | None]:
         """Returns the exchanges by ``deepspeed.sequence``, and by calls of the program; None: torch does not count."""
-        return uses_of_transports(), program_calls(self._members)
+        return uses_of_transports(), program_calls(self._job, self._members)
 
 
 class _Attention(TorchFunctionMode):
@@ -150,7 +150,7 @@ def _is_square(args: tuple[Any, ...]) -> bool:
     return isinstance(scores, torch.Tensor) and scores.dim() > 2 and scores.size(-1) == scores.size(-2)
 
 
-def program_calls(ranks: Collection[int]) -> int | None:
+def program_calls(job: Job, ranks: Collection[int]) -> int | None:
     """Returns how many collectives, sends and recvs the program has started among ``ranks`` so far, in this process.
 
     Calls of ``torch.distributed`` and of ``deepspeed.comm`` count; transfers of a :class:`Transport` do not. Only
@@ -162,7 +162,7 @@ def program_calls(ranks: Collection[int]) -> int | None:
     Returns:
         The number; None if the backend of a group does not count. There must be a process group.
     """
-    transports = [member for member in list(Job.current().watched.watch.members) if isinstance(member, Transport)]
+    transports = [member for member in list(job.watched.watch.members) if isinstance(member, Transport)]
     total = 0
     for group in groups_within(ranks):
         counted = operations_of(group)

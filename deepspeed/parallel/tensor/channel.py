@@ -14,7 +14,7 @@ from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.channel import Channel
 
 
-def connect(mesh: Mesh, device: torch.device | None, timeout: timedelta | None) -> Channel:
+def connect(job: Job, mesh: Mesh, device: torch.device | None, timeout: timedelta | None) -> Channel:
     """Returns the channel along the tensor axis of a mesh. Every rank of the job must call it, in the same order.
 
     Args:
@@ -22,11 +22,11 @@ def connect(mesh: Mesh, device: torch.device | None, timeout: timedelta | None) 
         device: Where activations live.
         timeout: Time limit of a communicator that is made; None: torch's.
     """
-    return connect_lists(mesh.groups(TENSOR), "the parts of layers", device, timeout)
+    return connect_lists(job, mesh.groups(TENSOR), "the parts of layers", device, timeout)
 
 
 def connect_lists(
-    lists: Sequence[Sequence[int]], why: str, device: torch.device | None, timeout: timedelta | None
+    job: Job, lists: Sequence[Sequence[int]], why: str, device: torch.device | None, timeout: timedelta | None
 ) -> Channel:
     """Returns the channel between the ranks of this rank's list. Every rank of the job must call it, in the same order.
 
@@ -38,6 +38,5 @@ def connect_lists(
         device: Where activations live.
         timeout: Time limit of a communicator that is made; None: torch's.
     """
-    job = Job.current()
     axis = job.axis_over(lists, TENSOR, why=why, device=device, timeout=timeout)
     return channel_over(job.connector.over(axis.group, device, TENSOR, is_numbered=True))

@@ -83,22 +83,16 @@ class LayerConnection:
     data: Transport  # the ranks that have the same parts and process other samples
 
     @classmethod
-    def of(cls, model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device) -> LayerConnection:
+    def of(cls, job: Job, model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device) -> LayerConnection:
         """Connects the ranks. Every rank of the job must call it, in the same order."""
-        job = Job.current()
-        channel = connect(mesh, device, comm.default_timeout())
-        replicas = _replicas(model, layout, mesh, device)
-        axis = job.axis_of(group_along(*SAME_PART))
+        channel = connect(job, mesh, device, comm.default_timeout())
+        replicas = _replicas(job, model, layout, mesh, device)
+        axis = job.axis_of(job.group_along(*SAME_PART))
         data = axis.transport("outside engines", device=device, timeout=comm.default_timeout())
         return cls(weakref.ref(job), channel, replicas, data)
 
     def __deepcopy__(self, memo: Any) -> LayerConnection:
         return replace(self)  # a copied model communicates with the same ranks
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the job has ended."""
-        return self.job() is not Job.current()
 
     def continue_as(self, made: LayerConnection, model: nn.Module, *, moves: bool) -> None:
         """Switches to ``made``, of another job; with ``moves`` this rank may have another place in it."""
@@ -111,7 +105,7 @@ class LayerConnection:
         self.job, self.data = made.job, made.data
 
 
-def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: torch.device) -> CutModel | None:
+def cut_model(job: Job, model: nn.Module, section: TensorParallel, mesh: Mesh, device: torch.device) -> CutModel | None:
     """Cuts a model in place. Every rank of the job must call it, with the same model.
 
     Args:
@@ -132,11 +126,11 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     size = mesh.size(TENSOR)
     known = getattr(model, CUT, None)
     if isinstance(known, CutModel):
-        if known.connection is not None and known.connection.is_over:
-            connection = LayerConnection.of(model, known.layout, mesh, device)
+        if known.connection is not None and known.connection.job() is not job:
+            connection = LayerConnection.of(job, model, known.layout, mesh, device)
             # The job lost all processes with one part; another rank takes it over and gets its values from a
             # checkpoint.
-            moves = Job.current().awaits_copies and connection.channel.rank != known.channel.rank
+            moves = job.awaits_copies and connection.channel.rank != known.channel.rank
             if moves:
                 _become_part(model, known, connection.channel.rank)
             known.connection.continue_as(connection, model, moves=moves)
@@ -145,14 +139,14 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     if size == 1 or section.autotp_size <= 1:
         return None
     check_group(model, mesh.group(rank_in(), TENSOR))
-    rules = _rules_by_stages(model, section, device)
+    rules = _rules_by_stages(job, model, section, device)
     layout = layout_of(model, rules, size, grain=section.tensor_parallel.tp_grain_size)
-    sequences = _sequences_by_stages(model, layout, device) if section.sequence_parallel_norms else None
+    sequences = _sequences_by_stages(job, model, layout, device) if section.sequence_parallel_norms else None
     # A rank that joins a running job skips the comparison: the others' models are cut already. It gets values later.
-    joins = Job.current().awaits_copies
+    joins = job.awaits_copies
     if not joins:
         comm.check_same_model(_lines(model), group_along(TENSOR))
-    connection = LayerConnection.of(model, layout, mesh, device)
+    connection = LayerConnection.of(job, model, layout, mesh, device)
     channel = connection.channel
     if not joins:
         with torch.no_grad():
@@ -169,7 +163,7 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
         slice_arguments(model.get_submodule(name), attention, heads, channel)
     if sequences is not None:
         cut_sequences(model, sequences, channel)
-    _use_parallel_loss(model, section, channel, device)
+    _use_parallel_loss(job, model, section, channel, device)
     setattr(model, CUT, made)
     mark(model, "deepspeed.parallel.tensor.feature")
     log_dist(f"tensor parallelism over {size} ranks:\n{describe(layout)}")
@@ -196,22 +190,22 @@ class _NoPlanError(DeepSpeedConfigError):
     """No rule cuts the model; a stage of a pipeline may have no layers to cut."""
 
 
-def _rules_by_stages(model: nn.Module, section: TensorParallel, device: torch.device) -> dict[str, CutRule]:
+def _rules_by_stages(job: Job, model: nn.Module, section: TensorParallel, device: torch.device) -> dict[str, CutRule]:
     """Returns the rules for this rank's part of a model. An error on any stage is raised on every rank."""
     rules: dict[str, CutRule] = {}
     problem: DeepSpeedConfigError | None = None
-    used = _specs_used_by_stages(model, section, device)
+    used = _specs_used_by_stages(job, model, section, device)
     try:
         rules = rules_for(model, section, used)
     except DeepSpeedConfigError as error:
         problem = error
     raise_for_all_stages(
-        model, device, len(rules), problem, _NoPlanError, label="the tensor-parallel cuts of the stages"
+        job, model, device, len(rules), problem, _NoPlanError, label="the tensor-parallel cuts of the stages"
     )
     return rules
 
 
-def _specs_used_by_stages(model: nn.Module, section: TensorParallel, device: torch.device) -> set[int]:
+def _specs_used_by_stages(job: Job, model: nn.Module, section: TensorParallel, device: torch.device) -> set[int]:
     """Returns the numbers of the ``layer_specs`` that fit a weight of any stage. Every rank of the job must call it."""
     if section.partition_config is None:
         return set()
@@ -220,10 +214,10 @@ def _specs_used_by_stages(model: nn.Module, section: TensorParallel, device: tor
     except DeepSpeedConfigError:
         mine = []  # rules_for raises it again on this stage, and then on every rank
     label = "the tensor-parallel patterns that fit layers of the stages"
-    return {number for numbers in gather_from_stages(model, device, mine, label=label) for number in numbers}
+    return {number for numbers in gather_from_stages(job, model, device, mine, label=label) for number in numbers}
 
 
-def _sequences_by_stages(model: nn.Module, layout: Layout, device: torch.device) -> ScatterPlan | None:
+def _sequences_by_stages(job: Job, model: nn.Module, layout: Layout, device: torch.device) -> ScatterPlan | None:
     """Returns where the sequence is cut. An error on any stage is raised on every rank."""
     plan: ScatterPlan | None = None
     problem: DeepSpeedConfigError | None = None
@@ -232,7 +226,7 @@ def _sequences_by_stages(model: nn.Module, layout: Layout, device: torch.device)
     except DeepSpeedConfigError as error:
         problem = error
     label = "the cuts of sequences between the layers of the stages"
-    raise_for_all_stages(model, device, int(plan is not None), problem, _NoPlanError, label=label)
+    raise_for_all_stages(job, model, device, int(plan is not None), problem, _NoPlanError, label=label)
     return plan
 
 
@@ -285,7 +279,9 @@ def _head_rule(model: nn.Module, name: str, rule: CutRule, is_cut: bool) -> CutR
     return CutRule(CutStyle.COLUMN if is_cut else CutStyle.WHOLE, "vocab_parallel_lm_head")
 
 
-def _use_parallel_loss(model: nn.Module, section: TensorParallel, channel: Channel, device: torch.device) -> None:
+def _use_parallel_loss(
+    job: Job, model: nn.Module, section: TensorParallel, channel: Channel, device: torch.device
+) -> None:
     if not section.vocab_parallel_lm_head:
         return
     problem = None
@@ -296,7 +292,7 @@ def _use_parallel_loss(model: nn.Module, section: TensorParallel, channel: Chann
             "vocabulary and computes a causal language model's loss; leave the key out"
         )
     label = "the loss of logits that are cut over the vocabulary"
-    raise_for_all_stages(model, device, int(has_head), problem, _NoPlanError, label=label)
+    raise_for_all_stages(job, model, device, int(has_head), problem, _NoPlanError, label=label)
     log_dist("tensor_parallel.vocab_parallel_lm_head: every rank's logits are those of its part of the vocabulary")
 
 
@@ -324,7 +320,7 @@ def _lines(model: nn.Module) -> list[str]:
     return [*lines, *(f"{name}: a buffer of shape {tuple(buffer.shape)}" for name, buffer in model.named_buffers())]
 
 
-def _replicas(model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device) -> Channel | None:
+def _replicas(job: Job, model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device) -> Channel | None:
     """Returns the ranks that have the same key/value heads as this one; None where no stage has heads on several ranks.
 
     Every rank of the job must call it: all of them make the groups, also those of a stage without attention.
@@ -334,7 +330,7 @@ def _replicas(model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device
         for _, heads in layout.heads.values()
         if heads.size > heads.key_value
     }
-    gathered = gather_from_stages(model, device, sorted(mine), label="the key/value heads of the stages")
+    gathered = gather_from_stages(job, model, device, sorted(mine), label="the key/value heads of the stages")
     kinds = {tuple(map(tuple, kind)) for entries in gathered for kind in entries}
     if not kinds:
         return None
@@ -346,7 +342,7 @@ def _replicas(model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device
     (kind,) = kinds
     sets = sorted(set(kind))
     lists = [group[low:high] for group in mesh.groups(TENSOR) for low, high in sets]
-    return connect_lists(lists, "shared heads", device, comm.default_timeout())
+    return connect_lists(job, lists, "shared heads", device, comm.default_timeout())
 
 
 def _spread(model: nn.Module, channel: Channel, device: torch.device) -> None:

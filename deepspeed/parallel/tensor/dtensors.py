@@ -18,7 +18,7 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.axes import TENSOR
-from deepspeed.comm.job.job import rank_in
+from deepspeed.comm.job.job import Job, rank_in
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.mesh_sources import TAKEN
 from deepspeed.comm.job.trace_points import TracePoints
@@ -54,7 +54,7 @@ class _ParameterPlacement:
         return found
 
 
-def adopt_dtensors(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[int, nn.Parameter]:
+def adopt_dtensors(job: Job, model: nn.Module, mesh: Mesh, device: torch.device) -> dict[int, nn.Parameter]:
     """Replaces the ``DTensor`` parameters of a model, and keeps their cut. Every rank of the job must call it.
 
     Args:
@@ -82,7 +82,7 @@ def adopt_dtensors(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[i
                 "call fully_shard: ZeRO shards by itself"
             )
     parts = {name: _parts_of(name, parameter) for name, parameter in found.items()}
-    channel = connect(mesh, device, comm.default_timeout())
+    channel = connect(job, mesh, device, comm.default_timeout())
     exchanged: dict[int, nn.Parameter] = {}
     for name, parameter in found.items():
         made = exchanged[id(parameter)] = _plain(parameter)

@@ -40,12 +40,12 @@ class TensorParallelism(EngineFeature):
 
     @override
     def reshape(self, setup: EngineSetup) -> Mapping[int, nn.Parameter]:
-        model, mesh, section = setup.model, setup.ranks.mesh, setup.root.tensor_parallel
+        job, model, mesh, section = setup.job, setup.model, setup.ranks.mesh, setup.root.tensor_parallel
         if mesh.size(TENSOR) > 1 and section.autotp_size <= 1:
-            read_marks(model, mesh, setup.device)
-        exchanged = adopt_dtensors(model, mesh, setup.device)
+            read_marks(job, model, mesh, setup.device)
+        exchanged = adopt_dtensors(job, model, mesh, setup.device)
         with left_alone(model):  # the consistency check runs on each rank by itself
-            cut_model(model, section, mesh, setup.device)
+            cut_model(job, model, section, mesh, setup.device)
         return exchanged
 
     @override

@@ -31,7 +31,7 @@ _Mark = tuple[str, tuple[int, ...], int, int]
 """Name, local shape, dimension, stride."""
 
 
-def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
+def read_marks(job: Job, model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Records which part of a logical parameter each marked parameter is. Every rank of the job must call it.
 
     Args:
@@ -45,7 +45,7 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """
     if mesh.size(TENSOR) == 1 or mesh.world_size != size_of():
         return
-    everybody = Job.current().axis_of().transport("outside engines", device=device, timeout=comm.default_timeout())
+    everybody = job.axis_of().transport("outside engines", device=device, timeout=comm.default_timeout())
     what = "the marks of parameters that the program has cut"
     marked, problem = _marked(model)
     reports = gather_json(everybody, (bool(marked), problem, _has_cut(model)), label=what)
@@ -61,7 +61,7 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
         )
     if not any(has_some for has_some, _, _ in reports):
         return
-    channel = connect(mesh, device, comm.default_timeout())
+    channel = connect(job, mesh, device, comm.default_timeout())
     mine = [mark for mark, _ in marked]
     gathered = [
         [(name, tuple(shape), dim, stride) for name, shape, dim, stride in marks]

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.comm.base.counters import traffic
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.differentiable import gather_from, reduce_scatter_to, scatter_to
 from deepspeed.errors import DeepSpeedConfigError
@@ -286,7 +287,7 @@ def test_layers_made_by_programs():
 
 
 def _layers() -> None:
-    channel = connect(Mesh((("tensor", dist.get_world_size()),)), None, None)
+    channel = connect(Job.current(), Mesh((("tensor", dist.get_world_size()),)), None, None)
     _linear(channel)
     _awkward_backwards(channel)
     _embeddings(channel)

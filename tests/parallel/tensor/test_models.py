@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.comm.job import groups
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
@@ -136,7 +137,7 @@ def _model(kind: str, sizes: dict[str, Any]) -> nn.Module:
 def _cut(model: nn.Module, size: int, **section: Any) -> int:
     mesh = Mesh((("data", dist.get_world_size() // size), ("tensor", size)))
     groups.set_mesh(mesh)
-    cut_model(model, TensorParallel(autotp_size=size, verify=True, **section), mesh, torch.device("cpu"))
+    cut_model(Job.current(), model, TensorParallel(autotp_size=size, verify=True, **section), mesh, torch.device("cpu"))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
