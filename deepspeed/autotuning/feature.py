@@ -39,7 +39,6 @@ from deepspeed.autotuning.experiment import (
 )
 from deepspeed.autotuning.planned import CandidatePlanner, InputSpec, ranks_that_plan, require_plannable
 from deepspeed.autotuning.probes import measure_device
-from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.config.sections.root import Root
 from deepspeed.config.source import read_source
@@ -278,7 +277,7 @@ class TuningHooks(EngineHooks):
             planners = ranks_that_plan(len(settings), time.process_time() - started, own_ranks, refine=refine)
         # All planning ranks use the measurements of rank 0.
         label = "the measured step of the first rank"
-        ranks = Job.current().axis_of().objects(patience=comm.default_timeout(), why=label)
+        ranks = self._engine._parts.setup.job.axis_of().objects(patience=comm.default_timeout(), why=label)
         measured = gather_objects(ranks, (wall, inside, planner.machine, ratio, planners), label=label)[0]
         wall, inside, planner.machine, ratio, planners = measured
         if comm.get_rank() >= planners:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import CheckpointError, DeepSpeedError
@@ -20,12 +20,15 @@ _PATIENCE = timedelta(hours=12)  # for the slowest disk among the ranks; a rank 
 class Exchange:
     """Small messages between the ranks that save or load together. Every rank must make one, in the same order."""
 
-    def __init__(self, group: Any = None, transport: Transport | None = None) -> None:
-        if transport is None:
-            transport = Job.current().axis_of(group).objects(patience=_PATIENCE, why="checkpoints")
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.rank = transport.rank  # this rank in the group
         self.size = transport.size  # ranks in the group
+
+    @classmethod
+    def between(cls, axis: Axis) -> Exchange:
+        """Returns an exchange with a transport of its own."""
+        return cls(axis.objects(patience=_PATIENCE, why="checkpoints"))
 
     def gather(self, value: Any, doing: str) -> list[Any]:
         """Gathers ``value`` of all ranks, by rank; ``doing`` names the operation in timeout messages."""

@@ -36,6 +36,7 @@ from deepspeed.checkpoint.private import private_tensors
 from deepspeed.checkpoint.roster import Roster, roster
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.writer import BucketRun, FileWriter, SavePace, SaveProgress, lower_priority
+from deepspeed.comm.job.axis import Axis
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist, log_dist_once, logger
 from deepspeed.offload.pinned import may_pin, page_buffer
@@ -74,10 +75,14 @@ class _Job:
 
 
 class Saver:
-    """The saves of one engine, one at a time."""
+    """The saves of one engine, one at a time.
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    Args:
+        axis: The ranks that save together.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
         self._exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
         self._pace = SavePace()
@@ -92,7 +97,7 @@ class Saver:
         """
         self._join()
         if self._exchange is None:
-            self._exchange = Exchange(self._group)
+            self._exchange = Exchange.between(self._axis)
         return self._exchange
 
     def wait(self) -> None:

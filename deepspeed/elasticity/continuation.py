@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.axes import SEQUENCE, TENSOR
-from deepspeed.comm.job.job import Job
 from deepspeed.comm.members.member import JobPlan, RunMember
 from deepspeed.comm.members.regroup import Regroup
 from deepspeed.comm.transports.objects import gather_objects
@@ -71,14 +70,14 @@ class Continuation:
     @classmethod
     def open(cls, engine: EngineBase) -> Continuation:
         """Connects the ranks of a new engine, and fills it after a change of ranks. Every rank must call it."""
-        job = Job.current()
+        job = engine._parts.setup.job
         patience = timedelta(seconds=float(getattr(engine._root.elasticity, "patience", 600.0)))
         transport = job.axis_of(None).objects(patience=patience, why="copies of model states")
         if job.members is not None and job.members.links.is_closed:  # an earlier run has ended
             job.members = None
-        run = ElasticRun.present()
+        run = ElasticRun.of(job)
         if run is None:
-            members = job.members if job.members is not None else first_members(transport, shape_of(engine).parts)
+            members = job.members if job.members is not None else first_members(job, transport, shape_of(engine).parts)
             run = ElasticRun(members, CopyStore(members.links.number))
             members.elastic = run
             job.members = members
@@ -262,8 +261,7 @@ class Continuation:
         # Before the job starts: if that fails, the next plan does not list these members again.
         names = [_describe_loss(each, recovery.step, causes.get(each.number, "")) for each in self.run.lost[known:]]
         recovery.lost = (*recovery.lost, *names)
-        members.starter.start_job(plan)
-        Job.current().members = members
+        members.starter.start_job(plan).members = members
         recovery.regrouped += time.monotonic() - started - waited
         recovery.joined += len(plan.newcomers)
         started = time.monotonic()
@@ -417,7 +415,7 @@ class Continuation:
 def shape_of(engine: EngineBase) -> RunShape:
     """Returns the constraints on the number of ranks of an engine's run."""
     mesh = engine._parts.coordinates.mesh
-    tensor, experts = mesh.size(TENSOR), math.lcm(*Job.current().experts.sizes())
+    tensor, experts = mesh.size(TENSOR), math.lcm(*engine._parts.setup.job.experts.sizes())
     return RunShape(parts=experts * tensor, multiple=mesh.size(SEQUENCE), sharing=tensor)
 
 

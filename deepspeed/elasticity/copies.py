@@ -118,7 +118,7 @@ def layout_of_parts(
     mine = CopyLayout.of(run_state, epoch, owners)
     if run_state.stage == 3:  # with one replica left nothing is sharded, and a spare holds none of these parameters
         mine = replace(mine, left_out=frozenset())
-    listed = roster(run_state, Exchange(transport=transport))
+    listed = roster(run_state, Exchange(transport))
     numbers = dict(listed.numbers)
     slices = tuple(
         (numbers[index], start) for _, index, start, _ in _own_ranges(run_state, mine.left_out) if index in numbers

@@ -79,9 +79,9 @@ class ElasticRun:
     lost: list[RunMember] = field(default_factory=list)  # members lost since the latest recovery
 
     @classmethod
-    def present(cls) -> ElasticRun | None:
-        """Returns the run of this process; None if there is none yet."""
-        found: ElasticRun | None = getattr(Job.current().members, "elastic", None)
+    def of(cls, job: Job) -> ElasticRun | None:
+        """Returns the run to which a job belongs; None if there is none yet."""
+        found: ElasticRun | None = getattr(job.members, "elastic", None)
         return found
 
     @property
@@ -98,7 +98,7 @@ class ElasticRun:
             self.engine = weakref.ref(engine)
 
 
-def first_members(transport: Transport, parts: int) -> RunMembership:
+def first_members(job: Job, transport: Transport, parts: int) -> RunMembership:
     """Connects the ranks of a new run whose model has ``parts`` parts. Every rank must call it.
 
     Raises:
@@ -119,7 +119,7 @@ def first_members(transport: Transport, parts: int) -> RunMembership:
     members = tuple(gather_objects(transport, here, label="linking the ranks"))
     links.settle(members, transport.rank)
     links.connect(60.0)
-    links.on_loss = waits_give_up(Job.current())
+    links.on_loss = waits_give_up(job)
     plan = JobPlan(0, members, members[0].address)
     log_dist(join_line(plan, token))
     ExitNotes.here().continues()

@@ -88,7 +88,7 @@ class ElasticRanks(EngineFeature):
 
 def _problem(setup: EngineSetup) -> str | None:
     """Returns what prevents continuing after a loss and what to change; None if nothing does."""
-    run = ElasticRun.present()
+    run = ElasticRun.of(setup.job)
     if run is not None and run.is_taken:
         return (
             "expected one engine with elasticity.continue in a process, found a second one while the first is in use. "

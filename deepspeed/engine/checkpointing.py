@@ -410,7 +410,8 @@ class EngineCheckpoints:
     def _saver(self) -> Saver:
         if self._made_saver is None:
             coordinates = self._parts.coordinates
-            self._made_saver = Saver(coordinates.zero_group if coordinates.model_size == 1 else None)
+            group = coordinates.zero_group if coordinates.model_size == 1 else None
+            self._made_saver = Saver(self._parts.setup.job.axis_of(group))
         return self._made_saver
 
     def _settled_run_state(self) -> RunState:

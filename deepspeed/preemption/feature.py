@@ -120,7 +120,7 @@ class PreemptionHooks(EngineHooks):
             raise
 
     def _resume(self, engine: Any) -> None:
-        self._exchange = Exchange()
+        self._exchange = Exchange.between(engine._parts.setup.job.axis_of())
         found = self._exchange.gather(os.path.isdir(self._folder), "the search for a checkpoint (preemption)")
         if self._section.resume and any(found):
             folder, _ = engine.load_checkpoint(self._folder)

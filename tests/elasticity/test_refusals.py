@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.comm.job.job import Job
 from deepspeed.config import parse
 from deepspeed.elasticity import ElasticSteps
 from deepspeed.elasticity.elastic_run import ElasticRun
@@ -152,7 +153,7 @@ def refuse_a_second_engine() -> None:
     train(first, 2)
     first.destroy()
     second = start(make_config(2))  # copies of the first one's states are gone
-    run = ElasticRun.present()
+    run = ElasticRun.of(Job.current())
     assert run is not None and [key for key, *_ in run.held.listed()] == [[0, 0], [0, 0]], "copies of another engine"
     train(second, 1)
     second.destroy()

@@ -71,8 +71,8 @@ class JobManager:
                 dist.destroy_process_group()
         job.close()
 
-    def start_job(self, plan: JobPlan) -> None:
-        """Starts the process group of ``plan``. All its members must call it.
+    def start_job(self, plan: JobPlan) -> Job:
+        """Starts the process group of ``plan``, and opens its job. All its members must call it.
 
         Raises:
             CommunicationError: A member was lost, or did not arrive in time.
@@ -83,7 +83,7 @@ class JobManager:
             self._links.connect(_FORM_SECONDS)
             self._export(plan, me.rank, me.host)
             store = self._reach(plan)
-            self._start(plan, me.rank, store)
+            job = self._start(plan, me.rank, store)
         except (RuntimeError, OSError) as error:
             self._next = None
             if isinstance(error, CommunicationError):
@@ -92,9 +92,10 @@ class JobManager:
                 f"the process group of {len(plan.members)} ranks could not be started: {error}"
             ) from error
         self._served, self._next = self._next, None
-        self._links.on_loss = waits_give_up(Job.current())
+        self._links.on_loss = waits_give_up(job)
         if self._links.lost:  # before any member has been notified
             raise CommunicationError("a member was lost while the process group was started")
+        return job
 
     def stand_by(self) -> None:
         """Stays out of the planned job, but keeps its store open if this process has opened it."""
@@ -140,7 +141,7 @@ class JobManager:
         raise CommunicationError(f"the store of the process group does not answer at {host}:{port}")
 
     @staticmethod
-    def _start(plan: JobPlan, rank: int, store: Any) -> None:
+    def _start(plan: JobPlan, rank: int, store: Any) -> Job:
         backend = default_backend()
         device = None if serves_host_only(backend) else local_device()
         start_world_group(
@@ -153,4 +154,6 @@ class JobManager:
         )
         distributed_c10d._set_pg_timeout(default_timeout())
         store.set_timeout(default_timeout())
-        Job.current().watched.begin()
+        job = Job.open()
+        job.watched.begin()
+        return job

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.comm.base.timeout import default_timeout
-from deepspeed.comm.job.job import Job
 from deepspeed.comm.members.form import JobManager
 from deepspeed.comm.members.links import MemberLinks
 from deepspeed.comm.members.member import JobPlan, RunMember
@@ -66,8 +65,7 @@ def join_run(where: str) -> None:
     links.settle(plan.everybody, int(answer["number"]), plan.epoch)
     links.adopt(peer, int(answer["sender"]), rest)
     starter = JobManager(links)
-    starter.start_job(plan)
-    Job.current().members = RunMembership(links, starter, plan)
+    starter.start_job(plan).members = RunMembership(links, starter, plan)
     log_dist(f"joined a run: rank {os.environ['RANK']} of {len(plan.members)}", ranks=[-1])
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset
 
 from deepspeed import comm
-from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.config.sections.data_efficiency import DynamicBatching
 from deepspeed.data.analysis.analyzer import DistributedDataAnalyzer
@@ -168,7 +168,7 @@ def _of_rank_0(read: Callable[[], Sequence[int]]) -> list[int]:
         except Exception as error:  # the other ranks wait for the outcome
             failure = error
     label = "the lengths of the samples"
-    ranks = Job.current().axis_of().objects(patience=comm.default_timeout(), why=label)
+    ranks = axis_of(None).objects(patience=comm.default_timeout(), why=label)
     words = None if failure is None else f"{type(failure).__name__}: {failure}"
     count, words = gather_objects(ranks, (numbers.numel(), words), label=label)[0]
     if failure is not None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.job import axis_of
 from deepspeed.ops.sparse_attention.attention import attend
 from deepspeed.ops.sparse_attention.bias import additive, position_bias
 from deepspeed.ops.sparse_attention.plan import LayoutPlan, compile_layout
@@ -215,7 +215,7 @@ def same_on_all_ranks(layout: torch.Tensor) -> torch.Tensor:
         return layout
     takes_host = "gloo" in str(comm.get_backend())
     sent = layout.to("cpu" if takes_host else get_accelerator().current_device_name())
-    Job.current().axis_of().transport("layers", device=sent.device).broadcast(sent, 0, label="a sparse layout")
+    axis_of(None).transport("layers", device=sent.device).broadcast(sent, 0, label="a sparse layout")
     return sent.to(layout.device)
 
 
