@@ -120,13 +120,13 @@ def scatter_exchange_chunked(full: Tensor, rank: int, world_size: int) -> Tensor
 
 def ours_gather(full: Tensor, rank: int, world_size: int) -> None:
     """Runs the all-gather that stage 3 calls."""
-    Job.current().axis_of().transport().all_gather(full, key=9, label="the benchmark").wait()
+    Job.adopt().axis_of().transport().all_gather(full, key=9, label="the benchmark").wait()
 
 
 def ours_scatter(full: Tensor, rank: int, world_size: int) -> Tensor:
     """Runs the reduce-scatter that stages 2 and 3 call; the result is fp32."""
     mine = torch.empty(full.numel() // world_size)
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     reduction = Reduction(scale=1.0, key=10, label="the benchmark", limit=full.numel())
     transport.reduce_scatter(full, mine, reduction).wait()
     return mine

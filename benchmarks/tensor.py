@@ -176,7 +176,7 @@ def _ours(arguments: argparse.Namespace, _rank: int) -> nn.Module:
     mesh = Mesh((("tensor", RANKS),))
     groups.set_mesh(mesh)
     section = TensorParallel(autotp_size=RANKS, verify=False, partition_config={"layer_specs": layer_specs()})
-    cut_model(Job.current(), model, section, mesh, torch.device("cpu"))
+    cut_model(Job.adopt(), model, section, mesh, torch.device("cpu"))
     for block in model:
         block.num_heads = arguments.heads // RANKS
     return model

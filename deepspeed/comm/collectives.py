@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from deepspeed.comm.base.ranks import Ranks
 from deepspeed.comm.base.recorder import recorded
 from deepspeed.comm.base.torch_groups import drop_collected, is_collecting
 from deepspeed.comm.job.job import Job
@@ -52,9 +53,13 @@ class ReduceOp:
     UNUSED: Any = _UnsupportedOp.UNUSED
 
 
+def _ranks() -> Ranks:
+    return Job.adopt().ranks
+
+
 def _operations() -> Any:
     """Returns the module with the collectives: ``torch.distributed``, or a fake job's substitute."""
-    return Job.current().ranks.operations
+    return _ranks().operations
 
 
 def _ours(name: str, ours: Any) -> Any:
@@ -393,7 +398,7 @@ def _is_gloo(group: Group, tensors: list[torch.Tensor]) -> bool:
     """Returns whether gloo carries ``tensors``, of any shape, in ``group``. False where this rank is not in it."""
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER or not tensors:
         return False
-    return Job.current().ranks.backend_for(group, tensors[0].device) == "gloo"
+    return _ranks().backend_for(group, tensors[0].device) == "gloo"
 
 
 def _all_to_all_by_flat_exchange(

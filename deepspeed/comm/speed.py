@@ -102,8 +102,7 @@ def measure_collectives(
     whole = ranks * _ALIGNED
     numel = max(-(-nbytes // dtype.itemsize // whole), 1) * whole
     full = torch.zeros(numel, dtype=dtype, device=device)
-    with Job.current().process_groups.leased():
-        transport = Job.current().axis_of().transport(device=device)
+    transport = _transport(device)
     rows = []
     for name in operations:
         call = functools.partial(OPERATIONS[name], full, transport)
@@ -136,14 +135,20 @@ def measure_sums(
         Seconds of the slowest rank by size, the same on every rank.
     """
     device = local_device()
-    with Job.current().process_groups.leased():
-        channel = channel_over(Job.current().axis_of().transport(device=device))
+    channel = channel_over(_transport(device))
     found = []
     for nbytes in sizes:
         values = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
         call = functools.partial(channel.sum, values, "the benchmark")
         found.append(statistic(_slowest_of(call, device, warmups, trials)))
     return found
+
+
+def _transport(device: torch.device) -> Transport:
+    """Returns a new transport between all ranks."""
+    job = Job.adopt()
+    with job.process_groups.leased():
+        return job.axis_of().transport(device=device)
 
 
 def _slowest_of(call: Callable[[], object], device: torch.device, warmups: int, trials: int) -> list[float]:

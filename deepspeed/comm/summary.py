@@ -97,7 +97,7 @@ def _straggler_ms(totals: OperationTotals) -> float:
     shortest = mine.to(device, copy=True)  # reduced in place, also where it is on the host as ``mine`` is
     # Not through ``collectives``: the log does not count itself.
     start = functools.partial(torch_dist.all_reduce, shortest, op=torch_dist.ReduceOp.MIN)
-    with Job.current().during("the log's stragglers"):
+    with Job.adopt().during("the log's stragglers"):
         collective("all_reduce", start, None, shortest, False)
     return float((mine - shortest.cpu()).sum()) * 1e3
 

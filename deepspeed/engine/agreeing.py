@@ -61,7 +61,7 @@ def start_ranks(distributed_port: int, dist_init_required: bool | None) -> Job:
             )
         comm.init_distributed(distributed_port=distributed_port)
     log_dist(info_line())
-    return Job.current()
+    return Job.adopt()
 
 
 def agree(job: Job, client: Client, config: Any) -> AgreedSetup:

@@ -97,7 +97,7 @@ def cut(model: nn.Module, settings: InferenceSettings, mesh: Mesh, device: torch
         section["tensor_parallel"] = {"tp_grain_size": tp_config.tp_grain_size}
     if (group := _group_of(tp_config)) is not None:
         tp_model_init(model, mesh.size(TENSOR), tp_group=group)
-    result = cut_model(Job.current(), model, TensorParallel(**section), mesh, device)
+    result = cut_model(Job.adopt(), model, TensorParallel(**section), mesh, device)
     assert result is not None, "the mesh has a tensor axis"
     return result
 

@@ -442,7 +442,7 @@ def _own_heads() -> None:
     found: list = []
     model = nn.Module()
     model.__dict__["recompute_core_attention"] = found.append
-    recompute_attention(Job.current(), model)
+    recompute_attention(Job.adopt(), model)
     x = torch.full((2, 3), 1.0 + dist.get_rank(), requires_grad=True)
     found[0](lambda heads: heads.square(), x * 1).sum().backward()
     assert torch.equal(x.grad, 2 * x)

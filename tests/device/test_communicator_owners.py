@@ -172,8 +172,8 @@ def _after_an_odd_collective() -> None:
         engines = _Engines("tensor")
         engine = engines.make()
         before = new_group.call_count
-        record = next(r for r in Job.current().watched.records() if r.made and r.made.use == "the parts of layers")
-        transport = Job.current().connector.over(record.group, engine.device)
+        record = next(r for r in Job.adopt().watched.records() if r.made and r.made.use == "the parts of layers")
+        transport = Job.adopt().connector.over(record.group, engine.device)
         transport.issue("reduce") if rank() == 0 else None
         engine.destroy()
         engines.train(engines.make())
@@ -196,7 +196,7 @@ def _parameters_without_an_engine() -> list[int]:
             made.append(new_group.call_count)
         lists = [list(range(dist.get_world_size()))]
         with pytest.raises(CallOrderError, match="an open lease"):
-            Job.current().process_groups.mine(lists, backend="nccl", timeout=None, why="a test")
+            Job.adopt().process_groups.mine(lists, backend="nccl", timeout=None, why="a test")
     return made
 
 

@@ -153,7 +153,7 @@ def refuse_a_second_engine() -> None:
     train(first, 2)
     first.destroy()
     second = start(make_config(2))  # copies of the first one's states are gone
-    run = ElasticRun.of(Job.current())
+    run = ElasticRun.of(Job.adopt())
     assert run is not None and [key for key, *_ in run.held.listed()] == [[0, 0], [0, 0]], "copies of another engine"
     train(second, 1)
     second.destroy()

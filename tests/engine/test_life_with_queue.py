@@ -71,7 +71,7 @@ def _beside(folder: str) -> set[str]:
         setattr(MessageQueue, name, noting)
     torch.manual_seed(dist.get_rank())
     engine = deepspeed.initialize(model=nn.Linear(4, 4), config=_config(2))[0]
-    assert Job.current().watched.of(None).queue is not None
+    assert Job.adopt().watched.of(None).queue is not None
     loader = DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=2, num_workers=2, multiprocessing_context="fork")
     for _ in range(3):
         for number, (batch,) in enumerate(loader):

@@ -36,7 +36,7 @@ RESET_HOOKS: list[Callable[[], None]] = [
     _package_hook("deepspeed.logging", lambda module: module.logger.setLevel(module._LEVELS["info"])),
     _package_hook("deepspeed.accelerator.selection", lambda module: setattr(module, "_current", None)),
     _package_hook("deepspeed.comm.base.recorder", lambda module: module.log.__init__()),
-    _package_hook("deepspeed.comm.job.job", lambda module: module.Job.current().close()),
+    _package_hook("deepspeed.comm.job.job", lambda module: module.Job.adopt().close()),
     _package_hook("deepspeed.parallel.sequence.context", lambda module: module._by_config.clear()),
     _package_hook("deepspeed.parallel.sequence.ulysses", lambda module: module._awaited.clear()),
     _package_hook("deepspeed.activation_checkpointing.checkpointing", _checkpointing),

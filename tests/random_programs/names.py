@@ -42,7 +42,7 @@ class Names:
         from deepspeed.comm.job.job import Job
 
         declare_expert_groups(self.ranks)  # initialize does it too, but names are needed before
-        return Job.current().experts.ranks_of(self.ranks)[0].index(my_rank())
+        return Job.adopt().experts.ranks_of(self.ranks)[0].index(my_rank())
 
     def whole(self, name: str) -> str:
         """Returns the name in the whole model."""

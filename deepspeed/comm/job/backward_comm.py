@@ -20,6 +20,10 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.watch.backward_notes import BackwardComm, BackwardNotes
 
 
+def _notes() -> BackwardNotes:
+    return Job.current().backward
+
+
 def note(layer: Any) -> BackwardComm:
     """Records that a layer will communicate in its backward; its ranks may get gradients of different parameters.
 
@@ -29,7 +33,7 @@ def note(layer: Any) -> BackwardComm:
     Returns:
         A token that the graph of that backward must keep until the exchange.
     """
-    state, expected = Job.current().backward, BackwardComm()
+    state, expected = _notes(), BackwardComm()
     state.to_come.add(expected)
     state.communicating.add(layer)
     state.is_uneven = True
@@ -38,7 +42,7 @@ def note(layer: Any) -> BackwardComm:
 
 def note_anywhere() -> None:
     """Records an exchange in a backward whose module is not known; from now on it applies to every model of the job."""
-    Job.current().backward.is_anywhere = True
+    _notes().is_anywhere = True
 
 
 class BackwardCommTracker:
@@ -55,7 +59,7 @@ class BackwardCommTracker:
 
     def may_communicate(self) -> bool:
         """Returns whether they may; the result may differ between ranks."""
-        state = Job.current().backward
+        state = _notes()
         if state.is_anywhere or len(state.to_come):
             return True
         seen = state, len(state.communicating)
@@ -70,4 +74,4 @@ class BackwardCommTracker:
 
 def is_uneven() -> bool:
     """Returns whether some layer may have gradients on some ranks only; equal on all ranks."""
-    return Job.current().backward.is_uneven
+    return _notes().is_uneven

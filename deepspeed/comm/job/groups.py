@@ -41,7 +41,7 @@ else:
 
 
 def _job() -> Job:
-    return Job.current()
+    return Job.adopt()
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:

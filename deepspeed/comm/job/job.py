@@ -1,8 +1,9 @@
 """The job: everything that belongs to one instance of torch's default process group.
 
-A job begins when code first requests it after ``init_process_group``, and is over when the process group is
-destroyed; the next process group is another job, perhaps of other ranks. Its watchdog, process groups, transports, mesh
-and declared groups are attributes of the job, so that nothing of it outlives it.
+``init_distributed`` opens a job. If the program starts the process group itself, the next public call that needs the
+job adopts the group (:meth:`Job.adopt`). The job is over when the process group is destroyed; the next process group is
+another job, perhaps of other ranks. Its watchdog, process groups, transports, mesh and declared groups are attributes
+of the job, so that nothing of it outlives it.
 
 Public losses, layers and loaders get a process group from the program. :func:`axis_of` makes it an axis of the job, so
 that the watchdog supervises their transfers, counters count them, and plans simulate them.
@@ -78,14 +79,35 @@ class Job:
 
     @staticmethod
     def current() -> Job:
-        """Returns the job of the process group that there is now, or of none; opens it if it is not open yet."""
+        """Returns the job of the process group that there is now, or of no ranks. Opens and closes nothing.
+
+        Raises:
+            CallOrderError: The program has started this process group itself, and nothing has adopted it.
+        """
+        if not _current.is_over():
+            return _current
+        if _current.ranks.world is None:
+            return Job()  # the program has destroyed the process group; nothing of its job applies any more
+        raise CallOrderError(
+            "torch.distributed.init_process_group: expected a call of deepspeed that adopts the new process group "
+            "before a layer or an engine uses it, found none. Call deepspeed.init_distributed() after "
+            "init_process_group, on every rank"
+        )
+
+    @staticmethod
+    def adopt() -> Job:
+        """Returns the current job. Opens it first if the program itself has started or destroyed the process group.
+
+        For public functions, and for layers of the program at their forward: code below them gets the job from them,
+        or calls :meth:`current`.
+        """
         return Job.open() if _current.is_over() else _current
 
     @staticmethod
     def open(mesh: Mesh | None = None, device: torch.device | None = None) -> Job:
         """Opens a job on the process group that there is now, and closes the one before.
 
-        :meth:`current` does so after each start of a process group. With ``mesh`` every rank must call it.
+        Whoever starts a process group calls it. With ``mesh`` every rank must call it.
 
         Args:
             mesh: How the ranks are laid out; None: all ranks are data-parallel.
@@ -312,32 +334,35 @@ def axis_of(group: Any, name: str | None = None) -> Axis:
         group: A torch process group; None: all ranks.
         name: The name of the axis, for the traffic counters; None: see :meth:`Job.axis_of`.
     """
-    return Job.current().axis_of(group, name)
+    return Job.adopt().axis_of(group, name)
+
+
+# Ranks have no state, so these need no open job.
 
 
 def is_initialized() -> bool:
     """Returns whether the job has more than one rank."""
-    return Job.current().ranks.is_initialized()
+    return _current.ranks.is_initialized()
 
 
 def rank_in(group: Any = None) -> int:
     """Returns this process's rank in ``group`` (None: among all)."""
-    return Job.current().ranks.rank_in(group)
+    return _current.ranks.rank_in(group)
 
 
 def size_of(group: Any = None) -> int:
     """Returns the number of ranks in ``group`` (None: of all)."""
-    return Job.current().ranks.size_of(group)
+    return _current.ranks.size_of(group)
 
 
 def ranks_of(group: Any = None) -> list[int]:
     """Returns the numbers in the job of the members of ``group`` (None: all), in its order."""
-    return Job.current().ranks.ranks_of(group)
+    return _current.ranks.ranks_of(group)
 
 
 def backend_of(group: Any = None) -> str:
     """Returns the backend of ``group``."""
-    return Job.current().ranks.backend_of(group)
+    return _current.ranks.backend_of(group)
 
 
 def define_group(
@@ -352,4 +377,4 @@ def define_group(
 
     Every rank of the job must call it alike; arguments and errors as in ``DeclaredGroups.define``.
     """
-    Job.current().declared.define(name, ranks, divisor, is_whole=is_whole, lasts=lasts)
+    Job.adopt().declared.define(name, ranks, divisor, is_whole=is_whole, lasts=lasts)

@@ -63,7 +63,7 @@ class JobManager:
 
     def end_job(self) -> None:
         """Destroys the process group there is; no other rank needs to come. Communicators that hang are aborted."""
-        job = Job.current()
+        job = Job.adopt()
         if dist.is_initialized():
             if not serves_host_only(dist.get_backend()):
                 distributed_c10d._abort_process_group()

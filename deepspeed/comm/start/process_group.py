@@ -129,8 +129,8 @@ def init_distributed(
     device = None if serves_host_only(backend) else local_device()
     with probed_connections():
         facts = _start(backend, place, init_method, timeout or default_timeout(), device)
-    # Created now, so that other ranks notice if this program ends without communicating again.
-    Job.current().watched.watch.may_restart = True
+    # Opened now, so that other ranks notice if this program ends without communicating again.
+    Job.open().watched.watch.may_restart = True
     if verbose:
         log_dist(f"process group started: {place.world_size} rank(s), backend {backend}, found by {place.source}")
         for line in rank_map(facts) if facts else ():
@@ -153,7 +153,7 @@ def _ends_failed_run() -> bool:
     Returns:
         Whether it destroyed the group.
     """
-    watched = Job.current().watched
+    watched = Job.adopt().watched
     if not (watched.has_failed and watched.watch.may_restart):
         return False
     log_dist("the process group of this process belongs to a run that has failed; starting a new one", ranks=[-1])
@@ -168,7 +168,7 @@ def _adopt(verbose: bool) -> None:
     Place(rank, size, local_rank, None, None, "adopted").export(os.environ)
     if not serves_host_only(torch_dist.get_backend()):
         local_device()
-    Job.current().watched.begin()  # as for a group of our own
+    Job.adopt().watched.begin()  # as for a group of our own
     if verbose:
         log_dist(f"process group adopted: {size} rank(s), backend {torch_dist.get_backend()}, started by the caller")
 
@@ -308,7 +308,7 @@ def destroy_process_group(group: Any = None) -> None:
         release_store()
         return
     is_all = group is None or group is torch_dist.group.WORLD
-    job = Job.current()
+    job = Job.adopt()
     torch_dist.destroy_process_group(group)
     if is_all and job.watched.has_failed:
         job.close()
@@ -329,7 +329,7 @@ def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
     """
     among = ranks if options.get("use_local_synchronization") else None
     if among is None or get_rank() in among:
-        Job.current().process_groups.barrier(f"new_group({ranks})", options.get("timeout"), among)
+        Job.adopt().process_groups.barrier(f"new_group({ranks})", options.get("timeout"), among)
     with unbound(), probed_connections():
         return torch_dist.new_group(ranks, **options)
 
@@ -409,7 +409,7 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
 
     from deepspeed.accelerator import get_accelerator
 
-    Job.current().process_groups.barrier(f"initialize_mesh_device({mesh_shape}, {mesh_dim_names})", None)
+    Job.adopt().process_groups.barrier(f"initialize_mesh_device({mesh_shape}, {mesh_dim_names})", None)
     return init_device_mesh(get_accelerator().device_name(), mesh_shape, mesh_dim_names=mesh_dim_names)
 
 

@@ -70,7 +70,7 @@ def from_pretrained(
     dtype = dtype or getattr(described, "dtype", None) or torch.get_default_dtype()
     model: nn.Module = build_without_values(described, model_class, dtype=dtype)
     data_first = root.use_data_before_expert_parallelism
-    job = Job.current()
+    job = Job.adopt()
     spread_experts(job, model, section, LocalTransport(), torch.device("cpu"), data_first=data_first)
     stage_3 = functools.partial(Init, config_dict_or_path=config)
     shard = stage_3 if root.zero_optimization.stage == 3 else None

@@ -175,7 +175,7 @@ class PipelineModule(StageLayers):
 
     @property
     def _job(self) -> Job:
-        return Job.current()
+        return Job.adopt()
 
     def settle(self, device: torch.device) -> None:
         """Makes tied weights equal on all their stages; called by ``initialize``, on every rank."""

@@ -105,7 +105,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
             comm.init_distributed()
         group = zero_group(mpu) if dp_process_group is None and mpu is not None else dp_process_group
         device = local_device()
-        job, timeout = Job.current(), comm.default_timeout()
+        job, timeout = Job.adopt(), comm.default_timeout()
         axis = job.axis_of(group)
         with job.process_groups.leased() as lease:
             gather, reduce = (axis.transport(device=device, timeout=timeout) for _ in range(2))

@@ -121,7 +121,7 @@ class Init:
         self._device = local_device()
         self._overrides = frozenset(tensor_overrides)
         self.dtype = dtype if dtype is not None else _configured_dtype(parsed)
-        job, timeout = Job.current(), comm.default_timeout()
+        job, timeout = Job.adopt(), comm.default_timeout()
         peers = job.axis_of(group).transport("outside engines", device=self._device, timeout=timeout)
         self._construction = Construction(
             ProvisionalGroups(job, peers, self._device, timeout),

@@ -37,7 +37,7 @@ class SlicesFromFiles:
         self._dtype = dtype
         self._device = local_device()
         self._shard_device = torch.device("cpu") if on_host else self._device
-        job, timeout = Job.current(), comm.default_timeout()
+        job, timeout = Job.adopt(), comm.default_timeout()
         peers = job.axis_of().transport("outside engines", device=self._device, timeout=timeout)
         self._groups = ProvisionalGroups(job, peers, self._device, timeout)
 

@@ -20,7 +20,7 @@ def test_the_clock_runs_until_its_last_reader_leaves():
 
 
 def _broadcast() -> dict[str, Tally]:
-    transport = Job.current().axis_of().transport("outside engines")
+    transport = Job.adopt().axis_of().transport("outside engines")
     traffic.reset()
     transport.broadcast(torch.ones(5), 1, label="a test")
     return {"requested": traffic.requested["broadcast"], "ran": traffic.ran["broadcast"]}

@@ -219,7 +219,7 @@ def test_groups_are_made_as_if_no_device_were_bound(gpus, monkeypatch):
     seen: list[Any] = []
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: seen.append(bound_device()))
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
-    Job.current().process_groups.alone()
+    Job.adopt().process_groups.alone()
     comm.new_group([0], use_local_synchronization=True)
     assert seen == [None, None] and bound_device() == torch.device("cuda", 0)
     with pytest.raises(RuntimeError), unbound():
@@ -231,8 +231,8 @@ def _gloo_with_device_memory():
     set_accelerator(Recorder(2))
     device = torch.device("cuda", 0)
     with pytest.raises(DeepSpeedConfigError) as refused:
-        Job.current().axis_of().transport(device=device)
-    Job.current().axis_of().transport()  # for host memory
+        Job.adopt().axis_of().transport(device=device)
+    Job.adopt().axis_of().transport()  # for host memory
     return str(refused.value)
 
 

@@ -47,7 +47,7 @@ def test_elements_of_rows_that_are_not_zeros() -> None:
 
 
 def exchange() -> None:
-    plain = Job.current().axis_of().transport()
+    plain = Job.adopt().axis_of().transport()
     width, count = 12, 8 * plain.size  # rows, some of which two slices share
     numel = width * count
     for number, codec in enumerate((SignCodec(64), WholeSignCodec())):

@@ -48,7 +48,7 @@ def simulated(
 
 
 def exchange() -> None:
-    plain = Job.current().axis_of().transport()
+    plain = Job.adopt().axis_of().transport()
     ranks, numel = plain.size, plain.size * SLICE
     for number, codec in enumerate(CODECS):
         transport = coded(plain, codec)
@@ -85,7 +85,7 @@ def exchange() -> None:
 
 
 def gather() -> None:
-    plain = Job.current().axis_of().transport()
+    plain = Job.adopt().axis_of().transport()
     for number, codec in enumerate(CODECS):
         transport = coded(plain, codec)
         assert isinstance(transport, CodedTransport)

@@ -106,7 +106,7 @@ def test_a_batch_has_a_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 def exchanged(device: str, name: str, numel: int) -> tuple[list[torch.Tensor], int]:
     """What an all-reduce of two ranks leaves, and the operations that it takes; the other rank has the same values."""
-    plain = Job.current().axis_of().transport(device=torch.device(device))
+    plain = Job.adopt().axis_of().transport(device=torch.device(device))
     assert plain.size == 2
     length = numel // 2
     values = numbers(numel).to(device)

@@ -23,7 +23,7 @@ SHAPES = ((7, 3), (5, 4))
 
 def _reductions():
     """Rows that slices cut, ranks without any row, a buffer of zeros, and one that is full."""
-    transport = Job.current().axis_of().transport("outside engines")
+    transport = Job.adopt().axis_of().transport("outside engines")
     numel, count = 48, itertools.count()
     starts = row_starts([0, 24], SHAPES, numel)
     for filled, to_owner in ((f, t) for f in ("some", "none", "all") for t in (True, False)):

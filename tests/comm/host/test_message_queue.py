@@ -245,7 +245,7 @@ def small(transport: Transport, value: float, label: str = "a call", channel: st
 def _is_shared() -> None:
     """Engines of one group, at once; other groups; what travels; what is left."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    first, second = Job.current().axis_of().transport(), Job.current().axis_of().transport()
+    first, second = Job.adopt().axis_of().transport(), Job.adopt().axis_of().transport()
     second.owner = 1
     warm_up(first)
     before = len(os.listdir("/proc/self/fd"))
@@ -304,7 +304,7 @@ def _other_hosts() -> None:
     group = dist.new_group([0, 1])
     open_before = len(os.listdir("/proc/self/fd"))
     for spoil in ("nothing", "the host", "the room of one"):
-        transport = Job.current().connector.over(dist.new_group([0, 1]) if spoil == "nothing" else group, None)
+        transport = Job.adopt().connector.over(dist.new_group([0, 1]) if spoil == "nothing" else group, None)
         transport.watched.has_met = False
         buffer = queue_module._SOCKET_BYTES
         if spoil == "the host":
@@ -332,19 +332,19 @@ def test_ranks_of_several_hosts_continue_over_gloo():
 
 def _groups_come_and_go() -> None:
     """Destroying a process group closes its connections, and the job's other groups still work."""
-    world = Job.current().axis_of().transport()
+    world = Job.adopt().axis_of().transport()
     warm_up(world)
     kept, counts, aborts = [], [], []
     for _ in range(6):
         group = dist.new_group([0, 1])
-        transport = Job.current().connector.over(group, None)
+        transport = Job.adopt().connector.over(group, None)
         warm_up(transport)
         queue = transport.watched.queue
         assert queue is not None and small(transport, 1.0) == [1.0, 1.0]
         kept.append(transport)
         dist.barrier(group)
         dist.destroy_process_group(group)
-        after = Job.current().connector.over(
+        after = Job.adopt().connector.over(
             dist.new_group([0, 1]), None
         )  # whoever asks for a group hears of those that are gone
         assert queue.is_over and after.watched is not None
@@ -383,7 +383,7 @@ _LEFT: list[Any] = []  # of former jobs
 
 
 def _job() -> tuple[int, int]:
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     warm_up(transport)
     assert small(transport, 1.0) == [1.0, 1.0]
     if dist.get_rank() == 0:
@@ -414,7 +414,7 @@ def test_a_job_that_is_over_holds_no_connections():
 
 
 def _parted() -> None:
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     warm_up(transport)
     started = time.monotonic()
     label = "the first call" if transport.rank == 0 else "the second call"
@@ -430,7 +430,7 @@ def test_ranks_that_take_different_branches_are_named():
 
 
 def _other_lengths() -> None:
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     warm_up(transport)
     transport.watch._patience = 0.0  # no rank has words that would say more
     words = f"sent {(3, 2)[transport.rank] * 4} bytes where {(2, 3)[transport.rank] * 4} were expected"
@@ -443,7 +443,7 @@ def test_rows_of_other_lengths_are_an_error():
 
 
 def _killed(folder: str) -> None:
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     warm_up(transport)
     small(transport, 1.0)
     child = 0
@@ -475,7 +475,7 @@ def test_a_rank_that_is_killed_ends_the_waits(tmp_path):
 
 
 def _too_late() -> None:
-    transport = Job.current().connector.over(dist.new_group([0, 1], timeout=timedelta(seconds=1.5)), None)
+    transport = Job.adopt().connector.over(dist.new_group([0, 1], timeout=timedelta(seconds=1.5)), None)
     warm_up(transport)
     transport.watch._patience = 0.0
     started = time.monotonic()
@@ -493,8 +493,8 @@ def test_a_wait_ends_at_the_time_limit_of_the_group():
 def _late_stage() -> None:
     """Stage 1 waits for room at stage 0, which is late; stage 2 waits for both, in a call that they come to later."""
     queue_module._SOCKET_BYTES = 1 << 17
-    transports = StageChannels(Job.current(), Mesh((("pipe", 3),)), torch.device("cpu"))
-    transport = Job.current().axis_of().transport()
+    transports = StageChannels(Job.adopt(), Mesh((("pipe", 3),)), torch.device("cpu"))
+    transport = Job.adopt().axis_of().transport()
     assert transports._queue is open_message_queue(transport)
     message = torch.ones(16000)
     if transports.stage == 0:
@@ -519,7 +519,7 @@ def test_a_rank_that_reads_late_is_no_divergence():
 
 def _far_away() -> None:
     """No rank can be reached: nothing of the attempt stays open."""
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     open_before = _sockets_without_names()
 
     def make(_transport: Transport, connections: dict[int, socket.socket]) -> MessageQueue:

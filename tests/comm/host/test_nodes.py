@@ -87,8 +87,8 @@ def _native(plain):
 
 def _gathers():
     _as_two_nodes()
-    plain = Job.current().axis_of().transport()
-    gloo = Job.current().connector.by_nodes(plain, plain, [range(4)], device=None, timeout=None)
+    plain = Job.adopt().axis_of().transport()
+    gloo = Job.adopt().connector.by_nodes(plain, plain, [range(4)], device=None, timeout=None)
     assert isinstance(gloo, GlooByNodes) and gloo.nodes == Nodes(2, 2)
     sent = {}
     for name, transport in (("plain", plain), ("gloo", gloo), ("native", _native(plain))):
@@ -123,8 +123,8 @@ def test_slices_arrive_where_a_flat_collective_puts_them_and_cross_nodes_once():
 def _relays():
     """Rank 3 waits for a buffer that rank 2 must hand on, while rank 2 blocks where rank 3 comes only later."""
     _as_two_nodes()
-    plain = Job.current().axis_of().transport()
-    transport = Job.current().connector.by_nodes(plain, plain, [range(4)], device=None, timeout=None)
+    plain = Job.adopt().axis_of().transport()
+    transport = Job.adopt().connector.by_nodes(plain, plain, [range(4)], device=None, timeout=None)
     flats = [_buffer(transport, number) for number in range(2)]
     works = [transport.all_gather(flat, key=transfer_key(2, n, 0, 1), label="a test") for n, flat in enumerate(flats)]
     if rank() != 2:

@@ -57,7 +57,7 @@ def _exchanges(large: int) -> None:
 
 def _rounds() -> None:
     """Many rounds of which any rank may be late, two at a time in flight, waited for in any order."""
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     assert isinstance(transport, SameHostTransport)
     rank, size = transport.rank, transport.size
     shapes, own, late = random.Random(size), random.Random(rank), random.Random(77 + rank)
@@ -109,7 +109,7 @@ def test_everything_arrives_whoever_is_late(size, large):
 
 def _one_sided() -> None:
     """Rank 0 tells, nobody answers, and nobody hears rank 2: no queue fills."""
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     for round_ in range(600):
         sent = [0, 3, 0] if transport.rank == 0 else [0, 0, 0]
         received = [3, 0, 0] if transport.rank == 1 else [0, 0, 0]
@@ -124,7 +124,7 @@ def test_ranks_that_get_nothing_wait_for_nobody():
 
 def _modes() -> None:
     """Inside and outside inference mode, of tensors that want a gradient; the bytes are counted once."""
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     transport.staging_buffer(0, torch.empty(0), label="a tensor")  # now they know each other
     source = torch.arange(6.0).requires_grad_()
     for mode in (torch.inference_mode(), torch.enable_grad(), torch.inference_mode()):
@@ -156,7 +156,7 @@ def _elsewhere() -> None:
                 sockets._MEETING, os.memfd_create = 0.5, refused
             else:
                 sockets._MEETING = 0.5
-            transport = Job.current().axis_of().transport()
+            transport = Job.adopt().axis_of().transport()
             x, places = torch.arange(4.0).view(2, 2) + 10 * rank, torch.zeros(2, 3)
             leaving, arriving = [[x[:, 0]], [x[:, 1]]], [[places[:, 0]], [places[:, 2]]]
             transport.exchange(leaving, arriving, x, label="columns").wait()
@@ -178,7 +178,7 @@ def _exchange(transport: Transport, numels: Sequence[int], label: str) -> None:
 
 
 def _parted(first: str) -> None:
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     if first:
         _exchange(transport, (2, 2), first)
     label = ("the tokens of a", "the tokens of b")[transport.rank]
@@ -195,7 +195,7 @@ def test_exchanges_of_different_things_are_named(first):
 
 
 def _miscounted() -> None:
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     if transport.rank == 0:
         with pytest.raises(DivergenceError, match="rank 0 exchanges.* expects 16 bytes of it where 12 come"):
             _exchange(transport, (2, 4), "tokens")
@@ -211,7 +211,7 @@ def test_counts_that_do_not_match_are_named():
 
 
 def _in_vain() -> None:
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     _exchange(transport, (2, 2), "what both do")
     started = time.monotonic()
     with pytest.raises(DivergenceError, match="rank 0 waits for the tokens.*rank 1 waits for another call"):
@@ -228,7 +228,7 @@ def test_ranks_that_wait_in_vain_are_named():
 
 def _killed(folder: str) -> None:
     """A rank is killed between the rounds of an exchange."""
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     _exchange(transport, (1 << 16, 1 << 16), "what both do")
     if transport.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -248,7 +248,7 @@ def test_a_rank_that_is_killed_ends_the_wait(tmp_path):
 
 def _sees_file_limit() -> None:
     """Memory that cannot be had is named by the rank that wants it, and no other rank hangs."""
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     _exchange(transport, (2, 2), "what both do")
     if transport.rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
@@ -267,7 +267,7 @@ def test_memory_that_cannot_be_had():
 
 def _too_late() -> None:
     """A wait ends at the time limit of the group, as gloo's would."""
-    transport = Job.current().connector.over(dist.new_group([0, 1], timeout=timedelta(seconds=1.5)), None)
+    transport = Job.adopt().connector.over(dist.new_group([0, 1], timeout=timedelta(seconds=1.5)), None)
     _exchange(transport, (2, 2), "what both do")
     transport.watch._patience = 0.0
     if transport.rank == 0:
@@ -285,7 +285,7 @@ def _many_at_once() -> None:
     rank = dist.get_rank()
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     far = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
-    transports = [Job.current().connector.over(group, None) for group in (dist.group.WORLD, pairs, far)]
+    transports = [Job.adopt().connector.over(group, None) for group in (dist.group.WORLD, pairs, far)]
     child = 0
     for round_ in range(20):
         if round_ == 3:
@@ -321,7 +321,7 @@ def _logged() -> None:
     """The communication log has one line for an exchange, through memory or over gloo."""
     before = sockets._host
     for place in ("one host", "several"):
-        transport = Job.current().axis_of().transport()
+        transport = Job.adopt().axis_of().transport()
         sockets._host = before if place == "one host" else (lambda: f"host {dist.get_rank()}")
         log.enabled, log.prof_all, log.totals = True, True, {}
         try:
@@ -345,9 +345,9 @@ _KEPT: list[
 
 
 def _job_whose_transports_stay() -> tuple[int, int]:
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     _exchange(transport, (2, 2), "tokens")
-    sums = same_host_sums(Job.current().axis_of().transport())
+    sums = same_host_sums(Job.adopt().axis_of().transport())
     assert sums is not None
     sums.start(torch.ones(3), "a sum").wait()
     _KEPT.append((transport, sums))
@@ -377,11 +377,11 @@ _BEGUN: list[Callable[[], object]] = []  # what is left to do of exchanges and s
 
 
 def _job_that_ends_between() -> None:
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     _BEGUN.append(transport.all_to_all(torch.ones(4), (2, 2), torch.empty(4), (2, 2), label="tokens").wait)
     sums, others = (
-        same_host_sums(Job.current().axis_of().transport()),
-        same_host_sums(Job.current().axis_of().transport()),
+        same_host_sums(Job.adopt().axis_of().transport()),
+        same_host_sums(Job.adopt().axis_of().transport()),
     )
     assert sums is not None and others is not None
     _BEGUN.append(sums.start(torch.ones(3), "tokens").wait)
@@ -418,7 +418,7 @@ def _expected(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 def _sums() -> None:
     rank = dist.get_rank()
-    sums = same_host_sums(Job.current().axis_of().transport())
+    sums = same_host_sums(Job.adopt().axis_of().transport())
     assert sums is not None
     kinds = [(numel, dtype) for numel in (5, 1 << 19, 7, 0) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
     for seed, (numel, dtype) in enumerate(kinds):  # places grow and shrink
@@ -451,7 +451,7 @@ def _larger_ones() -> None:
     """Summands above the limit are gloo's, in between others."""
     before, shared_exchange.MOST = shared_exchange.MOST, 64
     try:
-        transport = Job.current().axis_of().transport()
+        transport = Job.adopt().axis_of().transport()
         channel = Channel(transport, same_host_sums(transport))
         for rows in (2, 40, 3):
             place = channel.place((rows, 4), torch.empty(0))
@@ -468,7 +468,7 @@ def test_large_sums_are_the_backends():
 def _staged_up_to_the_limit() -> None:
     before, shared_exchange.MOST = shared_exchange.MOST, 64
     try:
-        transport = Job.current().axis_of().transport()
+        transport = Job.adopt().axis_of().transport()
         assert isinstance(transport, SameHostTransport)
         for numel, is_shared in ((16, True), (17, False)):
             place = transport.staging_buffer(numel, torch.empty(0), label="tensors")
@@ -482,7 +482,7 @@ def test_what_is_sent_is_staged_in_shared_memory_up_to_the_limit():
 
 
 def _parted_sums() -> None:
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     sums = same_host_sums(transport)
     started = time.monotonic()
     with pytest.raises(DivergenceError, match="rank 0 waits for the output of a.*rank 1 waits for the other call"):
@@ -501,7 +501,7 @@ def test_ranks_that_part_are_named():
 
 def _other_layers() -> None:
     """Sums of one size but of different things: gloo would have added them."""
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     sums = same_host_sums(transport)
     mine = ("the output of a", "the output of b")[dist.get_rank()]
     text = "rank 0 sums the output of a .3 elements.*; rank 1 sums the output of b"
@@ -517,7 +517,7 @@ def test_sums_of_different_things_are_named():
 
 
 def _one_ends() -> None:
-    transport = Job.current().axis_of().transport()
+    transport = Job.adopt().axis_of().transport()
     sums = same_host_sums(transport)
     transport.watch._patience = 0.0
     started = time.monotonic()

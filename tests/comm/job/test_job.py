@@ -49,7 +49,7 @@ def _train() -> float:
 
 
 def test_without_a_process_group_there_is_a_job_of_nobody():
-    job = Job.current()
+    job = Job.adopt()
     assert Job.current() is job and not job.ranks.is_initialized()
     assert isinstance(job.axis_of().transport(), LocalTransport)
     assert (job.axis_of().size, job.axis_of().place, job.axis_of().members) == (1, 0, (0,))
@@ -72,7 +72,7 @@ class _Fake(FakeJob):
 
 def test_a_fake_job_stands_for_ranks_that_do_not_exist():
     mesh = Mesh(((DATA, 2), (SEQUENCE, 3), (TENSOR, 2)))
-    before = Job.current()
+    before = Job.adopt()
     with _Fake(7, mesh).as_current() as job:
         assert Job.current() is job and Job.current() is not before
         assert (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()) == (7, 12)
@@ -107,6 +107,23 @@ def test_what_a_fake_job_has_of_its_own_is_made_in_the_place_of_a_class():
     assert job.make(dict, 1) == ("made", 1) and Job.current().make(tuple, [1]) == (1,)
 
 
+def test_a_group_that_the_program_starts_is_adopted_by_public_calls_only():
+    nobody = Job.adopt()
+    torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
+    try:
+        for _ in range(2):  # the first call changed nothing
+            with pytest.raises(CallOrderError, match=r"Call deepspeed\.init_distributed\(\) after init_process_group"):
+                Job.current()
+        assert deepspeed.comm.get_world_size() == 1 and groups.mesh is None
+        adopted = Job.current()
+        assert adopted is not nobody and adopted is Job.adopt()
+        groups.set_mesh(Mesh(((DATA, 1),)))
+    finally:
+        torch_dist.destroy_process_group()
+    assert Job.current().mesh is None and Job.current() is not Job.current()  # of no ranks, and not opened
+    assert Job.adopt() is Job.current()
+
+
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
@@ -129,13 +146,13 @@ def test_an_axis_has_one_transport_for_each_use():
 
 
 def _closed():
-    first = Job.current()
+    first = Job.adopt()
     kept = first.axis_of().transport("outside engines")
     first.declared.define("all", [range(2)])
     groups.set_mesh(Mesh(((TENSOR, 2),)))
     watch = first.watched.watch
     first.close()
-    second = Job.current()
+    second = Job.adopt()
     assert second is not first and second.watched.watch is not watch
     assert groups.mesh is None and not second.declared.defined()
     with pytest.raises(CommunicationError, match="belongs to a job that is over"):
@@ -150,7 +167,7 @@ def test_what_belonged_to_a_job_that_was_closed_is_used_no_more():
 def _start(folder: str, name: str, rank: int, size: int) -> Job:
     url = f"file://{Path(folder) / name}"
     torch_dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    return Job.current()
+    return Job.adopt()
 
 
 def _one_after_another(folder: str) -> list[tuple[int, float, float]]:

@@ -24,15 +24,15 @@ def _along(axis):
 def _as_where_order_matters(data, monkeypatch):
     """The groups that are made for transports over ``data`` on a backend that needs communicators of its own."""
     made, make = [], torch_dist.new_group
-    monkeypatch.setattr(Job.current().ranks, "backend_for", lambda group, device: "native")
+    monkeypatch.setattr(Job.adopt().ranks, "backend_for", lambda group, device: "native")
 
     def record(ranks, **_options):
         made.append(list(ranks))
         return make(ranks)
 
     monkeypatch.setattr(new_groups.dist, "new_group", record)
-    with Job.current().process_groups.leased():
-        transports = [Job.current().axis_of(data).transport(device=torch.device("cpu")) for _ in range(2)]
+    with Job.adopt().process_groups.leased():
+        transports = [Job.adopt().axis_of(data).transport(device=torch.device("cpu")) for _ in range(2)]
     assert [transport.ranks for transport in transports] == [tuple(torch_dist.get_process_group_ranks(data))] * 2
     assert len({transport.issue("gather") for transport in transports}) == 2
     return made
@@ -43,15 +43,15 @@ def _ranks_with_different_groups():
         made = _as_where_order_matters(_along("data"), monkeypatch)
     pair, three = torch_dist.new_group([0, 1]), torch_dist.new_group([1, 2, 3])
     with pytest.raises(CommunicationError, match="must hold every rank once: the group of rank 2 differs"):
-        Job.current().process_groups.beside(pair if torch_dist.get_rank() < 2 else three, None)
-    assert isinstance(Job.current().axis_of(Job.current().process_groups.alone()).transport(), LocalTransport)
+        Job.adopt().process_groups.beside(pair if torch_dist.get_rank() < 2 else three, None)
+    assert isinstance(Job.adopt().axis_of(Job.adopt().process_groups.alone()).transport(), LocalTransport)
     return made
 
 
 def _gloo_groups_are_made_once():
     groups = MESH.groups("tensor")
-    made = [Job.current().process_groups.mine(groups, backend="gloo", timeout=None, why="a test") for _ in range(2)]
-    other = Job.current().process_groups.mine(groups, backend="gloo", timeout=None, why="another")
+    made = [Job.adopt().process_groups.mine(groups, backend="gloo", timeout=None, why="a test") for _ in range(2)]
+    other = Job.adopt().process_groups.mine(groups, backend="gloo", timeout=None, why="another")
     torch_dist.barrier()  # a rank that ends at once would close connections that a peer still makes
     return made[0] is made[1] and other is not made[0] and torch_dist.get_process_group_ranks(other) in groups
 

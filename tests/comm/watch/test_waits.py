@@ -66,7 +66,7 @@ UNLIKE = {
         ("new_group([1])", lambda: comm.new_group([1])),
         (
             "the making of process groups [[0], [1]]",
-            lambda: Job.current().process_groups.mine([[0], [1]], backend="gloo", timeout=None, why="a test"),
+            lambda: Job.adopt().process_groups.mine([[0], [1]], backend="gloo", timeout=None, why="a test"),
         ),
     ),
 }
@@ -96,7 +96,7 @@ def _one_saves(stage, folder, others):
             engine.step()
 
     def end():
-        Job.current().watched.watch.post_exit_notice()  # as the end of a program does
+        Job.adopt().watched.watch.post_exit_notice()  # as the end of a program does
 
     if others == "start again":
         train()
@@ -132,7 +132,7 @@ def _one_initializes():
     deepspeed.init_distributed()
     if rank() == 0:
         return _complaint(lambda: engine_of(tower(), 2))
-    Job.current().watched.watch.post_exit_notice()
+    Job.adopt().watched.watch.post_exit_notice()
     return _complaint(lambda: None)
 
 

@@ -337,7 +337,7 @@ def test_only_the_latest_keys_are_kept():
 
 
 def _same_ranks_in_two_groups():
-    transports = [Job.current().axis_of(group).transport() for group in (None, torch_dist.new_group([0, 1]))]
+    transports = [Job.adopt().axis_of(group).transport() for group in (None, torch_dist.new_group([0, 1]))]
     assert transports[0].watch is transports[1].watch
     channels = [transport.issue("gather")[0] for transport in transports]
     assert len(set(channels)) == 2, channels

@@ -22,10 +22,10 @@ from tests.harness import run_ranks
 
 
 def _closed() -> str:
-    transport = Job.current().connector.over(dist.group.WORLD, None)
+    transport = Job.adopt().connector.over(dist.group.WORLD, None)
     flat = torch.ones(2 << 16)
     transport.all_gather(flat, key=transport.next_move(), label="the first").wait()
-    watched = Job.current().watched.of()
+    watched = Job.adopt().watched.of()
     assert watched is not None
     transport.watch._patience = 0.0
     if dist.get_rank() == 1:
@@ -94,7 +94,7 @@ from deepspeed.comm.job.job import Job
 from tests.comm.watch.test_watched_group import BUSY, _named
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-Job.current().watched.begin()
+Job.adopt().watched.begin()
 begun = threading.Event()
 
 def work():

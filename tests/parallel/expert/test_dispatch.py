@@ -86,9 +86,7 @@ def _cell(transport: Transport | None, k: int, tokens: int, share_dropped: float
 
 
 def _cells(ep_size: int) -> None:
-    transport = (
-        Job.current().axis_of().transport("outside engines", device=torch.device("cpu")) if ep_size > 1 else None
-    )
+    transport = Job.adopt().axis_of().transport("outside engines", device=torch.device("cpu")) if ep_size > 1 else None
     for k in (1, 2, 4):
         for share in (0.0, 0.4, 1.0):
             for per_expert in (True, False):

@@ -16,7 +16,7 @@ from tests.parallel.expert.test_parity import Net, compare
 
 def _one_after_another() -> None:
     compare(4, (2, 2), 2, 1, 0.2)  # neighbors share experts
-    assert Job.current().declared.defined() == {}
+    assert Job.adopt().declared.defined() == {}
     compare(4, (2, 2), 3, 1, 0.2, use_data_before_expert_parallelism=True)  # and now ranks that are two apart
     # ZeRO++ groups neighbors for all parameters, which is refused where some have groups of their own.
     engine = engine_of(tower(), 3, zero={**SHARDED, "zero_hpz_partition_size": 2})
@@ -31,9 +31,9 @@ def test_layouts_follow_each_other() -> None:
 
 def _laid_out_by_the_configuration() -> None:
     model = Net((2, 2))
-    assert Job.current().declared.defined() == {}
+    assert Job.adopt().declared.defined() == {}
     engine = engine_of(model, 1, use_data_before_expert_parallelism=True)
-    assert Job.current().experts.ranks_of(2)[0] == (rank() % 2, rank() % 2 + 2)
+    assert Job.adopt().experts.ranks_of(2)[0] == (rank() % 2, rank() % 2 + 2)
     engine.destroy()
 
 
@@ -61,7 +61,7 @@ def _beside_each_other() -> None:
     with pytest.raises(CallOrderError, match="does not exist yet"):
         groups._get_expert_parallel_group("ep_size_2")
     groups._create_expert_and_data_parallel(2, use_data_before_expert_parallel_=True)
-    assert Job.current().experts.ranks_of(2)[0] == (rank() % 2, rank() % 2 + 2)
+    assert Job.adopt().experts.ranks_of(2)[0] == (rank() % 2, rank() % 2 + 2)
 
 
 def test_groups_stay_as_long_as_they_are_needed() -> None:
@@ -69,13 +69,13 @@ def test_groups_stay_as_long_as_they_are_needed() -> None:
 
 
 def _copies() -> None:
-    Job.current().declared.define_copies("tied", [[0, 1]])
+    Job.adopt().declared.define_copies("tied", [[0, 1]])
     engine = engine_of(tower(), 1)
     with pytest.raises(DeepSpeedConfigError, match=r"the name is taken.*destroy\(\) of the 1 engine"):
-        Job.current().declared.define_copies("tied", [[0], [1]])
+        Job.adopt().declared.define_copies("tied", [[0], [1]])
     engine.destroy()
-    Job.current().declared.define_copies("tied", [[0], [1]])
-    assert Job.current().declared.defined()["tied"].ranks == ((0,), (1,))
+    Job.adopt().declared.define_copies("tied", [[0], [1]])
+    assert Job.adopt().declared.defined()["tied"].ranks == ((0,), (1,))
 
 
 def test_copies_of_a_pipeline_end_with_it() -> None:

@@ -56,9 +56,9 @@ def place_of(block: MoE) -> int:
     """This rank's place among those that share the experts of a layer."""
     if block.ep_size == 1:
         return 0
-    if block.ep_size not in Job.current().experts.sizes():  # a declaration would keep the groups beyond their engine
+    if block.ep_size not in Job.adopt().experts.sizes():  # a declaration would keep the groups beyond their engine
         groups.declare_expert_groups(block.ep_size)
-    return Job.current().experts.ranks_of(block.ep_size)[0].index(rank())
+    return Job.adopt().experts.ranks_of(block.ep_size)[0].index(rank())
 
 
 @torch.no_grad()

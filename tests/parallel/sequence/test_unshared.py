@@ -157,20 +157,20 @@ def _counts() -> None:
     dist.Backend.register_backend("gloo_too", make, devices=["cuda"])
     mixed = dist.new_group([0, 1], backend="cpu:gloo,cuda:gloo_too")
     assert mixed._get_backend_name() == "undefined"
-    begin, transport = program_calls(Job.current(), [0, 1]), Job.current().connector.over(mixed, None)
+    begin, transport = program_calls(Job.adopt(), [0, 1]), Job.adopt().connector.over(mixed, None)
     channel = axis_of(world, "sequence").channel(torch.device("cpu"))
     channel.sum(torch.ones(3), "a sum")
     transport.broadcast(torch.ones(3), 0, label="values")
     transport.move([TensorTransfer(0, 1, torch.ones(3))], label="values")
-    assert program_calls(Job.current(), [0, 1]) == begin
+    assert program_calls(Job.adopt(), [0, 1]) == begin
     dist.all_reduce(torch.ones(3), group=mixed)
-    assert program_calls(Job.current(), [0, 1]) == begin + 1
+    assert program_calls(Job.adopt(), [0, 1]) == begin + 1
     (dist.send if rank == 0 else dist.recv)(torch.ones(3), 1 - rank)
-    assert program_calls(Job.current(), [0, 1]) == begin + 2
+    assert program_calls(Job.adopt(), [0, 1]) == begin + 2
     assert counts_sends(mixed, torch.device("cpu"))
     dist.new_group([0, 1], backend="fake")
-    assert program_calls(Job.current(), [0, 1]) is None  # this backend counts nothing
-    assert program_calls(Job.current(), [rank]) == 0  # no group lies within one rank
+    assert program_calls(Job.adopt(), [0, 1]) is None  # this backend counts nothing
+    assert program_calls(Job.adopt(), [rank]) == 0  # no group lies within one rank
 
 
 def test_calls_of_the_program_are_counted_apart_from_transfers_of_the_package():

@@ -287,7 +287,7 @@ def test_layers_made_by_programs():
 
 
 def _layers() -> None:
-    channel = connect(Job.current(), Mesh((("tensor", dist.get_world_size()),)), None, None)
+    channel = connect(Job.adopt(), Mesh((("tensor", dist.get_world_size()),)), None, None)
     _linear(channel)
     _awkward_backwards(channel)
     _embeddings(channel)

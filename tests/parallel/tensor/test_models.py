@@ -137,7 +137,7 @@ def _model(kind: str, sizes: dict[str, Any]) -> nn.Module:
 def _cut(model: nn.Module, size: int, **section: Any) -> int:
     mesh = Mesh((("data", dist.get_world_size() // size), ("tensor", size)))
     groups.set_mesh(mesh)
-    cut_model(Job.current(), model, TensorParallel(autotp_size=size, verify=True, **section), mesh, torch.device("cpu"))
+    cut_model(Job.adopt(), model, TensorParallel(autotp_size=size, verify=True, **section), mesh, torch.device("cpu"))
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -102,7 +102,7 @@ def _compare(label: str, kind: str, sizes: dict[str, Any], size: int) -> None:
     mesh = Mesh((("data", dist.get_world_size() // size), ("tensor", size)))
     groups.set_mesh(mesh)
     expected = _ask(whole, inputs)
-    cut_model(Job.current(), cut, TensorParallel(autotp_size=size, verify=False), mesh, torch.device("cpu"))
+    cut_model(Job.adopt(), cut, TensorParallel(autotp_size=size, verify=False), mesh, torch.device("cpu"))
     assert sum(p.numel() for p in cut.parameters()) < 0.95 * sum(p.numel() for p in whole.parameters()), label
     torch.testing.assert_close(_ask(cut, inputs), expected, rtol=allowed, atol=0.0, msg=lambda text: f"{label}: {text}")
     largest = max(p.grad.abs().max().item() for p in whole.parameters() if p.grad is not None)
@@ -144,7 +144,7 @@ def _packed_with_one_key() -> None:
     model = _model("falcon", {**FALCON, "multi_query": True})
     words = "query_key_value' packs 6 query heads with 1 key/value heads, .*layer_specs with the pattern '.*query_key"
     with pytest.raises(DeepSpeedConfigError, match=words):
-        cut_model(Job.current(), model, TensorParallel(autotp_size=2), Mesh((("tensor", 2),)), torch.device("cpu"))
+        cut_model(Job.adopt(), model, TensorParallel(autotp_size=2), Mesh((("tensor", 2),)), torch.device("cpu"))
 
 
 @needs_transformers
