@@ -33,8 +33,6 @@ else:
 
 
 class _CallableModule(ModuleType):
-    """``deepspeed.plan`` is a package and a function; calling it calls :func:`deepspeed.plan.api.plan`."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from deepspeed.plan.api import plan
 

@@ -27,16 +27,10 @@ class AdviceEntry:
 
 
 def advise(plan: Plan) -> list[tuple[str, Plan]]:
-    """Returns changes after which the job fits.
+    """Returns up to three pairs of a change in words and its plan, after which a job that does not fit does.
 
     Single changes are tried before pairs, pairs before threes, and only those that help alone are combined. Of the
     combinations with the fewest changes that fit, the ones with the shortest possible step come first.
-
-    Args:
-        plan: A plan that does not fit.
-
-    Returns:
-        Up to three pairs of the change in words and its plan.
     """
     changes = list(_changes(plan))
     saved: dict[AdviceEntry, int] = {}
@@ -62,7 +56,6 @@ def advise(plan: Plan) -> list[tuple[str, Plan]]:
 
 
 def _planned(request: Request, changes: tuple[AdviceEntry, ...]) -> Plan | None:
-    """Returns the plan after changes; None if the engine refuses them."""
     for change in sorted(changes, key=lambda change: _SUBJECTS.index(change.subject)):
         request = change.apply(request)
     try:

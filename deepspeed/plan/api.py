@@ -56,23 +56,11 @@ class PlanOptions:
     longest: bool = False
 
     def machine(self) -> Machine:
-        """Returns the machine for the job.
-
-        Raises:
-            DeepSpeedConfigError: See :func:`make_machine`.
-        """
+        """Returns the machine for the job; raises the errors of :func:`make_machine`."""
         return make_machine(**{name: getattr(self, name) for name in signature(make_machine).parameters})
 
     def request(self, model: Any, config: Any) -> Request:
-        """Returns the request, with the configured degrees.
-
-        Args:
-            model: What :func:`plan` takes.
-            config: What :func:`plan` takes.
-
-        Raises:
-            DeepSpeedConfigError: See :func:`plan`.
-        """
+        """Returns the request, with the configured degrees; arguments and errors are those of :func:`plan`."""
         numbers = ("nodes", "devices_per_node", "sequence_length", "micro_batch", "accumulation")
         _check_counts(**{name: getattr(self, name) for name in numbers})
         machine = self.machine()
@@ -114,7 +102,6 @@ def plan(model: Any, config: Any, **options: Any) -> Plan:
     Args:
         model: A module (left alone), a callable that returns one or ``(model, inputs)``, ``"module:callable"``, a
             folder or JSON file with a transformers configuration, such a configuration, or a ``DecoderShape``.
-        config: The configuration: a dict, a path, or base64.
         **options: The attributes of :class:`PlanOptions`, and ranks along the axes by the names of
             :data:`~deepspeed.plan.degrees.DEGREES`: ``pipe`` (the model is a ``DecoderShape`` or a decoder-only one of
             Transformers), ``tensor``, ``sequence``, ``ep``; None: as configured.

@@ -39,11 +39,7 @@ _FP32_RESULT = frozenset(
 
 
 class SimulatedAutocast:
-    """Casts as a device of one kind does, while it is active as a context.
-
-    Args:
-        kind: ``"cpu"``, or a kind that casts as CUDA does.
-    """
+    """Casts as a device of one kind does (``"cpu"``, or one like CUDA), while it is active as a context."""
 
     def __init__(self, kind: str) -> None:
         self._torch_key = "AutocastCPU" if kind == "cpu" else "AutocastCUDA"

@@ -47,7 +47,6 @@ def way_on(codec: Codec, work: CodecWork, memory_bandwidth: float | None) -> Cod
     """Returns the bits per element of a codec and the time of encoding and decoding.
 
     Args:
-        work: Its cost per element.
         memory_bandwidth: Bytes per second that kernels of the device reach; None: one core of a CPU. On a device it is
             an estimate: kernels begin one after the other, and each reads and writes its operands.
     """
@@ -96,13 +95,7 @@ class CodedCost:
 
 
 def gradient_sums(engine: EngineInspection, rank: int, ranks: int, micro_batches: int) -> list[PlannedSum]:
-    """Returns the sums that an engine makes of gradients in a step, those of alike buckets together.
-
-    Args:
-        rank: The rank that it stands for.
-        ranks: The ranks of the job.
-        micro_batches: Micro-batches of a step.
-    """
+    """Returns the sums of gradients that ``rank`` of ``ranks`` makes in a step, those of alike buckets together."""
     if engine.reducer is None:
         return []
     policy = engine.reducer.policy
@@ -135,11 +128,8 @@ def coded_costs(
     """Returns the cost of each codec per rank and step, plain first; empty if nothing is sent or the speed is unknown.
 
     Args:
-        sums: The reductions of the step.
-        machine: Its links, and what encodes.
         native: Sums that are sent as they are, by the backend's own collectives, not by gloo.
         may_skip: Updates may be skipped, so the error is kept twice.
-        codecs: Codecs to compare, of ``comm.codecs.table.CODECS``.
     """
     sums = [one for one in sums if len(one.members) > 1]
     if not sums or not all(_has_links(one, machine) for one in sums):
@@ -160,7 +150,6 @@ def coded_costs(
 
 
 def _plain(one: PlannedSum, machine: Machine, *, native: bool) -> tuple[int, float]:
-    """Returns bytes and seconds of a sum whose elements are sent without a codec."""
     if native:
         halves = [_by_ring(one, one.bits, machine)] * (2 if one.whole else 1)
     else:
@@ -171,7 +160,6 @@ def _plain(one: PlannedSum, machine: Machine, *, native: bool) -> tuple[int, flo
 
 
 def _coded(one: PlannedSum, bits: float, machine: Machine, *, native: bool) -> tuple[int, float]:
-    """Returns bytes and seconds of a sum whose elements are sent as codes of ``bits`` bits."""
     halves = [_to_all(one, bits, machine)]
     if one.whole:
         halves.append(_by_ring(one, bits, machine) if native else _to_all(one, bits, machine))

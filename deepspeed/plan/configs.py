@@ -15,11 +15,7 @@ from deepspeed.config.types import to_bool, to_int
 
 
 def read_config(source: Any) -> dict[str, Any]:
-    """Returns a copy of the configuration as a dict; the old form ``zero_optimization: true`` becomes a section.
-
-    Args:
-        source: A dict, a path, or base64.
-    """
+    """Returns a copy of a dict, file or base64 as a dict; the old ``zero_optimization: true`` becomes a section."""
     found = copy.deepcopy(dict(read_source(source).data))
     zero = found.get("zero_optimization")
     if isinstance(zero, bool) or (isinstance(zero, str) and zero.strip().lower() in ("true", "false")):
@@ -31,9 +27,6 @@ def keys_of(config: Mapping[str, Any]) -> Root:
     """Returns the keys of a configuration as the engine reads them, old spellings and ``"auto"`` included.
 
     Its batch sizes are not read: the ranks are not known yet.
-
-    Args:
-        config: The configuration as a dict.
 
     Raises:
         DeepSpeedConfigError: Lists every key or value that the engine would refuse.
@@ -49,16 +42,9 @@ def without_batch(config: Mapping[str, Any]) -> dict[str, Any]:
 def with_batch(
     config: Mapping[str, Any], ranks: int, micro_batch: int | None, accumulation: int | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns a copy of a configuration with the requested batch; the global batch is kept if it is a multiple.
+    """Returns the configuration with the requested batch (None: its own), and notices about what was chosen.
 
-    Args:
-        config: The configuration as a dict.
-        ranks: Data-parallel ranks.
-        micro_batch: Samples per forward and rank; None: the configuration's.
-        accumulation: Micro-batches of a step and rank; None: the configuration's.
-
-    Returns:
-        (the configuration, notices about what was chosen or left out).
+    The global batch is kept if it is a multiple.
     """
     made, notices = copy.deepcopy(dict(config)), []
     if accumulation is not None:
@@ -93,7 +79,6 @@ def number_in(config: Mapping[str, Any], name: str) -> int | None:
 
 
 def _chooses_batch(config: Mapping[str, Any]) -> bool:
-    """Returns whether section ``elasticity`` chooses the batch."""
     section = config.get("elasticity")
     try:
         return isinstance(section, Mapping) and to_bool(section.get("enabled", False))

@@ -250,12 +250,7 @@ class Decoder(nn.Module):
         return True
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # both (B, S)
-        """Returns the loss, 0-dim.
-
-        Args:
-            input_ids: ``[B, S]``, int64.
-            labels: ``[B, S]``, int64.
-        """
+        """Returns the loss, 0-dim; ``input_ids`` and ``labels`` are ``[B, S]``, int64."""
         x = self.embedding(input_ids)
         for layer in self.layers:
             x = layer(x)
@@ -263,8 +258,6 @@ class Decoder(nn.Module):
 
 
 class _FirstLayer(nn.Module):
-    """The first layer of a pipeline: the embedding."""
-
     _tp_plan = _EMBEDDING_PLAN
     _tp_plan_is_part = True
 
@@ -277,8 +270,6 @@ class _FirstLayer(nn.Module):
 
 
 class _LastLayers(nn.Module):
-    """The last layer of a pipeline: norm and head."""
-
     _tp_plan = _HEAD_PLAN
     _tp_plan_is_part = True
 
@@ -288,7 +279,6 @@ class _LastLayers(nn.Module):
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
 
     def get_output_embeddings(self) -> nn.Module:
-        """Returns the layer that makes logits."""
         return self.head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -300,7 +290,6 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, losses: TokenLosse
 
     Args:
         logits: ``[B, S, V]``.
-        labels: ``[B, S]``, int64.
         losses: Computes the loss of each token, for logits of which ranks have parts; None: torch's cross entropy.
     """
     if losses is not None:

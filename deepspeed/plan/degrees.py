@@ -34,7 +34,6 @@ def _with_stages(request: Request, stages: int) -> Request:
 
 
 def _with_expert_ranks(request: Request, ranks: int) -> Request:
-    """Spreads the experts: in the model's source if it is made from sizes, otherwise in the configuration."""
     if request.source.spread is not None:
         return replace(request, source=request.source.spread(ranks))
     section = request.config.get("expert_parallel") or {}
@@ -64,11 +63,7 @@ DEGREES: Mapping[str, DegreeRow] = {
 
 
 def at_degrees(request: Request, **degrees: int | None) -> Request:
-    """Returns the request with these degrees.
-
-    Args:
-        **degrees: By the names of :data:`DEGREES`; None: as the request has it.
-    """
+    """Returns the request with these degrees, by the names of :data:`DEGREES`; None: as the request has it."""
     for name, row in DEGREES.items():
         if (degree := degrees.get(name)) is not None:
             request = row.apply(request, degree)

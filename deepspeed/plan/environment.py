@@ -63,7 +63,6 @@ class _FinishedWork:
         """Returns at once."""
 
     def is_completed(self) -> bool:
-        """Returns True."""
         return True
 
 
@@ -74,7 +73,6 @@ class _SimulatedReceive(_FinishedWork):
         self._sent, self._key, self._place = sent, key, place
 
     def wait(self, timeout: Any = None) -> None:
-        """Fills the receive buffer."""
         values = self._sent.get(self._key)
         if values is not None and values.numel() == self._place.numel():
             self._place.copy_(values)
@@ -82,8 +80,6 @@ class _SimulatedReceive(_FinishedWork):
 
 @dataclass(frozen=True, eq=False)
 class _PeerGroup(FakeGroup):
-    """The fake process group for sends and receives."""
-
     _sent: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def send(self, tensors: list[torch.Tensor], peer: int, key: int) -> _FinishedWork:
@@ -98,8 +94,6 @@ class _PeerGroup(FakeGroup):
 
 
 class _CollectiveGroup(FakeGroup):
-    """The fake process group for native collectives."""
-
     def _allgather_base(self, flat: torch.Tensor, mine: torch.Tensor) -> _FinishedWork:
         if flat.device.type == "cpu":
             flat.view(-1, mine.numel()).copy_(mine.view(1, -1).expand(flat.numel() // mine.numel(), -1))
@@ -127,7 +121,6 @@ def _as_gathered(rows: torch.Tensor, mine: int) -> torch.Tensor:
 
 class _SimulatedTransport(TracedTransport):
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
-        """Returns the rows of all ranks as if each had sent this rank's values."""
         self.trace.add(HostWaitEvent())
         return _as_gathered(self._plain.gather_small(tensor, channel=channel, label=label), self.rank)
 
@@ -190,14 +183,7 @@ class _SimulatedOperations:
 
 
 class SimulatedJob(FakeJob):
-    """Simulates rank ``rank`` of ``mesh.world_size`` without the other ranks.
-
-    Args:
-        rank: The simulated rank.
-        mesh: The ranks of the job along their axes.
-        backend: ``gloo`` or the name of one with native collectives.
-        trace: Records transfers; None: nothing does.
-    """
+    """Simulates rank ``rank`` of ``mesh.world_size`` without the others; ``trace`` records transfers."""
 
     def __init__(self, rank: int, mesh: Mesh, backend: str, trace: StepRecording | None = None) -> None:
         super().__init__(rank, mesh, backend, _SimulatedOperations())
@@ -244,10 +230,7 @@ def _program_freezes() -> bool:
 
 @contextmanager
 def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount, SimulatedDisk, SimulatedJob]]:
-    """Replaces device, host memory, disk and process groups by simulated ones, and restores them.
-
-    Yields the counters: operations, disk, ranks.
-    """
+    """Yields counters of operations, disk and ranks, with device, memory, disk and process groups replaced."""
     count = OperationCount(part.kind)
     disk = SimulatedDisk(count.note, count.trace)
     accelerator = get_accelerator()

@@ -56,10 +56,7 @@ def kind_of(mesh: Mesh, rank: int) -> RankKind:
 def needed(kinds: Sequence[RankKind], contents: Sequence[object], in_flight: Sequence[int]) -> list[RankKind]:
     """Returns the kinds that may need most memory: of stages with equal contents, the first with the most in flight.
 
-    Args:
-        kinds: The kinds in the order of stages.
-        contents: What each stage holds, to be compared.
-        in_flight: Most micro-batches whose activations each stage keeps.
+    All arguments are in the order of stages; ``in_flight`` counts the micro-batches whose activations a stage keeps.
     """
     alike = [[place for place, other in enumerate(contents) if other == content] for content in contents]
     return [kind for place, kind in enumerate(kinds) if place == max(alike[place], key=lambda one: in_flight[one])]

@@ -35,7 +35,6 @@ def check_count(name: str, value: Any, shown: str, least: int = 1) -> None:
 
     Args:
         shown: The value as the user wrote it, to begin the message with: ``"--nodes"``, ``"plan(nodes=0)"``.
-        least: The smallest value.
 
     Raises:
         DeepSpeedConfigError: It is something else.

@@ -22,17 +22,10 @@ _NEAR = 0.01  # largest error of trusted lines, relative to a plan's sum
 
 
 def longest_sequence(request: Request, *, grain: int = 1024) -> Plan:
-    """Returns the plan with the longest sequences that fit.
+    """Returns the plan with the longest sequences that fit, a multiple of ``grain`` and of a sequence's ranks.
 
     Memory grows with every token, so there is a longest length that fits. It is confirmed by a plan; that the next
     length does not fit is seen in a plan too, or follows from trusted lines.
-
-    Args:
-        request: The request; its own length is ignored.
-        grain: The result is a multiple of it and of the ranks that share a sequence.
-
-    Returns:
-        The plan; its request has the length.
 
     Raises:
         DeepSpeedConfigError: Not even the shortest sequence fits, or the configuration cannot run.

@@ -135,7 +135,6 @@ def read_machine_file(path: str | Path) -> Device:
 
 
 def _check_facts(path: str | Path, facts: dict[str, Any]) -> None:
-    """Raises for fields of a device whose type is wrong."""
     for name in ("name", "source"):
         if not isinstance(facts.get(name, ""), str):
             raise DeepSpeedConfigError(f"machine {path}: {name}: expected text, found {facts[name]!r}")
@@ -168,12 +167,11 @@ def _refuse_unknown(path: str | Path, facts: dict[str, Any], known: set[str], wh
 
 
 def read_network(value: float | str, devices_per_node: int) -> float:
-    """Returns bytes per second and direction between nodes, per device.
+    """Returns bytes per second and direction between nodes, per device; the devices of a node share its adapters.
 
     Args:
         value: That number; or ``8xndr`` (number of a node's adapters and their name in :data:`NETWORKS`), ``4x200``
             (number of adapters, Gb/s of each), or ``ndr`` (one adapter for each device).
-        devices_per_node: Devices of a node, which share its adapters.
 
     Raises:
         DeepSpeedConfigError: ``value`` is none of these.

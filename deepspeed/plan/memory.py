@@ -48,8 +48,6 @@ class Peak:
 
 
 class _Storage(weakref.ref[Any]):
-    """One storage that is alive."""
-
     __slots__ = ("totals", "key", "nbytes", "pinned")
     key: int  # see ``storage_key``
     nbytes: int  # bytes counted as other; 0 if a memory tracker counts it
@@ -58,8 +56,6 @@ class _Storage(weakref.ref[Any]):
 
 
 class _TierTotals:
-    """Counts the live bytes of one tier, their peak, and the peak of each moment."""
-
     __slots__ = ("counted", "tier", "kinds", "other", "peak", "tops")
 
     def __init__(self, tier: Tier) -> None:
@@ -72,9 +68,6 @@ class _TierTotals:
 
 class MemoryCount(TorchDispatchMode):
     """Counts while it is active as a context.
-
-    Args:
-        device_type: The device type of the tensors that count.
 
     Attributes:
         moment: The phase and module of the step; set by the code that runs the step.
@@ -155,10 +148,9 @@ class MemoryCount(TorchDispatchMode):
         return self._totals[tier].other
 
     def update_peaks(self) -> None:
-        """Updates the peaks.
+        """Updates the peaks, before storage is freed, when a memory tracker's entry and its storage have been seen.
 
-        Called before storage is freed, when both the entry of a memory tracker and its storage have been seen: no peak
-        is missed while memory only grows.
+        So no peak is missed while memory only grows.
         """
         moment = self._moment_of_last_change
         for totals in self._compared:
@@ -209,11 +201,7 @@ class MemoryCount(TorchDispatchMode):
         return Tier.DEVICE if found is None else found.totals.tier
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool | None]:
-        """Runs one operation.
-
-        Returns:
-            (its result, whether that is tensors with storage of their own; None: not known).
-        """
+        """Runs one operation; returns its result, and whether it is tensors with own storage (None: not known)."""
         return func(*args, **kwargs), None
 
     def __torch_dispatch__(

@@ -37,17 +37,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Returns the bytes of model states at ZeRO stage 2.
-
-    Args:
-        total_params: Parameters of the model.
-        num_gpus_per_node: Devices of each node.
-        cpu_offload: Whether optimizer states live in host memory.
-        additional_buffer_factor: The host figure is multiplied by it.
-
-    Returns:
-        (bytes of host memory per node, bytes per device).
-    """
+    """Returns the bytes of model states at ZeRO stage 2: of host memory per node (times the factor), and per device."""
     source = states_of_layers(total_params, total_params)
     return _zero2(source, total_params, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor)
 
@@ -69,19 +59,9 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Returns the bytes of model states at ZeRO stage 3.
+    """Returns bytes of model states at stage 3: of host memory per node (times the factor), per device, per its layers.
 
-    Args:
-        total_params: Parameters of the model.
-        largest_layer_params: Parameters of its largest layer.
-        num_gpus_per_node: Devices of each node.
-        cpu_offload: Whether optimizer states live in host memory.
-        cpu_offload_params: Whether the parameters do too (with ``cpu_offload``).
-        zero_init: Whether the model is built under ``zero.Init``.
-        additional_buffer_factor: The host figure is multiplied by it.
-
-    Returns:
-        (bytes of host memory per node, bytes per device, bytes of gathered layers, which are part of the second).
+    ``cpu_offload_params`` needs ``cpu_offload``; ``zero_init``: the model is built under ``zero.Init``.
     """
     source = states_of_layers(total_params, largest_layer_params)
     return _zero3(

@@ -193,7 +193,6 @@ def _find_callable(path: str) -> Callable[[], Any]:
 
 
 def _refuse_arguments(name: str, make: Callable[[], Any]) -> None:
-    """Raises if ``make`` has required arguments."""
     try:
         parameters = inspect.signature(make).parameters.values()
     except ValueError:  # a builtin without a signature
@@ -266,7 +265,6 @@ def _row_of_model(model: Any, inputs: Any) -> LayerRow | None:
 
 
 def _row_of_transformers(make: Callable[[], Any]) -> LayerRow:
-    """Returns the layers of a decoder-only model, as ``PipelineModule.from_transformers`` has them."""
     loss_fn = transformers_models.next_token_loss
     return LayerRow(lambda: transformers_models.layers_of(make()), loss_fn, _tokens_and_labels)
 

@@ -42,11 +42,9 @@ _LEAST = 0.4  # pixels: neighbors of one color are drawn as one rectangle up to 
 
 
 def step_picture(step: StepTimes, streams: PredictedTimeline, title: str, *, is_trace: bool) -> str:
-    """Returns a picture of the streams of a step.
+    """Returns a picture of the streams of a step: SVG, or a trace for Perfetto.
 
-    Args:
-        title: The title; it also tells how many micro-batches are drawn if these are not all.
-        is_trace: As a trace for Perfetto instead of SVG.
+    The title also tells how many micro-batches are drawn if these are not all.
     """
     if is_trace:
         return step_trace_json(streams.ranks, streams.flows)
@@ -56,12 +54,7 @@ def step_picture(step: StepTimes, streams: PredictedTimeline, title: str, *, is_
 
 
 def step_svg(step: StepTimes, ranks: Mapping[str, Sequence[StreamSpan]], title: str) -> str:
-    """Returns the streams of a step as SVG; exchanges that computation waits for are red.
-
-    Args:
-        step: The step, whose times are shown above.
-        ranks: By name of a rank, what its streams do; one rank may have no name.
-    """
+    """Returns the streams by rank as SVG, the times of ``step`` above; exchanges that computation waits for are red."""
     rows = [(name, stream) for name, spans in ranks.items() for stream in _streams(spans)]
     end = max((span.end for spans in ranks.values() for span in spans), default=0.0) or 1.0
     scale = _STEP_WIDTH / end
@@ -93,17 +86,13 @@ def step_svg(step: StepTimes, ranks: Mapping[str, Sequence[StreamSpan]], title: 
 
 
 def step_trace_json(ranks: Mapping[str, Sequence[StreamSpan]], flows: Sequence[SpanFlow] = ()) -> str:
-    """Returns the streams of a step as Chrome's trace events, times in microseconds.
+    """Returns the streams of a step by rank as Chrome's trace events, times in microseconds.
 
     Starts and ends are rounded alike, so that spans do not overlap; viewers would nest them and lose arrows.
     Spans shorter than a nanosecond are left out.
 
     What computation waits for has the category ``exposed`` where it is an exchange, else ``idle``. Dependencies are
     flow events, which viewers draw as arrows from the end of one span to the start of another.
-
-    Args:
-        ranks: By name of a rank, what its streams do; one rank may have no name.
-        flows: Dependencies between the spans.
     """
     events: list[dict[str, object]] = []
     tracks: dict[tuple[str, str], dict[str, int]] = {}
@@ -206,12 +195,9 @@ _COLORS = ("#1b6ca8", "#c8553d", "#588157", "#8d5a97", "#b08900", "#3d5a80", "#9
 
 
 def sweep_svg(points: Sequence[Point]) -> str:
-    """Draws one line per combination of the other axes; filled marks are on the frontier, crosses do not fit.
+    """Draws a line per combination of the other axes; filled marks are on the frontier, crosses do not fit.
 
-    Both axes are logarithmic.
-
-    Args:
-        points: The points of a sweep; those that were refused are left out.
+    Both axes are logarithmic. Refused points are left out.
     """
     planned = [point for point in points if point.plan is not None]
     if not planned:

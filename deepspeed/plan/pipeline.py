@@ -77,10 +77,7 @@ def _in_flight(pipeline: Pipeline, micro_batches: int) -> tuple[int, ...]:
 def pipeline_of(
     config: Mapping[str, Any], stages: int = 1, schedule: str | None = None, num_chunks: int | None = None
 ) -> Pipeline:
-    """Returns the requested pipeline.
-
-    Arguments that are None come from ``config``, else from ``PipelineModule``'s defaults.
-    """
+    """Returns the requested pipeline; what is None comes from ``config``, else from ``PipelineModule``'s defaults."""
     section = config.get("pipeline") or {}
     chunks = num_chunks or (section.get("num_chunks") if schedule is None else None)
     return Pipeline(stages, schedule or section.get("schedule") or DEFAULT_SCHEDULE, chunks)
@@ -95,11 +92,9 @@ class PlannedCut:
 
 
 def cut_of(layers: Sequence[Entry], pipeline: Pipeline) -> PlannedCut:
-    """Cuts the layers so that chunks have equally many trained elements, the default of ``PipelineModule``.
+    """Cuts layers (or specs, with ``meta`` as torch's device) so that chunks have equally many trained elements.
 
-    Args:
-        layers: Layers or layer specs, as ``PipelineModule`` takes them; called with ``meta`` as torch's device.
-        pipeline: Its stages and schedule.
+    That is the default of ``PipelineModule``.
 
     Raises:
         DeepSpeedConfigError: There are fewer layers than chunks.
@@ -155,9 +150,7 @@ def idle_time(
     """Returns how long stages wait for each other, from a simulation of the schedule.
 
     Args:
-        pipeline: Stages and schedule.
         times: Seconds of each chunk for one micro-batch; with ``processors``, while all stages compute.
-        micro_batches: Micro-batches of a step.
         processors: How many stages can compute at once without slowing each other; None: all.
     """
     chunks = [times[chunk] for chunk in range(len(pipeline.stage_of))]
@@ -177,14 +170,9 @@ def idle_time(
 
 
 def simulate_shared(schedule: Schedule, times: Sequence[Times], processors: float) -> PipelineBubble:
-    """Returns the time of a step if stages share processors.
+    """Returns the time of a step if stages share processors; ``times`` are seconds while all stages compute.
 
     While more stages compute than there are processors, all slow down equally; while some wait, the others are faster.
-
-    Args:
-        schedule: What the stages compute.
-        times: Seconds of each chunk for one micro-batch, while all stages compute.
-        processors: How many stages can compute at once without slowing each other.
     """
     alone = min(1.0, processors / schedule.stages)
     place, left = [0] * schedule.stages, [0.0] * schedule.stages

@@ -33,10 +33,7 @@ from deepspeed.zero.placement import Placement
 
 
 def make_plan(request: Request, *, compare: bool = True) -> Plan:
-    """Plans one request.
-
-    Args:
-        compare: Also find the activations with the other setting of checkpointing, where blocks can be checkpointed.
+    """Plans one request; ``compare``: also finds the activations with the other setting of checkpointing.
 
     Raises:
         DeepSpeedConfigError: The configuration cannot run, or the model cannot be built. The message is the engine's.

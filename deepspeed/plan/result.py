@@ -169,7 +169,6 @@ class Plan:
 
     @cached_property
     def _sends(self) -> list[PlannedTransfer]:
-        """Transfers between the stages of a pipeline, of all parts."""
         return [moved for part in self.parts for moved in self._transfers_of(part) if moved.name == "send"]
 
     def _transfers_of(self, part: PlannedPart) -> list[PlannedTransfer]:
@@ -424,12 +423,7 @@ class Plan:
         Path(path).write_text(self.config_text(), encoding="utf-8")
 
     def table(self, width: int = 100, *, codes: bool = False) -> str:
-        """Returns the plan as text.
-
-        Args:
-            width: Columns.
-            codes: Also show what gradients cost under each codec; always shown where the configuration names one.
-        """
+        """Returns the plan as text; ``codes``: show the cost under each codec, though none is configured."""
         return plan_text(self, width, codes=codes)
 
     def __str__(self) -> str:
@@ -437,7 +431,6 @@ class Plan:
 
 
 def _times(found: Mapping[Computation, int], rate: float, transfer: float) -> Times:
-    """Returns how long a chunk computes, from its operations."""
     split = found.get(Computation.BACKWARD_INPUT, 0) + found.get(Computation.BACKWARD_WEIGHT, 0)
     return Times(
         found[Computation.FORWARD] / rate,

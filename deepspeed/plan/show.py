@@ -36,12 +36,7 @@ _TIERS = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.FILE: "files"}
 
 
 def plan_text(plan: Plan, width: int, *, codes: bool = False) -> str:
-    """Returns the whole plan as text, the verdict first.
-
-    Args:
-        width: Columns.
-        codes: Show the cost of gradients under each codec, also if the configuration names none.
-    """
+    """Returns the plan as text, the verdict first; ``codes``: show each codec's cost, though none is configured."""
     parts = [
         _headline(plan),
         _verdict(plan),
@@ -139,7 +134,6 @@ def _memory(plan: Plan) -> Table:
 
 
 def _stages(plan: Plan) -> Table | None:
-    """Returns the stages of a pipeline, and how long they wait for each other."""
     pipeline = plan.request.pipeline
     if pipeline.stages == 1:
         return None
@@ -233,7 +227,6 @@ def _times(plan: Plan) -> Table | None:
 
 
 def _timed(plan: Plan) -> Table | None:
-    """Returns the table of where the time of a step goes, from the recorded step."""
     step = plan.timed_step
     if step is None or not step.seconds:
         return None
@@ -241,11 +234,7 @@ def _timed(plan: Plan) -> Table | None:
 
 
 def times_table(title: str, step: StepTimes, error: str = "") -> Table:
-    """Returns the table of the parts of a step that take time, with their shares.
-
-    Args:
-        error: Error of the predicted step, as text; shown beside it.
-    """
+    """Returns the table of the parts of a step that take time, with their shares and the predicted step's error."""
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(justify="left")
     table.add_column(justify="right")

@@ -35,12 +35,7 @@ Note = Callable[[torch.Tensor, Tier, bool], None]
 
 
 class SimulatedStream(torch.Stream):
-    """A stream of the simulated device, whose waits are recorded.
-
-    Args:
-        trace: Records it.
-        number: The number of the stream.
-    """
+    """A stream of the simulated device, whose waits ``trace`` records."""
 
     def __new__(cls, trace: StepRecording, number: int) -> SimulatedStream:
         """Makes a stream that torch accepts as a device's."""
@@ -63,11 +58,7 @@ class SimulatedStream(torch.Stream):
 
 
 class SimulatedEvent:
-    """An event of a simulated stream.
-
-    Args:
-        trace: Records it.
-    """
+    """An event of a simulated stream, recorded by ``trace``."""
 
     def __init__(self, trace: StepRecording) -> None:
         self._trace = trace
@@ -87,12 +78,7 @@ class SimulatedEvent:
 
 
 class SimulatedDevice(CPUAccelerator):
-    """A device of a given kind, whose tensors are on ``meta`` and whose streams record waits.
-
-    Args:
-        kind: ``"cpu"`` or a kind with memory of its own.
-        trace: Records it.
-    """
+    """A device of a kind, with tensors on ``meta`` and streams whose waits are recorded."""
 
     def __init__(self, kind: str, trace: StepRecording) -> None:
         super().__init__()
@@ -142,12 +128,7 @@ class SimulatedDevice(CPUAccelerator):
 
 
 class SimulatedHostMemory(HostMemorySource):
-    """Host memory of which only the size exists.
-
-    Args:
-        is_device: The model computes in host memory.
-        note: Called with each tensor of host memory, its tier, and whether its pages are locked.
-    """
+    """Host memory of which only the size exists; ``note`` gets each tensor, its tier, and whether it is pinned."""
 
     def __init__(self, *, is_device: bool, note: Note) -> None:
         self._is_device = is_device
@@ -180,12 +161,7 @@ class _SimulatedFolder:
 
 
 class _SimulatedTransfer(Transfer):
-    """A read or write that takes no time; records when it is waited for.
-
-    Args:
-        trace: Records it.
-        number: Number of its start.
-    """
+    """A read or write that takes no time; records when it is waited for."""
 
     def __init__(self, trace: StepRecording, number: int) -> None:
         super().__init__([])
@@ -197,8 +173,6 @@ class _SimulatedTransfer(Transfer):
 
 
 class _SimulatedFile:
-    """A file of which only the size exists."""
-
     is_direct = True
 
     def __init__(self, disk: SimulatedDisk, path: Path) -> None:
@@ -213,18 +187,15 @@ class _SimulatedFile:
         return start
 
     def map(self, offset: int, nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns ``numel`` elements at ``offset`` as a tensor over the file itself."""
         made = torch.empty(numel, dtype=dtype, device=META)
         self._disk.note(made, Tier.FILE, False)
         return made
 
     def read(self, buffer: torch.Tensor, offset: int) -> Transfer:
-        """Starts to fill a page-aligned uint8 tensor of whole pages from ``offset`` (a multiple of the page size)."""
         self._disk.read += buffer.numel()
         return _SimulatedTransfer(self._disk.trace, self._disk.trace.start_file(buffer.numel(), is_read=True))
 
     def write(self, buffer: torch.Tensor, offset: int) -> Transfer:
-        """Starts to write such a tensor at ``offset``."""
         self._disk.written += buffer.numel()
         return _SimulatedTransfer(self._disk.trace, self._disk.trace.start_file(buffer.numel(), is_read=False))
 
@@ -234,10 +205,6 @@ class _SimulatedFile:
 
 class SimulatedDisk(Disk):
     """A disk of unlimited size that stores nothing.
-
-    Args:
-        note: Called for tensors over files.
-        trace: Records reads and writes.
 
     Attributes:
         nbytes: Size of all files.

@@ -99,12 +99,7 @@ class StageCost:
 class SimulatedChannels:
     """The channels of a stage: sends are counted, and received messages have the shapes that they would have.
 
-    Args:
-        stage: The stage.
-        packs: Small messages are packed, as they are on the host.
-
     Attributes:
-        stage: Its number.
         watch: None: there are no other ranks to wait for.
         kept: 0, as messages are sent at once.
         forms: By chunk, the description of its output; set by :class:`SimulatedStage`.
@@ -181,9 +176,6 @@ class SimulatedStage:
     """Runs steps of a stage.
 
     Args:
-        engine: The stage's engine; its instructions are measured from now on.
-        stage: The stage.
-        items: Inputs and labels of a micro-batch.
         flow: Returns the totals so far.
         held: Bytes on the device that no memory tracker counts.
         enter: Called with each phase that begins.
@@ -297,10 +289,7 @@ def forms_between(
     """Returns descriptions of the output of each chunk, by running all layers once.
 
     Args:
-        stage: Any stage of the pipeline.
-        items: Inputs and labels of a micro-batch.
         dtype: Compute dtype; None: the layers'.
-        context: Returns the context that forward runs in.
         sequences: The layers between which ranks have parts of sequences.
     """
     found: dict[int, Any] = {}

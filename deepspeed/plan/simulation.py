@@ -1,8 +1,8 @@
 """Runs the real engine as rank *r* of *N* on tensors without values, and counts.
 
-The engine itself is the real one. Its environment is simulated: the other ranks (``environment``),
-device, host memory and disk (``simulated_hardware``), and the values that it reads from the device (``values``).
-Two steps are run; the second, in which every order is known and the optimizer has its state, is reported.
+Engine and optimizer are real. The other ranks (``environment``), device, host memory and disk (``simulated_hardware``)
+and values that are read from the device (``values``) are simulated. Two steps are run; the second, in which every order
+is known and the optimizer has its state, is reported.
 """
 
 from __future__ import annotations
@@ -76,8 +76,6 @@ def simulate_step(
     """Builds the engine and runs it. Errors of the engine are raised unchanged.
 
     Args:
-        workload: The model and its inputs; None: the stage of ``part``.
-        part: The simulated rank, and its settings.
         other_setting: Called with the engine at the end; switches activation checkpointing for another measurement.
     """
     with simulated_environment(part) as (count, disk, world):
@@ -110,7 +108,6 @@ class _SimulatedRun:
         self._current_module = CurrentModule(self._model, count)
 
     def result(self, other_setting: Callable[[Any], None] | None) -> SimulatedStep:
-        """Runs everything; see :func:`simulate_step`."""
         count, model = self._count, self._model
         self._current_module.enter("initialize")
         elsewhere = _experts_elsewhere(model)
@@ -211,7 +208,6 @@ class _SimulatedRun:
         found.other_activations = self._activations
 
     def heaviest_rank(self) -> int:
-        """Builds the engine."""
         engine, _ = self._ready()
         inspected = engine.inspect()
         optimizer = inspected.updater.optimizer if inspected.updater is not None else None
@@ -220,7 +216,6 @@ class _SimulatedRun:
         return self._part.rank if heaviest is None else heaviest
 
     def _ready(self) -> tuple[Any, Any]:
-        """Returns the engine and a micro-batch."""
         optimizer = _client_optimizer(self._part.config)
         engine = initialize(model=self._model, optimizer=optimizer, config=self._config())[0]
         ranks = self._part.mesh.size(SEQUENCE)
@@ -333,7 +328,6 @@ class _SimulatedRun:
 
 
 def _module_of(part: SimulatedPart) -> nn.Module:
-    """Returns the module of the stage of ``part``."""
     assert part.stage is not None
     return part.stage.module()
 
@@ -375,12 +369,7 @@ def _client_optimizer(config: dict[str, Any]) -> Any:
 
 
 class CurrentModule:
-    """Keeps :attr:`MemoryCount.moment` up to date.
-
-    Args:
-        model: The model, left unchanged.
-        count: The memory count to update.
-    """
+    """Keeps :attr:`MemoryCount.moment` up to date."""
 
     def __init__(self, model: nn.Module, count: MemoryCount) -> None:
         self._model = model

@@ -76,14 +76,10 @@ def _value(name: str, text: str) -> Any:
 
 
 def sweep(request: Request, axes: dict[str, list[Any]], *, longest: bool = False) -> Iterator[Point]:
-    """Plans every combination of the axes' values.
+    """Plans every combination of the axes' values; ``longest``: with the longest ``tokens`` that fit.
 
     Combinations that the engine rejects become points with its message. A world size is divided into nodes of the
     request's size.
-
-    Args:
-        axes: Values by axis.
-        longest: Plan each point with the longest sequences that fit, and add their length as ``tokens``.
     """
     for values in product(*axes.values()):
         place = dict(zip(axes, values, strict=True))

@@ -55,13 +55,7 @@ def count_near(members: Sequence[int], rank: int, machine: Machine) -> int:
 
 
 def busiest_seconds(inside: float, between: float, machine: Machine) -> float:
-    """Returns the seconds that a transfer takes at least; the links and the network work at once.
-
-    Args:
-        inside: Bytes over the device's link; ignored if its rate is unknown.
-        between: Bytes over the network; ignored if its rate is unknown.
-        machine: The machine, with both rates.
-    """
+    """Returns the least seconds of a transfer; links and network work at once, unknown rates are ignored."""
     link, network = machine.device.link, machine.network
     return max(inside / link if link > 0 else 0.0, between / network if network > 0 else 0.0)
 
@@ -69,15 +63,7 @@ def busiest_seconds(inside: float, between: float, machine: Machine) -> float:
 def planned_transfers(
     flow: StepTotals, machine: Machine, mesh: Mesh, rank: int, members: Mapping[str, Sequence[int]] | None = None
 ) -> list[PlannedTransfer]:
-    """Returns the collectives of a step.
-
-    Args:
-        flow: The totals of the rank.
-        machine: Its nodes and devices, in the order of the ranks.
-        mesh: The ranks along their axes.
-        rank: The rank that ``flow`` is of.
-        members: The ranks along each axis of ``flow``; None, or an axis that is missing: all of the mesh.
-    """
+    """Returns the collectives of a step; ``members`` has the ranks along an axis (missing: all of the mesh)."""
     found = []
     for (name, axis), (calls, nbytes) in sorted(flow.requested_along.items()):
         if name == "send":

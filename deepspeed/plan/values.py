@@ -56,9 +56,6 @@ _NEW, _IN_PLACE, _VIEW, _OTHER = _OperationKind  # looking up members of an enum
 class KnownShapes:
     """Caches the results of the operations of one simulation.
 
-    Args:
-        count: Computes the cost of an operation; called once for equal operations, and not for views.
-
     Attributes:
         is_used: False: every operation is run.
     """
@@ -143,7 +140,7 @@ def _is_shape_only(tensor: torch.Tensor) -> bool:
 
 
 def _recipe(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Returns a recipe to recreate a result; None unless it is numbers and new tensors with their own storage.
+    """None unless the result is numbers and new tensors with their own storage.
 
     Returns:
         (dtype, shape, strides) of a tensor; (tuple or list, a recipe for each item); (None, a number).
@@ -176,11 +173,7 @@ def _made(recipe: tuple[Any, ...]) -> Any:
 
 
 class OperationCount(MemoryCount):
-    """Counts memory and arithmetic of operations on ``meta`` tensors.
-
-    Args:
-        kind: The kind of the simulated device.
-    """
+    """Counts memory and arithmetic of operations on ``meta`` tensors."""
 
     def __init__(self, kind: str) -> None:
         super().__init__("meta")
@@ -239,14 +232,7 @@ _FREE = OperationKind.FREE
 def arithmetic_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, *, device_type: str = "meta"
 ) -> OperationCost:
-    """Returns the cost of an operation, with its arithmetic by torch's formula.
-
-    Args:
-        func: The operation.
-        args: Its arguments.
-        kwargs: Its arguments by keyword.
-        device_type: The device type of the tensors that count.
-    """
+    """Returns the cost of an operation with torch's arithmetic; tensors of ``device_type`` count."""
     formula = product_formula(func)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
     return cost_of(func, args, kwargs, result, flops, device_type=device_type)

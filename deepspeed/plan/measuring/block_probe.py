@@ -84,9 +84,6 @@ def probe_block(sizes: ProbeSizes, device: torch.device, half_size: float, barri
     """Times a block and returns what the device reaches.
 
     Args:
-        sizes: What is run.
-        device: Where.
-        half_size: Parameter of the device's efficiency; see ``DeviceEfficiency``.
         barrier: Called before every run. All ranks of a machine must call this function together, since they share
             its memory and, on processors, its cores.
     """
@@ -108,13 +105,7 @@ def probe_block(sizes: ProbeSizes, device: torch.device, half_size: float, barri
 
 
 def block_runner(sizes: ProbeSizes, samples: int, device: torch.device) -> Callable[[], None]:
-    """Returns a function that runs a block's forward and backward and waits for the device.
-
-    Args:
-        sizes: What is run.
-        samples: Samples of the micro-batch.
-        device: Where.
-    """
+    """Returns a function that runs a micro-batch of ``samples`` forward and backward and waits for the device."""
     block: nn.Module = layers_of(sizes.shape)[1].build().to(device, sizes.dtype)
     x = torch.randn(samples, sizes.tokens, sizes.shape.hidden, device=device, dtype=sizes.dtype, requires_grad=True)
     seed = torch.ones_like(x)
@@ -127,14 +118,7 @@ def block_runner(sizes: ProbeSizes, samples: int, device: torch.device) -> Calla
 
 
 def predict_block(sizes: ProbeSizes, samples: int, where: torch.device, device: Device) -> float:
-    """Returns the seconds that the figures of a device give for the block of :func:`block_runner`.
-
-    Args:
-        sizes: What is run.
-        samples: Samples of the micro-batch.
-        where: Device on which the block runs once, to list its operations.
-        device: Its figures.
-    """
+    """Returns the seconds of :func:`block_runner`'s block by the figures of ``device``; it is run once on ``where``."""
     run = block_runner(sizes, samples, where)
     with _TimedOperations(DeviceModel(device), where) as timed:
         run()

@@ -42,9 +42,6 @@ def measure_device(sizes: ProbeSizes | None = None) -> Device:
     Every rank of the process group must call it; all get the same result. The ranks share memory and, on processors,
     cores, so the result is valid for this number of ranks per node.
 
-    Args:
-        sizes: Sizes of the block that is timed; None: those for processors, or for devices.
-
     Raises:
         DeepSpeedConfigError: The ranks are on several nodes.
     """
@@ -110,10 +107,7 @@ def _probe_collectives(dtype: torch.dtype) -> _LinkSpeed:
 def shared_speed(sizes: Sequence[int], seconds: Sequence[float], ranks: int) -> tuple[float, float]:
     """Returns bytes per second that a rank reads from shared memory, and the seconds to start a sum through it.
 
-    Args:
-        sizes: Bytes of a small and of a large summand.
-        seconds: That their sums take.
-        ranks: That sum; each reads the summands of the others.
+    ``seconds`` are those of sums of a small and of a large summand; each rank reads the summands of the others.
     """
     read = [nbytes * (ranks - 1) for nbytes in sizes]
     more = seconds[1] - seconds[0]
@@ -167,7 +161,6 @@ def _device(
 
 
 def _memory(where: torch.device) -> int:
-    """Returns the bytes of the device, or of the node's host memory."""
     if where.type != "cpu":
         return torch.cuda.get_device_properties(where).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

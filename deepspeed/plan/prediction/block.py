@@ -60,13 +60,7 @@ class WorkTimes:
         )
 
     def wait_along(self, axis: str, exposed: float, exchanged: float) -> None:
-        """Sets the exchanges along an axis.
-
-        Args:
-            axis: Its name.
-            exposed: Seconds that the next operation waits for them.
-            exchanged: Seconds that they take.
-        """
+        """Sets the seconds of exchanges along an axis, and those of them that the next operation waits for."""
         self.exposed[axis], self.exchanged[axis] = exposed, exchanged
 
 
@@ -89,15 +83,7 @@ class BlockTimes:
 
 
 class BlockCost:
-    """Computes the times and bytes of the parts of a model.
-
-    Args:
-        shape: The model.
-        layout: How ranks share it.
-        device: Turns operations into seconds.
-        network: Turns collectives into seconds.
-        tokens: Tokens of a sample.
-    """
+    """Computes the times and bytes of the parts of a model, for samples of ``tokens`` tokens."""
 
     def __init__(
         self, shape: DecoderShape, layout: ParallelLayout, device: DeviceModel, network: NetworkModel, tokens: int
@@ -239,9 +225,6 @@ class BlockCost:
         Gradients are copied into a buffer for their exchange, or at stages 0 and 1 added to the sum over micro-batches,
         unless the product does that beside its arithmetic. FSDP copies what it has gathered out of the gather's buffer,
         once for each pass; this engine computes with the buffer.
-
-        Args:
-            elements: The elements of the parameters that this rank computes with.
         """
         layout = self._layout
         gathered = 4 * elements if layout.is_fsdp and layout.stage == 3 else 0.0
@@ -307,13 +290,7 @@ class BlockCost:
     # -- recomputation, and what is kept -----------------------------------------------------------------------------
 
     def _recomputed(self, forward: WorkTimes, core: WorkTimes, last: tuple[float, float, float, float]) -> WorkTimes:
-        """Returns the forward work that backward recomputes.
-
-        Args:
-            forward: A block's forward.
-            core: Its attention between projections.
-            last: Its last product, as m, n, k and number.
-        """
+        """Returns the forward work that backward recomputes, of attention ``core`` and the last product ``last``."""
         how = self._layout.recompute
         if how == "full":
             return forward if self._layout.is_megatron else forward.plus(self._not_repeated(forward, last), -1)
@@ -328,7 +305,7 @@ class BlockCost:
         return WorkTimes()
 
     def _not_repeated(self, forward: WorkTimes, last: tuple[float, float, float, float]) -> WorkTimes:
-        """Returns the end of a block's forward, which torch does not recompute, as backward does not need its result.
+        """Returns the end of forward, which torch does not recompute, as backward does not need its result.
 
         This is the last product, the exchange of its result, and the sum with the residual stream.
         """
@@ -346,7 +323,6 @@ class BlockCost:
         return found
 
     def _saved_activations(self) -> float:
-        """Returns the bytes that a block keeps for its backward."""
         shape, layout, hidden = self._shape, self._layout, self._shape.hidden
         if layout.recompute == "full":
             return 2 * self._between * hidden
@@ -387,10 +363,7 @@ class BlockCost:
         return self._layout.micro_batch * self._heads * self._own * self._seen
 
     def _passing(self) -> float:
-        """Returns the peak bytes of a block's backward beside ``_saved_activations``.
-
-        They are gradients and recomputed activations.
-        """
+        """Returns the peak bytes of gradients and recomputed activations in a block's backward."""
         shape, hidden = self._shape, self._shape.hidden
         # Of a gated activation's result and both factors; of a plain one's result and input.
         wide = 2 * self._rows * shape.width / self._layout.tensor * (3 if shape.is_gated else 2)

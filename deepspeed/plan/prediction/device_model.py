@@ -32,13 +32,7 @@ class DeviceModel:
         return reached.factor * max(computed, moved / (device.memory_bandwidth * reached.bandwidth))
 
     def attention(self, flops: float, head_size: int, *, backward: bool = False) -> float:
-        """Returns the seconds of a fused attention kernel.
-
-        Args:
-            flops: Operations that count: half of all, where attention is causal.
-            head_size: Width of a head.
-            backward: The kernel of the backward.
-        """
+        """Returns the seconds of a fused attention kernel; causal attention counts half of its operations."""
         reached = self.device.efficiency
         share = reached.attention * min(1.0, (head_size + _FULL_HEAD) / (2 * _FULL_HEAD))
         share *= _BACKWARD_OF_ATTENTION if backward else 1.0

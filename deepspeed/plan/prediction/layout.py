@@ -217,18 +217,7 @@ def layout_of(
     accumulation: int | None = None,
     **options: Any,
 ) -> ParallelLayout:
-    """Returns the layout of a configuration.
-
-    Args:
-        config: The ds_config as a dict.
-        ranks: All of them.
-        pipeline: Stages and schedule.
-        tensor: Ranks that share layers; None: as configured.
-        sequence: Ranks that share sequences; None: as configured.
-        ep: Ranks that share experts; None: as configured.
-        micro_batch: Samples of a forward; None: as configured.
-        accumulation: Micro-batches of a step; None: as configured.
-        **options: Further fields of :class:`ParallelLayout`.
+    """Returns the layout of a configuration; what is None is as configured. Options are further fields of the layout.
 
     Raises:
         DeepSpeedConfigError: The ranks or the batch cannot be divided so.
@@ -280,7 +269,6 @@ def layout_of(
 
 
 def _batch(config: Mapping[str, Any], data: int, micro: int | None, steps: int | None) -> BatchSizes:
-    """Returns the batch sizes that the engine would use on ``data`` data-parallel ranks."""
     total, given = number_in(config, TOTAL), micro or number_in(config, MICRO)
     if steps is None and total is not None and given is not None and total % (given * data):
         raise DeepSpeedConfigError(

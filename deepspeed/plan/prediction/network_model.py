@@ -96,12 +96,7 @@ class NetworkModel:
         return nbytes / rate + latency + self._start
 
     def slowdown(self, seconds: float, waits: float) -> float:
-        """Returns the seconds by which a collective slows the computation that runs beside it.
-
-        Args:
-            seconds: That the collective takes.
-            waits: Those of them in which nothing is computed.
-        """
+        """Returns the seconds by which a collective of ``seconds`` slows computation in all but its ``waits``."""
         return self.machine.device.efficiency.contention * max(0.0, seconds - waits)
 
     @property

@@ -57,18 +57,9 @@ def search_layouts(
     base: ParallelLayout | None = None,
     count: int = 10,
 ) -> LayoutSearch:
-    """Ranks layouts by predicted time.
+    """Returns the ``count`` fastest layouts, fastest first, and how many others were left out for which reason.
 
-    Args:
-        shape: The model.
-        machine: The machine; all its ranks are used.
-        tokens: Tokens of a sample.
-        samples: Samples of a step, over all ranks.
-        base: The options that are not searched: fp8, compilation, cuts along the sequence and so on.
-        count: How many of the best are returned.
-
-    Returns:
-        The best layouts, fastest first, and how many others were left out for which reason.
+    ``samples`` are those of a step over all ranks; ``base`` has the options that are not searched, such as fp8.
 
     Raises:
         DeepSpeedConfigError: No layout has this many samples, or none fits.

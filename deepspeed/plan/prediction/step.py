@@ -114,12 +114,7 @@ class PredictedStep(StepTimes):
 
 
 def layers_of_chunks(layers: int, chunks: int, lighter_ends: int | None = None) -> list[int]:
-    """Returns the number of layers of each chunk. Where they are not equal, the chunks at the ends have fewer.
-
-    Args:
-        layers: Layers of the model.
-        chunks: Chunks of the pipeline, all stages together.
-        lighter_ends: By how many layers the first and the last chunk are smaller; None: as few as possible.
+    """Returns the layers of each chunk; the first and the last have ``lighter_ends`` fewer (None: as few as possible).
 
     Raises:
         DeepSpeedConfigError: There are fewer layers than chunks, or they do not divide so.
@@ -172,12 +167,7 @@ class DataExchangeTimes:
 
 
 class StepModel:
-    """Predicts one step.
-
-    Args:
-        setup: The model, its layout, and the machine.
-        is_quick: Use a formula for the idle time of a pipeline instead of simulating its schedule.
-    """
+    """Predicts one step; quickly with a formula for the idle time of a pipeline instead of a simulated schedule."""
 
     def __init__(self, setup: StepSetup, *, is_quick: bool = False) -> None:
         self._setup, self._is_quick = setup, is_quick
@@ -248,11 +238,7 @@ class StepModel:
         return found
 
     def busy(self, chunks: Sequence[ChunkTimes]) -> list[float]:
-        """Returns the seconds of one micro-batch on each stage.
-
-        Args:
-            chunks: Those of :meth:`chunks`.
-        """
+        """Returns the seconds of one micro-batch on each stage."""
         times = [chunk.times for chunk in chunks]
         return [sum(times[place].forward + times[place].backward for place in stage.chunks) for stage in self.stages()]
 
@@ -315,12 +301,7 @@ class StepModel:
         backward.wait_along("data", self.cost_beside(layers * both, waits), layers * both)
 
     def cost_beside(self, exchanged: float, waits: float) -> float:
-        """Returns the seconds that collectives cost: waits, and the slowdown of computation beside the rest of them.
-
-        Args:
-            exchanged: Seconds that they take.
-            waits: Seconds that computation waits for them.
-        """
+        """Returns seconds of exposed collectives: ``waits``, and the slowdown beside the rest of ``exchanged``."""
         waits = min(waits, exchanged)
         return waits + self._network.slowdown(exchanged, waits)
 
@@ -340,10 +321,6 @@ class StepModel:
         """Returns the sums of gradients and gathers of updated parameters of a step.
 
         At stage 3 layers gather and reduce for themselves; only copies of shards are gathered once per step.
-
-        Args:
-            stage: One of :meth:`stages`.
-            chunks: Those of :meth:`chunks`.
         """
         layout, network = self._layout, self._network
         dense, width = stage.parameters - stage.experts, layout.gradient_bytes
@@ -370,11 +347,7 @@ class StepModel:
         return DataExchangeTimes(gather, reduce, gather_wait, max(reduce / layers, reduce - backward))
 
     def update_seconds(self, stage: StageState) -> float:
-        """Returns the seconds of the update on a stage.
-
-        Args:
-            stage: One of :meth:`stages`.
-        """
+        """Returns the seconds of the update on a stage."""
         layout, machine = self._layout, self._setup.machine
         each = (stage.parameters - stage.experts) / layout.shards + stage.experts / layout.expert_shards
         link_rate = machine.device.host_link
@@ -418,20 +391,12 @@ class StepModel:
         return self._network.send(nbytes, layout.stage_stride)
 
     def schedule_times(self, chunks: Sequence[ChunkTimes]) -> list[Times]:
-        """Returns the seconds of the schedule's computations, by chunk.
-
-        Args:
-            chunks: Those of :meth:`chunks`.
-        """
+        """Returns the seconds of the schedule's computations, by chunk."""
         return [replace(chunk.times, transfer=self._transfer) for chunk in chunks]
 
 
 def predict_step(setup: StepSetup, *, is_quick: bool = False) -> PredictedStep:
-    """Predicts a step of a decoder.
-
-    Args:
-        setup: The model, its layout, and the machine.
-        is_quick: Use a formula for the idle time of a pipeline instead of simulating its schedule.
+    """Predicts a step of a decoder; quickly with a formula for the idle time of a pipeline.
 
     Raises:
         DeepSpeedConfigError: The layers, heads, experts or tokens cannot be divided so, the layout has other ranks than
@@ -461,7 +426,6 @@ def refuse_unknown_rates(machine: Machine) -> None:
 
 
 def _refuse_uneven(setup: StepSetup) -> None:
-    """Raises if the tensor or context degree does not divide the attention heads or the tokens."""
     shape, layout, tokens = setup.shape, setup.layout, setup.tokens
     if shape.heads % layout.tensor:
         raise DeepSpeedConfigError(

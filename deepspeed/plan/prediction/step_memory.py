@@ -50,11 +50,7 @@ class MemoryParts:
         return sum(self.tensors.get(name, 0.0) for name in STATES)
 
     def needed(self, headroom: float) -> float:
-        """Returns the bytes that a device must have.
-
-        Args:
-            headroom: Bytes reserved for memory outside tensors, used if more than is predicted for it.
-        """
+        """Returns the bytes that a device must have; at least ``headroom`` for memory outside tensors."""
         return sum(self.tensors.values()) + max(headroom, self.gaps + self.context + self.communicators)
 
     def rows(self) -> list[tuple[str, float]]:
@@ -77,16 +73,7 @@ class StageState:
 
 
 class StepMemory:
-    """Computes the memory of every stage.
-
-    Args:
-        layout: How ranks share the model.
-        pipeline: Stages and schedule.
-        counts: Blocks of each chunk.
-        block: The cost of a block.
-        first: The cost of the embedding.
-        last: The cost of the head and the loss.
-    """
+    """Computes the memory of every stage; ``counts`` are the blocks of each chunk."""
 
     def __init__(
         self,
@@ -188,13 +175,7 @@ class StepMemory:
     def _backwards_of_chunks(
         self, number: int, share: StageState, gradients: float, moments: Sequence[dict[str, float]]
     ) -> list[dict[str, float]]:
-        """Returns the memory by part when each chunk begins its backwards; that of the last one is given.
-
-        Args:
-            number: The number of the stage.
-            gradients: Bytes of all its gradients.
-            moments: The moments of the last chunk.
-        """
+        """Returns the memory by part when each chunk begins its backwards; ``moments`` are those of the last chunk."""
         found: list[dict[str, float]] = []
         behind = share.parameters
         for place, chunk in enumerate(share.chunks):
@@ -209,11 +190,9 @@ class StepMemory:
         return found
 
     def _gradient_of_logits(self, share: StageState) -> dict[str, float]:
-        """Returns the parts while the gradient of the logits is computed."""
         return {"logits and loss": self._last.kept + self._last.passing, **self._gathered_with_head(share)}
 
     def _gradient_of_head(self, share: StageState) -> dict[str, float]:
-        """Returns the parts while the gradient of the head's weight is computed and leaves."""
         found = {"logits and loss": self._last.output, **self._gathered_with_head(share)}
         if self._layout.stage >= 2:
             found["gradients in flight"] = (2 + self._layout.gradient_bytes) * self._last.parameters
@@ -225,13 +204,10 @@ class StepMemory:
         return {"gathered layers": self._gathered(share, self._last.parameters + self._dense)}
 
     def _gathered(self, share: StageState, least: float) -> float:
-        """Returns the bytes of gathered parameters.
+        """Returns the bytes of gathered parameters, at least of ``least`` elements.
 
         FSDP has the embedding, the head, and the blocks that are at work. This engine keeps from forward to backward
         what is used again within ``stage3_max_reuse_distance``.
-
-        Args:
-            least: Elements that are needed at once.
         """
         if self._layout.is_fsdp:
             return 2 * (share.ends + min(least, 2 * self._dense))

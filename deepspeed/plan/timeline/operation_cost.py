@@ -81,15 +81,7 @@ _LOOKS_UP = frozenset({"embedding", "index_select", "gather", "index"})
 def cost_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, flops: int, *, device_type: str = "meta"
 ) -> OperationCost:
-    """Returns the cost of an operation.
-
-    Args:
-        func: The operation.
-        args: Its arguments.
-        kwargs: Its arguments by keyword.
-        flops: By torch's formula; 0 where there is none.
-        device_type: The device type of the tensors that count; an operation without any costs nothing.
-    """
+    """Returns the cost of an operation; ``flops`` are torch's. Without tensors of ``device_type`` it costs nothing."""
     name = func._schema.name.removeprefix("aten::")
     given, made = list(tensors_of((args, kwargs))), list(tensors_of(result))
     if name.startswith(_NO_KERNEL) or not any(t.device.type == device_type for t in (*given, *made)):
@@ -114,7 +106,6 @@ def cost_of(
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns the value of the argument ``is_causal`` of an attention kernel."""
     names = [argument.name for argument in func._schema.arguments]
     return bool((dict(zip(names, args, strict=False)) | kwargs).get("is_causal", False))
 

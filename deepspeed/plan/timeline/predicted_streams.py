@@ -78,11 +78,7 @@ def place_passes(
 ) -> StageTimeline:
     """Returns a stage's computations at their times in the schedule; gaps become waits for other stages.
 
-    Args:
-        timeline: The timeline of the schedule.
-        stage: Number of the stage.
-        passes: Streams in a computation of one micro-batch, by (chunk, kind of computation).
-        start: Time at which the schedule begins, in seconds.
+    ``passes`` has the streams of one micro-batch by chunk and kind; the schedule begins at ``start`` seconds.
     """
     found = StageTimeline()
     free = 0.0
@@ -114,11 +110,7 @@ def moved(streams: PassTimeline, by: float) -> PassTimeline:
 
 
 def flows_between(stages: Mapping[str, StageTimeline]) -> list[SpanFlow]:
-    """Returns all dependencies: inside stages, and for data sent from one stage to another, directly or through others.
-
-    Args:
-        stages: By name of a rank, the computations of its stage.
-    """
+    """Returns all dependencies: inside stages, and for data sent between them, directly or through others."""
     found = [
         flow._replace(source_rank=name, target_rank=name) for name, placed in stages.items() for flow in placed.flows
     ]

@@ -100,13 +100,7 @@ class ReplayTimes:
 
 
 class ReplayRunner:
-    """Replays events.
-
-    Args:
-        device: Turns operations into seconds.
-        network: Turns exchanges into seconds.
-        is_asynchronous: The device runs asynchronously to the host; False for training on CPUs.
-    """
+    """Replays events; ``is_asynchronous``: the device runs beside the host, as it does not on CPUs."""
 
     def __init__(self, device: DeviceModel, network: NetworkModel, *, is_asynchronous: bool = True) -> None:
         self._device, self._network = device, network
@@ -308,7 +302,6 @@ class ReplayRunner:
         self._draw(COMPUTE, f"slowed: {last}", self._compute - taken, self._compute)
 
     def _draw(self, stream: str, name: str, begin: float, end: float) -> None:
-        """Adds a span unless its duration is 0."""
         if end > begin:
             self._found.spans.append(StreamSpan(stream, name, begin, end))
 
@@ -321,13 +314,11 @@ class ReplayRunner:
         return span
 
     def _start_flow(self, stream: int, target: StreamSpan) -> None:
-        """Adds the dependency of a transfer on what its stream did before."""
         source = self._last.get(_name_of(stream))
         if source is not None:
             self._found.flows.append(SpanFlow("starts", source, target))
 
     def _end_flows(self, target: StreamSpan) -> None:
-        """Adds the dependencies of an operation on the transfers that were waited for before it."""
         if target.end <= target.start:
             return
         for stream in (HOST, COMPUTE) if target.stream == COMPUTE else (HOST,):
@@ -335,7 +326,6 @@ class ReplayRunner:
             self._sources[stream].clear()
 
     def _wait_for_transfers(self, stream: str, numbers: Iterable[int]) -> None:
-        """Makes the next operation of the host or of computation depend on transfers."""
         found = (self._spans_of.pop(number, None) for number in numbers)
         self._sources[stream] += [span for span in found if span is not None]
 

@@ -141,11 +141,7 @@ class StepRecording:
             self.stream = before
 
     def record_event(self, stream: int | None = None) -> int:
-        """Records an event of a stream and returns its number.
-
-        Args:
-            stream: The stream; None: that to which operations are issued.
-        """
+        """Records an event of a stream (None: that to which operations are issued) and returns its number."""
         self._count += 1
         self.add(StreamRecordEvent(self._count, self.stream if stream is None else stream))
         return self._count
@@ -164,12 +160,7 @@ class StepRecording:
 
 
 class TracedWork:
-    """Wraps a transfer and records when it is waited for.
-
-    Args:
-        work: The transfer.
-        record: Records the wait.
-    """
+    """Wraps a transfer and calls ``record`` when it is waited for."""
 
     def __init__(self, work: Any, record: Callable[[], None]) -> None:
         self._work, self._record = work, record
@@ -229,7 +220,6 @@ class TracedTransport:
 
     @property
     def _plain(self) -> Any:
-        """The methods of the transport's own class."""
         return super()
 
     def _traced(self, name: str, flat: Any, call: Callable[[], Any]) -> Any:

@@ -72,14 +72,7 @@ def _replay(machine: Machine, *, is_asynchronous: bool) -> ReplayRunner:
 
 
 def time_step(events: Sequence[TraceEvent], machine: Machine, accumulation: int, *, is_asynchronous: bool) -> TimedStep:
-    """Returns the time of a step without stages.
-
-    Args:
-        events: The events of the micro-batches that were simulated: all, or the first and the last.
-        machine: On which they run.
-        accumulation: Micro-batches of the step.
-        is_asynchronous: The device works beside the host.
-    """
+    """Returns the time of a step without stages, from the events of all micro-batches, or of the first and the last."""
     replay = _replay(machine, is_asynchronous=is_asynchronous)
     parts = marked_parts(events)
     simulated = max((mark.micro_batch for mark, _ in parts), default=0) + 1
@@ -102,14 +95,7 @@ class PipelineRecording:
 
 
 class PipelineTimes:
-    """Replays each kind of pipeline stage once, for the time of a step and for its picture.
-
-    Args:
-        traces: The traces of the stages.
-        machine: On which they run.
-        accumulation: Micro-batches of the step.
-        is_asynchronous: The device works beside the host.
-    """
+    """Replays each kind of pipeline stage once, for the time and the picture of a step."""
 
     def __init__(
         self, traces: PipelineRecording, machine: Machine, accumulation: int, *, is_asynchronous: bool
@@ -121,10 +107,7 @@ class PipelineTimes:
         )
 
     def step(self) -> TimedStep:
-        """Returns the time of a step: that of the busiest stage, and its waits for the others.
-
-        Where ranks share processors, a stage computes faster while others wait.
-        """
+        """Returns the time of the busiest stage and its waits for others, which free processors that are shared."""
         pipeline, processors = self._traces.pipeline, self._machine.processors
         busiest = self._stages[self._busiest]
         idle = idle_time(pipeline, self._times, self._accumulation, processors=processors)
@@ -170,11 +153,7 @@ class _TimedStage:
     parts: Mapping[tuple[int, str], ReplayTimes]  # by chunk and phase, one micro-batch
 
     def streams_of(self, place: int, kind: Computation) -> PassTimeline:
-        """Returns the streams in one computation; a whole backward may have been recorded in two halves.
-
-        Args:
-            place: Position of the chunk among those of the stage.
-        """
+        """Returns the streams in one computation; a whole backward may have been recorded in two halves."""
         chunk = sorted({chunk for chunk, _ in self.parts})[place]
         if kind is Computation.BACKWARD and (chunk, kind.value) not in self.parts:
             first, second = (self.parts.get((chunk, half), ReplayTimes()) for half in "IW")
@@ -187,7 +166,6 @@ class _TimedStage:
 def _time_stages(
     traces: PipelineRecording, machine: Machine, accumulation: int, *, is_asynchronous: bool
 ) -> tuple[dict[int, _TimedStage], dict[int, Times]]:
-    """Returns the stages that were simulated, and the times of all chunks."""
     replay = _replay(machine, is_asynchronous=is_asynchronous)
     stages: dict[int, _TimedStage] = {}
     for stage, events in traces.events.items():
