@@ -60,7 +60,6 @@ class Autotuner:
         args: The parsed command line of ``deepspeed`` (:func:`deepspeed.launcher.runner.parse_args`). Its options that
             select where ranks start, ``start_options``, are passed to each start of the script. Its ``fork_command``
             (optional) runs the ``deepspeed`` command in a fork of this process, which has imported torch already.
-        active_resources: Slots of the job, by host.
 
     Raises:
         DeepSpeedConfigError: The configuration that the script's arguments name cannot be read.
@@ -155,7 +154,6 @@ class Autotuner:
             folder.mkdir(parents=True, exist_ok=True)
 
     def _planned(self) -> TrialQueue:
-        """Starts the script for the first time and reads the plans that its ranks have written."""
         slots = [len(slots) for slots in self._resources.values()]
         section = self.section.model_dump(mode="json")
         experiment = Experiment(
@@ -194,7 +192,6 @@ class Autotuner:
     # -- the trials ----------------------------------------------------------------------------------------------
 
     def _measure(self, queue: TrialQueue, row: CandidatePlan) -> None:
-        """Starts the script with a candidate, or reads the result of an earlier run; records it in ``queue``."""
         folder = self._folder(row.name)
         first = max(self.section.start_profile_step, 1)
         experiment = Experiment(
@@ -232,7 +229,6 @@ class Autotuner:
             queue.micro_batches = {self._profile["changes"][MICRO]}
 
     def _start(self, experiment: Experiment, changes: Changes) -> int:
-        """Writes the files of an experiment, starts the script and waits for it; returns its exit code."""
         folder = Path(experiment.folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = applied(self._base(), changes)
@@ -251,7 +247,6 @@ class Autotuner:
         return _run_to_end(_launcher(command), environment, folder, self._fork)
 
     def _command(self, experiment: Experiment, path: Path, changes: Changes) -> tuple[dict[str, str], list[str]]:
-        """Returns the environment variables and arguments of the ``deepspeed`` command that starts the script."""
         arguments = with_config(self.args.user_args, path.resolve())
         arguments = with_mapped(arguments, self.section.arg_mappings, changes)
         return {TUNING_VARIABLE: str(experiment.path.resolve())}, [*self._options, self.args.user_script, *arguments]
@@ -324,7 +319,6 @@ def _remove_results(folder: Path) -> None:
 
 
 def _launcher(command: Sequence[str]) -> list[str]:
-    """Returns the program of a ``deepspeed`` command with these arguments."""
     return [sys.executable, "-m", "deepspeed.launcher.runner", *command]
 
 
@@ -334,8 +328,6 @@ def _run_to_end(
     """Runs a program and returns its exit code. A signal to this process is forwarded to the program and ends both.
 
     Args:
-        program: The program and its arguments.
-        environment: Additional environment variables.
         folder: Receives ``stdout.log`` and ``stderr.log``; None: the program inherits the streams of this process.
         fork: Starts the program instead of ``subprocess``; used only with ``folder``.
 
@@ -412,11 +404,7 @@ def with_config(arguments: Sequence[str], path: Path) -> list[str]:
 def with_mapped(arguments: Sequence[str], mappings: Mapping[str, Any] | None, changes: Changes) -> list[str]:
     """Returns a script's arguments with the candidate's values for the options in ``autotuning.arg_mappings``.
 
-    Args:
-        arguments: The arguments of the script.
-        mappings: From a key of the configuration (dotted below a section) to an argument such as
-            ``--per_device_train_batch_size``.
-        changes: The changes of the candidate.
+    Keys of ``mappings`` are those of the configuration (dotted below a section), values its arguments.
 
     Raises:
         DeepSpeedConfigError: A value of ``mappings`` does not start with ``-``.

@@ -46,10 +46,7 @@ class CandidateSpace:
     """The candidates of one configuration.
 
     Args:
-        config: The script's configuration with numbers for batch sizes.
         choices: Candidates by path; an empty list leaves a key open.
-        limits: Limits of the batch sizes.
-        ranks: The ranks of the job.
         micro_batches: Allowed micro-batch sizes; None: all that divide the batch.
         offloads: Whether the device has memory of its own, so that offloading to the host saves some.
     """

@@ -71,9 +71,9 @@ class TrialQueue:
 
     @property
     def error(self) -> float:
-        """Returns the relative half width of the error bar of a predicted time.
+        """Returns the relative half width of the error bar of a predicted time: twice the largest deviation of a trial.
 
-        From two trials on it is twice the largest deviation of a trial from :attr:`scale`, and at least 3 %.
+        A single trial has no deviation from :attr:`scale`; the least is 3 %.
         """
         ratios = self._ratios()
         if len(ratios) < 2:

@@ -84,7 +84,6 @@ def _ranks_of_samples(config: dict[str, Any]) -> int:
 
 
 def _small_batch(config: dict[str, Any], choices: dict[str, list[Any]]) -> Changes:
-    """Returns the batch sizes for a profile if the configuration does not set the micro-batch; else no changes."""
     if _is_number(config.get(MICRO)):
         return {}
     own = config[TOTAL] // _ranks_of_samples(config) if _is_number(config.get(TOTAL)) else 1
@@ -129,10 +128,7 @@ class PhaseTimer(StepTracker):
 class TuningHooks(EngineHooks):
     """Measures the updates of one rank, and ends the script after the last one.
 
-    Args:
-        start: The experiment and the script's configuration.
-        setup: The setup of the engine.
-        model: The model on ``meta``, as it was before ``initialize``; None in a trial.
+    ``model`` is on ``meta``, as it was before ``initialize``; None in a trial.
     """
 
     def __init__(self, start: TuningConfig, setup: EngineSetup, model: nn.Module | None) -> None:

@@ -112,17 +112,10 @@ class CandidatePlanner:
         return make_plan(request, compare=False)
 
     def calibrate(self, changes: Changes, seconds: float) -> float:
-        """Adjusts the machine so that the predicted time of an update equals the measured one.
+        """Adjusts the machine so that predicted equals measured time of an update; returns measured over predicted.
 
         First raises the launch time of an operation, because it differs most between programs (hooks, Python). One
         factor on all operations then accounts for the rest.
-
-        Args:
-            changes: The changes of the configuration that was measured.
-            seconds: Measured seconds of an update inside the engine.
-
-        Returns:
-            Measured over predicted time, before the adjustment.
         """
         plan = self.plan(changes)
         before = self._seconds(plan, self.machine)
@@ -171,12 +164,8 @@ class CandidatePlanner:
     ) -> list[dict[str, Any]]:
         """Plans the candidates of some groups; where one does not fit, also of the groups that need less memory.
 
-        Args:
-            space: The space of candidates.
-            refine: Also plan the best candidates with other bucket sizes, if these change the prediction.
-
-        Returns:
-            The fields of each :class:`CandidatePlan`, and ``plan_seconds``.
+        Returns the fields of each :class:`CandidatePlan`, and ``plan_seconds``. ``refine``: also plan the best
+        candidates with other bucket sizes, if these change the prediction.
         """
         found: list[tuple[CandidateGroup, int, CandidatePlan, float]] = []
         for setting in settings:
@@ -221,26 +210,17 @@ class CandidatePlanner:
 
 
 def ranks_that_plan(settings: int, seconds: float, ranks: int, *, refine: bool) -> int:
-    """Returns the number of ranks over which planning the candidates is divided.
+    """Returns over how many ranks of a node the plans of some groups (of ``seconds`` each) are divided.
 
     The first plan of a process imports torch's compiler, which takes 1.4 seconds of processor time, so a further rank
     must save more than that.
-
-    Args:
-        settings: Number of groups to plan, each with two micro-batches or more.
-        seconds: Processor time of one plan, in seconds.
-        ranks: Ranks per node.
-        refine: Whether the best candidates are also planned with other bucket sizes.
     """
     plans = 2 * settings + (_REFINED * 4 if refine else 0)
     return min(max(int(plans * seconds / _WORTH_A_RANK), 1), ranks, settings)
 
 
 def _differs(plan: CandidatePlan, base: CandidatePlan) -> bool:
-    """Returns whether a candidate's predictions differ from those of ``base``.
-
-    A bucket larger than all gradients, for example, changes nothing.
-    """
+    """A bucket larger than all gradients, for example, changes nothing."""
     return (plan.refusal, plan.seconds, plan.device_bytes) != (base.refusal, base.seconds, base.device_bytes)
 
 

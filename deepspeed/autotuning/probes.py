@@ -23,8 +23,6 @@ def measure_device(dtype: torch.dtype, device: torch.device, memory: int) -> Dev
     about half a second.
 
     Args:
-        dtype: The dtype in which the model computes.
-        device: The device of this rank.
         memory: Memory of a rank, in bytes.
     """
     side = 512 if device.type == "cpu" else 4096
@@ -66,10 +64,7 @@ def measure_device(dtype: torch.dtype, device: torch.device, memory: int) -> Dev
 
 
 def _link_speed(device: torch.device) -> tuple[float, float]:
-    """Returns the rate of an all-gather in bytes per second and its latency in seconds; zeros for one rank.
-
-    Every rank must call it.
-    """
+    """In bytes per second and seconds; zeros for one rank. Every rank must call it."""
     ranks = comm.get_world_size()
     if ranks == 1:
         return 0.0, 0.0

@@ -26,8 +26,6 @@ def metric_of(name: str, row: CandidatePlan, seconds: float, samples: int) -> fl
 
     Args:
         name: ``latency`` (milliseconds), ``flops`` (FLOP per second and device), else samples per second.
-        seconds: Measured seconds of an update.
-        samples: Samples of an update, over all ranks.
     """
     if name == "latency":
         return seconds * 1e3
@@ -42,12 +40,7 @@ def as_text(part: RenderableType) -> str:
 
 
 def results_table(queue: TrialQueue, *, samples: int) -> Table:
-    """Returns the table of candidates with predicted and measured times.
-
-    Args:
-        queue: The candidates and their measurements.
-        samples: Samples of an update, over all ranks.
-    """
+    """Returns the table of candidates with predicted and measured times of updates of ``samples`` samples."""
     # Reasons are Text: in a str, rich takes brackets ("[batch, tokens]") as its own markup.
     table = Table(title="Candidates, one update of the same global batch", title_justify="left")
     for heading in ("candidate", "predicted ms", "measured ms", "measured / predicted", "samples/s", "memory", ""):
