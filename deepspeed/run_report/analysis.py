@@ -106,7 +106,6 @@ def analyse(run: RunData) -> RunSummary:
 
 
 def _latest_failures(run: RunData) -> list[Line]:
-    """Returns the failures since the latest start of the program."""
     started = min((r.starts[-1] for r in run.ranks.values() if r.starts), default=0.0)
     return [failure for failure in find_failures(run) if failure["time"] >= started and not failure.get("restarted")]
 
@@ -118,11 +117,7 @@ def _count_once(run: RunData, tokens: float) -> float:
 
 
 def time_shares(lines: Iterable[Mapping[str, Any]]) -> list[TimeRow]:
-    """Returns where the time of steps went, largest first.
-
-    Args:
-        lines: Lines of steps, of any ranks.
-    """
+    """Returns where the time of steps went, largest first, from lines of any ranks."""
     by_step: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
         by_step[line["step"]].append(line)
@@ -150,11 +145,7 @@ def _typical(phase: str, values: list[float], steps: int) -> float:
 
 
 def slow_moments(run: RunData, numbers: Iterable[int]) -> tuple[list[SlowMoment], float]:
-    """Returns the outlying steps, longest first, and their time beyond the median step as a share of all time.
-
-    Args:
-        numbers: Numbers of the steps that count.
-    """
+    """Returns the outlying ones of these steps, longest first, and their time beyond the median as a share of all."""
     lines = {n: [(r.rank, r.steps[n]) for r in run.ranks.values() if n in r.steps] for n in numbers}
     lengths = {n: max(_regular_seconds(line) for _, line in found) for n, found in lines.items() if found}
     usual = median(lengths.values()) if lengths else 0.0
@@ -191,9 +182,6 @@ def slow_ranks(run: RunData, numbers: Iterable[int]) -> list[SlowRank]:
 
     The score of a rank is its time over the median of the other ranks' times, so that two ranks suffice. Ranks of one
     pipeline stage are compared with each other.
-
-    Args:
-        numbers: Numbers of the steps that count.
     """
     numbers = list(numbers)
     by_stage: dict[Any, list[RankRun]] = defaultdict(list)

@@ -174,10 +174,7 @@ class StragglerWatch:
 
     A comparison takes at most 32 ranks, spread over the job; the next one takes others.
 
-    Args:
-        read: Returns the latest steps of a rank; None if they are not known.
-        world_size: Number of ranks of the job.
-        seconds: Returns the current time in seconds.
+    ``read`` returns the latest steps of a rank, or None if they are not known.
     """
 
     def __init__(
@@ -194,12 +191,7 @@ class StragglerWatch:
         self._comparisons = 0
 
     def after_step(self, recorder: StepRecorder, step: int) -> None:
-        """Compares ranks if the pause is over; logs those that have become slow, and records them as events.
-
-        Args:
-            recorder: The recorder of rank 0.
-            step: Number of the latest step.
-        """
+        """Compares ranks if the pause is over; logs those that have become slow, and records them on rank 0."""
         started = self._seconds()
         if started < self._next:
             return
@@ -235,11 +227,7 @@ class StragglerWatch:
 
 
 class RankFileReader:
-    """Reads the latest steps of ranks from their files, if this machine has them.
-
-    Args:
-        folder: The folder of the run, on this machine or shared by all.
-    """
+    """Reads the latest steps of ranks from their files, if this machine has them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -296,9 +284,6 @@ class StepBoard:
 
     Args:
         store: A torch ``Store`` that all ranks share.
-        rank: The rank of this process.
-        world_size: Number of ranks of the job.
-        facts: Facts of this rank, see :class:`~deepspeed.run_report.run_data.RankRun`.
         seconds: Returns the current time in seconds, for the watch of rank 0.
     """
 
@@ -318,12 +303,7 @@ class StepBoard:
         self._posted: int | None = None  # the last step that was written
 
     def after_step(self, recorder: StepRecorder, step: int) -> None:
-        """Writes every 20 steps; one step later rank 0 compares.
-
-        Args:
-            recorder: The recorder of this rank.
-            step: Number of the latest step.
-        """
+        """Writes every 20 steps; one step later rank 0 compares."""
         # The store ends with the process that serves it, which may end before this one.
         with contextlib.suppress(RuntimeError):
             if step % WINDOW == 0 and self.steps.lines:

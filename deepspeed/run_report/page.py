@@ -26,10 +26,7 @@ _STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
 
 def write_report(folder: Path) -> Path:
-    """Writes ``report.html`` and ``report.json`` about the run in ``folder``; returns the path of the page.
-
-    Args:
-        folder: ``run_report.path`` of the run, with the files of its ranks.
+    """Writes ``report.html`` and ``report.json`` into ``folder`` (``run_report.path``); returns the path of the page.
 
     Raises:
         DeepSpeedError: There is no file of a rank, the plan is damaged, or the page cannot be written.
@@ -277,7 +274,6 @@ def _moments(analysis: RunSummary) -> str:
 
 
 def _failed(run: RunData, analysis: RunSummary) -> str:
-    """Returns the sentence about the first failure."""
     if not analysis.failures:
         return ""
     first, *others = analysis.failures
@@ -344,7 +340,6 @@ def _experts(run: RunData) -> str:
 
 
 def _expert_points(run: RunData) -> dict[str, list[tuple[float, float]]]:
-    """Returns the curves of :data:`_EXPERT_CURVES` that have values."""
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for name in _EXPERT_CURVES:
         for number, line in sorted(run.first.steps.items()):
@@ -408,11 +403,7 @@ Row = tuple[Any, ...]
 
 
 def time_beside_plan(run: RunData, step_seconds: float) -> list[Row]:
-    """Returns ``(name, planned, run, ratio)`` for a step's time and the first rank's peak memory; empty without a plan.
-
-    Args:
-        step_seconds: Median seconds of a step.
-    """
+    """Returns ``(name, planned, run, ratio)`` of the median step and the first peak memory; empty without a plan."""
     rows = []
     if (bound := _number(run.plan, "step_seconds_at_least")) is not None:
         rows.append(_row("milliseconds per step, at least", bound * 1e3, step_seconds * 1e3))
@@ -472,7 +463,6 @@ def line_chart(points: Sequence[tuple[float, float]], label: str, marks: Sequenc
 
     Args:
         points: ``(x, y)`` in the order of x.
-        label: Name of y.
         marks: ``(x, text, CSS class)`` of events, drawn as vertical lines with the text as their title.
     """
     if not points:
@@ -499,9 +489,7 @@ def stacked_chart(steps: Sequence[int], parts: Mapping[str, Sequence[float]], la
     """Returns stacked areas as HTML with an SVG.
 
     Args:
-        steps: Numbers of the steps.
         parts: Seconds of each step by name; drawn in this order from the bottom.
-        label: Name of the sum.
         limit: Higher sums are cut off, as one long step would flatten all others; 0: none is cut.
     """
     if not steps:
@@ -543,7 +531,6 @@ def heat_map(rows: Mapping[int, Sequence[float | None]], label: str, most: float
     Args:
         rows: Seconds of each step by rank, None for steps that are not in the file; all equally long. If there are
             more ranks or steps than rows and columns in the picture, a cell shows its largest value.
-        label: Name of the time.
         most: Seconds at which a cell has the strongest color: dark on a light page, bright on a dark one.
         longest: The largest time, shown if it is longer.
     """

@@ -28,9 +28,6 @@ class StandbyWriter:
 
     A shell of about 1 MB waits for the end of a pipe that this process holds open, and then writes the page. It has a
     session of its own, so that it does not get signals to the ranks. :meth:`cancel` ends it.
-
-    Args:
-        folder: ``run_report.path`` of the run.
     """
 
     # A machine that shuts down, or a cancelled job, signals all processes: the shell must survive that.
@@ -57,10 +54,7 @@ def report_at_end(folder: Path, rank: int, has_failed: bool, standby: StandbyWri
 
     Rank 0 writes it, and so does a rank that has failed, because the launcher may kill the others.
 
-    Args:
-        folder: ``run_report.path`` of the run.
-        has_failed: Whether an exception ends it.
-        standby: Writes the page if this process is killed; cancelled once the page is written.
+    ``standby`` is cancelled once the page is written.
     """
     if rank == 0:
         _await_ends(folder)
@@ -75,11 +69,7 @@ def report_at_end(folder: Path, rank: int, has_failed: bool, standby: StandbyWri
 
 
 def report_of_earlier_start(folder: Path) -> None:
-    """Writes the report of the previous start if its ranks have written after the page. Rank 0 calls it.
-
-    Args:
-        folder: ``run_report.path`` of the run, before a rank of the new start opens its file.
-    """
+    """Writes the report of the previous start if its ranks have written after the page. Rank 0 calls it."""
     written = [path.stat().st_mtime_ns for path in folder.glob(PATTERN)]
     page = folder / "report.html"
     if not written or (page.exists() and page.stat().st_mtime_ns >= max(written)):

@@ -23,11 +23,7 @@ _FLUSH_SECONDS = 1.0  # the longest time that lines stay in memory, if more line
 
 
 class RankFile:
-    """Appends lines to the file of one rank.
-
-    Args:
-        folder: The folder of the run; created if missing.
-        rank: Number of the rank in the job.
+    """Appends lines to the file of one rank in ``folder``, which is created if missing.
 
     Raises:
         DeepSpeedConfigError: The folder cannot be written to.
@@ -57,11 +53,7 @@ class RankFile:
 
 
 class RecentSteps:
-    """Keeps the lines of the latest steps in memory instead of a file.
-
-    Args:
-        count: Number of steps to keep.
-    """
+    """Keeps the lines of the latest ``count`` steps in memory instead of a file."""
 
     def __init__(self, count: int) -> None:
         self.lines: deque[dict[str, Any]] = deque(maxlen=count)  # the lines, the latest last
@@ -101,7 +93,7 @@ def rank_path(folder: Path, rank: int) -> Path:
 
 
 def rank_of(path: Path) -> int:
-    """Returns the number of the rank whose file ``path`` is.
+    """Returns the rank whose file ``path`` is.
 
     Raises:
         DeepSpeedError: The name has no number, such as that of a copy.

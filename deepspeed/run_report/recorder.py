@@ -66,7 +66,6 @@ class _StepWriter:
         self._earlier_exception = uncaught_exception()
 
     def take(self, step: _OpenStep | None) -> None:
-        """Writes the step before ``step``."""
         before, self._unread = self._unread, step
         if before is not None:
             self._write(before)
@@ -104,9 +103,6 @@ class StepRecorder(StepTracker):
 
     Args:
         target: Folder of the run, or a buffer of the latest steps, which get neither losses nor events.
-        rank: Number of this rank in the job.
-        facts: Values of the line at the start.
-        clock: Sets the marks; None: :func:`~deepspeed.run_report.clock.phase_clock`.
         on_close: Called after the last line, with whether an exception ends the program.
         after_step: Called after each step with this recorder and the step's number.
     """

@@ -81,10 +81,7 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Reads a run.
-
-    Args:
-        folder: ``run_report.path`` of the run. Folders of several nodes may be copied into one.
+    """Reads the run in ``folder`` (``run_report.path``); folders of several nodes may be copied into one.
 
     Raises:
         DeepSpeedError: There is no file of a rank, one cannot be read, or the plan is damaged.
