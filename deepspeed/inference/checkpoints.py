@@ -44,10 +44,8 @@ def fill(
     If the model is cut over tensor-parallel ranks, each rank reads only its parts.
 
     Args:
-        model: Its tensors may be on the meta device; those are replaced.
         checkpoint: A folder (of weights, or of ``save_checkpoint``), a file of weights, a JSON file, or the object of
             such a file: its ``checkpoints`` lists files of whole tensors, or has the lists ``non_tp`` and ``tp``.
-        dtype: The dtype of floating tensors.
         base_dir: Folder that relative names start from.
         slices: Makes parameters on the meta device slices, of which each rank reads its own; None: they become whole.
 
@@ -88,7 +86,6 @@ def fill(
 
 
 def _rename_by_prefix(stored: Stored, prefixes: dict[str, str]) -> Stored:
-    """Returns a tensor of a pipeline's checkpoint under its name in the model."""
     name = stored.tile.name
     prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
     if prefix is None:
@@ -120,8 +117,6 @@ def _refuse_gaps(
 
 
 class _ModelTensors:
-    """Finds the tensors of a model by their names in files, and sets their values."""
-
     def __init__(self, model: nn.Module, slices: SlicesFromFiles | None = None) -> None:
         self._slices = slices
         self._model = model
@@ -229,11 +224,9 @@ Shape = tuple[int, ...]
 
 
 class StoredNames:
-    """Maps tensors in files to those of a Transformers model, by the library's conversion rules.
+    """Maps tensors in files to those of a Transformers model (others keep their names), by the library's rules.
 
-    Args:
-        model: Any module; tensors of models of other libraries keep their names.
-        shape_of: Returns the whole shape of the model's tensor for a name in files; None if the model has none.
+    ``shape_of`` returns the whole shape of the model's tensor for a name in files; None if the model has none.
     """
 
     def __init__(self, model: nn.Module, shape_of: Callable[[str], Shape | None]) -> None:
@@ -260,9 +253,7 @@ class StoredNames:
     def resolve(self, stored: Stored) -> Stored | None:
         """Returns the tensor under its name in the model: renamed, or as a part of a larger tensor.
 
-        Returns:
-            None if the tensor can only be converted together with others. It is read now; :meth:`converted` yields the
-            results.
+        Returns None if the tensor can only be converted together with others; :meth:`converted` yields the results.
 
         Raises:
             CheckpointError: It is a part of the model's tensor, but has another shape than this part.

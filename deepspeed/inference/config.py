@@ -37,11 +37,7 @@ class InferenceSettings:
 
 
 def read_settings(config: Any, keywords: dict[str, Any]) -> InferenceSettings:
-    """Reads ``init_inference(model, config, **keywords)``. The caller's dict stays as it is.
-
-    Args:
-        config: A dict, a path to an Hjson file, a :class:`DeepSpeedInferenceConfig`, or None.
-        keywords: The same keys.
+    """Reads ``init_inference(model, config, **keywords)``; None or a dict, which stays as it is, a file, or an object.
 
     Raises:
         DeepSpeedConfigError: Lists every problem, such as a key to which ``config`` and ``keywords`` give different

@@ -35,10 +35,6 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     Args:
         model: Any module. One on the meta device is filled from ``checkpoint``.
         config: A dict or a path to a JSON file with the keys of docs/reference/config.md, "Inference".
-        **kwargs: The same keys.
-
-    Returns:
-        The engine. ``engine.module`` is the model, changed in place.
 
     Raises:
         DeepSpeedConfigError: The configuration cannot be used; lists every problem.
@@ -95,7 +91,6 @@ def _fill(model: nn.Module, settings: InferenceSettings, slices: SlicesFromFiles
 
 
 def _quantize(model: nn.Module, settings: InferenceSettings) -> None:
-    """Replaces linear layers by quantized ones as configured, in place."""
     if settings.weight_bits is not None:
         log_dist(f"init_inference: {quantize_model(model, bits=settings.weight_bits).line()}", ranks=[0])
     elif settings.parts:

@@ -103,7 +103,6 @@ def cut(model: nn.Module, settings: InferenceSettings, mesh: Mesh, device: torch
 
 
 def _group_of(tp_config: InferenceTp) -> Any:
-    """Returns the process group of the ranks that share layers, if the program passes one; otherwise None."""
     if tp_config.tp_group is not None or tp_config.mpu is None:
         return tp_config.tp_group
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
@@ -173,9 +172,7 @@ def save(model: nn.Module, folder: str, cut: CutModel | None, dtype: torch.dtype
 
     Args:
         model: Cut by ``cut``, or whole.
-        folder: Created if missing.
         cut: Describes how the model was cut; None: it was not.
-        dtype: Dtype of its weights, for the description.
 
     Raises:
         CheckpointError: A file cannot be written; raised on every rank that shares layers.

@@ -92,12 +92,7 @@ class Stored:
         return next((dim for dim, extent in enumerate(self.tile.shape) if extent > 1), max(len(self.tile.shape) - 1, 0))
 
     def copy_into(self, values: torch.Tensor, regions: tuple[TileRegion, ...]) -> None:
-        """Reads the elements that ``values`` and this tensor have in common, and nothing else.
-
-        Args:
-            values: A tile of the named tensor, in the tile's shape; written in place, in its own dtype.
-            regions: The regions of the named tensor that the tile holds.
-        """
+        """Reads into ``values`` what this part has of it; its shape is that of a tile with these ``regions``."""
         for mine in regions:
             for theirs in self.tile.regions:
                 if (common := in_common(mine, theirs)) is not None:
@@ -137,7 +132,6 @@ def find_files(checkpoint: str | Mapping[str, Any], base: Path) -> WeightFiles:
     Args:
         checkpoint: A folder (of weights, or of ``save_checkpoint``), a file of weights, a JSON file, or the object of
             such a file.
-        base: Folder that relative names start from.
 
     Raises:
         CheckpointError: There are no such files, or the description of them cannot be read.
