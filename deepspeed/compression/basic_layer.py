@@ -116,7 +116,6 @@ class QuantAct(nn.Module):
     ranges of the batches. Each rank has the range of its own batches; checkpoints hold rank 0's.
 
     Args:
-        bits: Bits of a code.
         symmetric: Quantize symmetrically around zero; otherwise from the least to the largest value.
         static: Use the running range; otherwise that of each token or image.
         by_image: A group is one image (all dimensions but the first) instead of one token.

@@ -55,17 +55,13 @@ def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, pack
     The result computes what the compressed model computes once all its techniques are active with their final bits.
     Pruned parts are removed if ``related_modules`` names the layers before or after them; weights of at most 8 bits
     become codes, which cannot be trained. Where only ``layer_reduction`` is on, nothing changes. Logs the size before
-    and after. At ZeRO stage 3 every rank must call it.
+    and after; the returned model has it as ``compression_report`` (:class:`CompressionReport`). At ZeRO stage 3 every
+    rank must call it.
 
     Args:
         model: The model after ``init_compression`` and training, changed in place; or its engine, which cannot train
             afterwards.
-        deepspeed_config: The configuration that was passed to ``init_compression``.
-        mpu: Must be None.
         packed: Store rounded weights as codes; False keeps them as floating-point numbers.
-
-    Returns:
-        The model, with an attribute ``compression_report`` (:class:`CompressionReport`).
 
     Raises:
         CallOrderError: The model is not compressed, or it is sharded (stage 3) and the engine was not given.
@@ -136,7 +132,6 @@ def _refuse(model: nn.Module, section: Any, *, has_engine: bool) -> None:
 
 
 def _plain_bytes(model: nn.Module, layers: list[tuple[str, nn.Module, Techniques]]) -> int:
-    """Returns the bytes of all parameters and buffers, without those that compression added."""
     added = set()
     for _, module, techniques in layers:
         own = {name for pruning in techniques.prunings.values() for name in (pruning.buffer, pruning.scores)}
@@ -192,11 +187,7 @@ def _bake(module: Any, techniques: Techniques, baked: dict[int, nn.Parameter]) -
 def _pack(
     model: nn.Module, kinds: dict[str, str], levels: dict[str, QuantizationLevels | None]
 ) -> dict[str, int | str]:
-    """Replaces layers with rounded weights by layers that store codes.
-
-    Returns:
-        By layer name: the bits in which the weight is stored, or why it is not stored as codes.
-    """
+    """Stores rounded weights as codes; returns by layer the bits, or why the weight is not stored as codes."""
     users: dict[int, list[str]] = defaultdict(list)
     for name in kinds:
         users[id(model.get_submodule(name).weight)].append(name)
@@ -279,8 +270,6 @@ class LayerPruner:
     """Removes outputs and inputs of layers, and updates the levels of their rounded weights accordingly.
 
     Args:
-        model: The model, whose layers have their original classes and final weights again.
-        kinds: The kind of each compressed layer, by name.
         levels: Levels of the rounded weights, by the layer's name; changed in place; None if a removal breaks groups.
     """
 

@@ -38,19 +38,14 @@ class PowerIteration:
         seed: int = 0,
         mean: Mean | None = None,
     ) -> tuple[float, int]:
-        """Returns the eigenvalue of largest magnitude of the Hessian with respect to ``parameters``, with its sign.
+        """Returns the Hessian's eigenvalue of largest magnitude, with its sign, and the number of products.
+
+        ``gradients`` are those of ``scale`` times the loss with their graph, of any shape, None for a parameter without
+        one. Equal seeds give equal start vectors. The eigenvalue is 0 if the loss is linear in the parameters or a
+        product is not finite.
 
         Args:
-            gradients: Gradients of the loss with their graph, one for each of ``parameters``; None for a parameter
-                without one.
-            parameters: At least one parameter, of any shape.
-            scale: The factor on the loss.
-            seed: Seed of the start vector; equal seeds give equal vectors.
             mean: Averages products over ranks, which must then all call this; None: uses this process's loss alone.
-
-        Returns:
-            The eigenvalue and the number of products. The eigenvalue is 0 if the loss is linear in the parameters or a
-            product is not finite.
         """
         device = parameters[0].device
         generator = torch.Generator().manual_seed(seed)
@@ -114,11 +109,7 @@ def as_shares(values: Sequence[float]) -> list[float]:
 
 
 def blocks_of(model: nn.Module, layer_name: str, layer_num: int) -> dict[str, nn.Module]:
-    """Returns the blocks of layers by name, in order.
-
-    Args:
-        layer_name: Name of the module that contains the blocks, such as an ``nn.ModuleList``.
-        layer_num: Number of blocks, counted from the first; 0: all.
+    """Returns the first ``layer_num`` (0: all) blocks of the module ``layer_name``, by name in order.
 
     Raises:
         DeepSpeedConfigError: The model has no such module, or fewer blocks.
@@ -146,13 +137,9 @@ class Eigenvalue:
     With ``eigenvalue.enabled`` in the configuration the engine computes them.
 
     Args:
-        verbose: Log each eigenvalue.
-        max_iter: Maximum number of Hessian-vector products.
         tol: Relative change of the eigenvalue below which the iteration stops.
         stability: Added to the norm by which a vector is divided.
         gas_boundary_resolution: Updates between two computations; only stored, for the program to read.
-        layer_name: Name of the module that contains the blocks, such as an ``nn.ModuleList``.
-        layer_num: Number of blocks, counted from the first; 0: all.
     """
 
     def __init__(
@@ -173,18 +160,14 @@ class Eigenvalue:
     def compute_eigenvalue(
         self, module: nn.Module, device: Any = None, scale: float = 1.0
     ) -> dict[int, tuple[float, int]]:
-        """Returns the eigenvalue of each block relative to the largest, from the gradients in ``parameter.grad``.
+        """Returns the relative eigenvalue and number of its block, by ``id`` of each parameter with ``.grad``.
 
         Call it after ``loss.backward(create_graph=True)``.
 
-        Args:
-            module: The model.
-            device: Ignored: each block computes on the device of its parameters.
-            scale: The factor on the loss.
+        Relative is the magnitude divided by the largest.
 
-        Returns:
-            ``(magnitude of the eigenvalue divided by the largest magnitude, number of the block)`` by ``id`` of each
-            parameter of the blocks.
+        Args:
+            device: Ignored: each block computes on the device of its parameters.
 
         Raises:
             DeepSpeedConfigError: ``layer_name`` or ``layer_num`` does not fit the model, or the loss has no second

@@ -39,7 +39,6 @@ from deepspeed.zero.group import Groups
 
 
 def _is_prepared(model: nn.Module) -> bool:
-    """Returns whether ``init_compression`` has prepared the model."""
     return any(techniques_on(module) is not None for module in model.modules())
 
 
@@ -63,12 +62,7 @@ def _is_cut_by_configuration(setup: EngineSetup) -> bool:
 
 
 class CompressionHooks(EngineHooks):
-    """The schedule of one engine's compressed model, and its measurements of eigenvalues.
-
-    Args:
-        schedule: The schedule of the model.
-        peers: The ranks with other samples.
-    """
+    """Holds the schedule of one engine's compressed model, and measures eigenvalues with ``peers``."""
 
     def __init__(self, schedule: compression_scheduler, peers: Transport) -> None:
         self.schedule = schedule
@@ -248,12 +242,7 @@ _BUCKET = (1 << 15) - 2  # a number that no bucket has
 
 
 class EnginePacing:
-    """Measures eigenvalues for one engine.
-
-    Args:
-        pace: The pace of the model's bit widths.
-        transport: Between the ranks with other samples.
-    """
+    """Measures eigenvalues for one engine, over the ranks with other samples."""
 
     def __init__(self, pace: Pace, transport: Transport) -> None:
         self._pace = pace
@@ -263,13 +252,9 @@ class EnginePacing:
         self.is_measuring = False  # whether the backward that runs now is part of a measurement, not of training
 
     def before_backward(self, loss: torch.Tensor, scale: float, global_steps: int, updates: int) -> None:
-        """Measures if the update after this backward needs it. Every rank must call it.
+        """Measures if the update after this backward of a 0-dim loss needs it. Every rank must call it.
 
-        Args:
-            loss: 0-dim, as the backward gets it.
-            scale: The factor on the program's loss.
-            global_steps: Updates so far, skipped ones included.
-            updates: Updates so far, without skipped ones.
+        ``updates`` leaves skipped ones out.
         """
         if self._seen == global_steps or not self._pace.is_due(global_steps, updates):
             return
@@ -307,12 +292,7 @@ class EnginePacing:
 
 
 class compression_scheduler:  # noqa: N801 - a published name
-    """Activates the techniques of a model, each at its ``schedule_offset``. The engine has one and advances it.
-
-    Args:
-        model: The model after ``init_compression``.
-        compression_config: Ignored: the layers have their settings already.
-    """
+    """Activates the techniques of a model, each at its ``schedule_offset``. The engine has one and advances it."""
 
     def __init__(self, model: nn.Module, compression_config: Any = None) -> None:
         self._model = model
@@ -337,8 +317,7 @@ class compression_scheduler:  # noqa: N801 - a published name
     def step(self, step_zero_check: bool = False) -> None:
         """Advances the schedule by one update. Call it after each update.
 
-        Args:
-            step_zero_check: Do not count an update; only activate techniques that start at update 0.
+        ``step_zero_check``: do not count an update; only activate techniques that start at update 0.
         """
         steps = self.training_steps + (not step_zero_check)
         pruned = None

@@ -47,14 +47,8 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
     rest. With ``layer_reduction``, layers of ``teacher_model`` are first copied into the model.
 
     Args:
-        model: The model, whole or under ``zero.Init``; changed in place.
         deepspeed_config: A dict, a path, or what ``deepspeed.config.parse`` returned. Only ``compression_training`` is
             read.
-        teacher_model: Needed by ``layer_reduction``.
-        mpu: Must be None: tensor-parallel layers cannot be compressed.
-
-    Returns:
-        ``model``.
 
     Raises:
         DeepSpeedConfigError: The section does not fit the model; nothing was changed.
@@ -107,7 +101,6 @@ def techniques_on(module: nn.Module) -> Techniques | None:
 
 
 def _install(users: LayerWeights, name: str, selection: Selection) -> None:
-    """Adds one technique to a layer and to the layers that share its weight."""
     if selection.technique == "activation_quantization":
         _round_input(users.modules[name], name, selection)
     elif selection.technique == "weight_quantization":
@@ -267,16 +260,9 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
 
 
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
-    """Replaces transformers' ``Conv1D`` layers by ``nn.Linear`` with the transposed weight, in place.
+    """Replaces transformers' ``Conv1D`` by ``nn.Linear`` with the transposed weight, in place; returns the model.
 
     Compression supports ``Conv1D`` itself; this is for programs that want linear layers.
-
-    Args:
-        model: The model, or one with an attribute ``module``.
-        convert_type: The class ``Conv1D``.
-
-    Returns:
-        ``model``.
     """
     inner = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
     assert isinstance(inner, nn.Module)
@@ -293,19 +279,11 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) ->
 
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> nn.Module:
-    """Copies layers of a teacher into a student, by ``compression_training.layer_reduction``.
+    """Copies layers of a teacher into a student, by ``compression_training.layer_reduction``; returns the student.
 
     Layer ``i`` of the student below ``module_name_prefix`` gets the values of the teacher's layer
     ``teacher_layer[i]``. Each module of ``other_module_name`` gets those of the teacher's module of the same name. Call
     it with the same arguments on every rank; every rank must call it if parameters are sharded.
-
-    Args:
-        student_model: Changed in place; has as many layers as ``teacher_layer`` has entries.
-        teacher_model: Not changed.
-        deepspeed_config: A dict, a path, or what ``deepspeed.config.parse`` returned.
-
-    Returns:
-        ``student_model``.
 
     Raises:
         DeepSpeedConfigError: Names, numbers of layers or shapes do not fit; nothing was copied.

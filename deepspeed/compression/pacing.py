@@ -39,10 +39,8 @@ class PacedWidthSchedule(WidthSchedule):
     def advance(self, step: int, share: float) -> None:
         """Lowers the bits by one for each fall that is due.
 
-        Args:
-            step: Updates so far.
-            share: The block's eigenvalue divided by the largest. The next fall is due after ``1 + floor(4 share)``
-                times as many updates as without eigenvalues.
+        ``share`` is the block's eigenvalue divided by the largest. The next fall is due after ``1 + floor(4 share)``
+        times as many updates as without eigenvalues.
         """
         while (due := self.next_fall) is not None and step >= due:
             self.falls.append((step - self.offset, 2 * (due - self.offset) * (1 + math.floor(4 * share))))
@@ -58,13 +56,7 @@ class PacedWidthSchedule(WidthSchedule):
 
 
 class Pace:
-    """The bit widths of the weights in a model's blocks, and the eigenvalues that pace them.
-
-    Args:
-        model: Prepared by ``init_compression`` or ``quantize_training``; the width schedules of its blocks are
-            replaced by paced ones.
-        section: The section ``eigenvalue``.
-    """
+    """Paces the bit widths of the weights in a model's blocks by their eigenvalues; replaces their width schedules."""
 
     def __init__(self, model: nn.Module, section: EigenvalueSection) -> None:
         self._power = PowerIteration(section.max_iter, section.tol, section.stability)
@@ -97,9 +89,7 @@ class Pace:
 
         That is so every ``gas_boundary_resolution`` updates, if bits fall before the next of them.
 
-        Args:
-            global_steps: Updates so far, skipped ones included.
-            updates: Updates so far, without skipped ones.
+        Of ``updates``, skipped ones are left out.
         """
         if global_steps % self._resolution:
             return False
@@ -108,13 +98,9 @@ class Pace:
         )
 
     def measure(self, loss: torch.Tensor, scale: float, mean: Mean) -> None:
-        """Measures the eigenvalue of every block. Every rank must call it before the graph of its loss is freed.
+        """Measures the eigenvalue of every block, of a 0-dim loss with its graph. Every rank must call it.
 
-        Args:
-            loss: 0-dim, with its graph.
-            scale: The factor on the loss.
-            mean: Averages over ranks, so that the eigenvalues are those of the mean loss; see
-                :meth:`PowerIteration.dominant`.
+        ``mean`` averages over ranks, see :meth:`PowerIteration.dominant`.
         """
         groups = [[p for p in block.parameters() if p.requires_grad] for block in self._blocks.values()]
         every = list(dict.fromkeys(p for group in groups for p in group))

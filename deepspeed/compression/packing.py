@@ -46,12 +46,7 @@ class QuantizationLevels:
         return cls(bits, rounded.least, scale.contiguous(), offset.contiguous(), symmetric)
 
     def kept(self, rows: torch.Tensor | None, columns: torch.Tensor | None) -> QuantizationLevels | None:
-        """Returns the levels after rows and columns were removed; None if groups would get different lengths.
-
-        Args:
-            rows: 1-D indices of the remaining rows; None: all.
-            columns: 1-D indices of the remaining columns; None: all.
-        """
+        """Returns the levels of these rows and columns (1-D; None: all); None if groups would differ in length."""
         if columns is not None and self.scale.shape[1] > 1:
             return None
         if rows is None:
@@ -64,7 +59,6 @@ class Packed:
 
     Args:
         weight: ``[out, in]``, the rounded values.
-        levels: The values that the weight can have.
         by_rows: Whether single rows must be readable, as an embedding needs.
     """
 

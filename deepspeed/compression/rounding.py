@@ -36,13 +36,12 @@ class RoundedGroups(NamedTuple):
 def round_groups(
     groups: torch.Tensor, bits: int, *, symmetric: bool = True, generator: torch.Generator | None = None
 ) -> RoundedGroups:
-    """Rounds each row of ``groups`` to codes of this many bits.
+    """Rounds each row of ``groups``, ``[groups, values]`` of floating dtype, to codes of this many bits.
 
     A scale of zero is replaced by 1, so a row of zeros stays zero; with asymmetric rounding a row of equal values stays
     unchanged.
 
     Args:
-        groups: ``[groups, values of a group]``, any floating dtype.
         bits: Bits of a code. Below 3, ``symmetric`` and ``generator`` are ignored.
         symmetric: Around zero: ``scale = 2 max|w| / 2^bits``, and the largest positive value is clamped by one step;
             otherwise between the least and the largest value, ``scale = (max - min) / 2^bits``.
@@ -107,12 +106,7 @@ def kept_count(total: int, share: float) -> int:
 
 
 def largest(values: torch.Tensor, share: float) -> torch.Tensor:
-    """Returns a mask that is True for exactly ``kept_count`` of the largest values.
-
-    Args:
-        values: Any shape.
-        share: The fraction of the values that is kept, in (0, 1].
-    """
+    """Returns a mask, True for the ``kept_count`` largest of values of any shape; ``share`` is in (0, 1]."""
     flat = values.detach().flatten()
     mask = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
     mask[flat.topk(kept_count(flat.numel(), share), sorted=False).indices] = True
@@ -128,13 +122,11 @@ def learned(scores: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def norms(weight: torch.Tensor, kind: str, heads: int | None) -> torch.Tensor:
-    """Returns the absolute sums that ``l1`` compares: by weight, row, channel or head.
+    """Returns the absolute sums of ``weight`` (``[out, in, ...]``) that ``l1`` compares.
 
     Args:
-        weight: ``[out, in, ...]``.
         kind: ``sparse`` (single weights), ``row`` and ``channel`` (along the first dimension) or ``head`` (columns, in
             ``heads`` equal blocks).
-        heads: Number of heads.
     """
     size = weight.detach().abs().float()
     if kind == "sparse":

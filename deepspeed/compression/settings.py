@@ -84,10 +84,7 @@ class Selection:
 
 
 def section_of(config: Any) -> CompressionTraining:
-    """Returns the validated section ``compression_training`` of a configuration.
-
-    Args:
-        config: A dict, a path, or what :func:`deepspeed.config.parse` returned.
+    """Returns the validated section ``compression_training`` of a dict, a file, or a parsed configuration.
 
     Raises:
         DeepSpeedConfigError: The configuration is invalid or has no such section.

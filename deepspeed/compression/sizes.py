@@ -16,11 +16,7 @@ from deepspeed.models.layers import queries_per_key
 
 
 class LayerWeights:
-    """Maps weights to the layers that use them.
-
-    Args:
-        model: The model, before or during the installation of techniques.
-    """
+    """Maps weights to the layers that use them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())  # every module, by name

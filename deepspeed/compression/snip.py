@@ -67,13 +67,7 @@ class SnipPlan:
 
 
 class SnipScores(nn.Module):
-    """The scores of a layer's blocks, in its state dict.
-
-    Args:
-        rows: Blocks along the outputs.
-        columns: Blocks along the inputs.
-        device: The device of the layer.
-    """
+    """Holds the scores of a layer's blocks, along the outputs and the inputs, in its state dict."""
 
     keeps_buffer_dtype = True  # in 16 bits, adding a small score to a large sum would lose it
 
@@ -85,12 +79,7 @@ class SnipScores(nn.Module):
 
 
 class SnipPruner:
-    """Scores and masks of a model's layers.
-
-    Args:
-        plan: The plan of all layers.
-        layers: The layers with this technique; several may share a weight.
-    """
+    """Holds scores and masks of a model's layers; several may share a weight."""
 
     def __init__(self, plan: SnipPlan, layers: Iterable[Any]) -> None:
         self.plan = plan
@@ -125,13 +114,7 @@ class SnipPruner:
 
     @torch.no_grad()
     def after_update(self, step: int) -> str | None:
-        """Adds the scores of an update that was applied, and prunes if that is due.
-
-        Args:
-            step: Updates so far.
-
-        Returns:
-            A log line about the pruning; None if nothing was pruned.
+        """Adds the scores of an applied update, and prunes if that is due; returns a log line about it, or None.
 
         Raises:
             CallOrderError: :meth:`score_gradients` was not called before the update.
