@@ -185,10 +185,7 @@ def _samples_of_a_batch(loader: Any) -> int | None:
 def _batches_at(batches: int, saved_size: int | None, size: int | None) -> tuple[int, str]:
     """Returns the number of batches of another size up to the same sample, and a problem or an empty text.
 
-    Args:
-        batches: Number of batches of the saved size.
-        saved_size: Samples of all ranks in a batch when it was saved; None: the ranks do not share one order.
-        size: Samples of all ranks in a batch now; None: as above.
+    A size counts the samples of all ranks; None: the ranks do not share one order.
     """
     if saved_size is None or size is None:
         return (

@@ -27,11 +27,8 @@ class DeepSpeedDataLoader:
 
     Args:
         dataset: A map-style dataset (``__getitem__`` and ``__len__``) or an ``IterableDataset``.
-        batch_size: Samples per batch and rank.
-        pin_memory: Copy batches into page-locked memory.
         local_rank: Has no effect: the data-parallel rank determines the share.
         tput_timer: A timer whose ``start()`` is called before each batch.
-        collate_fn: Makes a batch from a list of samples; None: torch's.
         num_local_io_workers: Worker processes; None: load in this process.
         data_sampler: Replaces the default sampler, and must divide samples over the ranks itself; a ``BatchSampler``
             replaces ``batch_size`` too.
@@ -40,7 +37,6 @@ class DeepSpeedDataLoader:
         dataloader_drop_last: Drop the last, smaller batch. Otherwise the first samples are repeated until all shares
             are equal.
         deepspeed_dataloader_config: Further arguments of :class:`torch.utils.data.DataLoader`.
-        shuffle: Whether the default sampler shuffles.
         drop_last: The same as ``dataloader_drop_last``, by torch's name.
 
     Raises:
@@ -144,7 +140,6 @@ class DeepSpeedDataLoader:
             next(self._iterator, None)
 
     def _batches_after(self, passed: int) -> list[list[int]]:
-        """Returns the batches of the current pass after its first ``passed`` samples of all ranks."""
         sampler, size = self._shared_sampler, self.batch_size
         assert sampler is not None
         own = indices_after(sampler, passed)
@@ -298,15 +293,9 @@ def is_iterable_style_dataset(dataset: Any) -> bool:
 def move_to_device(
     item: Any, device: torch.device | str | int, criterion_func: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Moves the tensors in ``item`` to ``device``.
+    """Returns ``item`` with its tensors on ``device``, in tuples, lists and mappings too, without needless copies.
 
-    Args:
-        item: A tensor (any object with ``to``), or tuples, lists and mappings of these; other objects stay as they are.
-        device: The target device.
-        criterion_func: Returns whether an object is moved; None: objects with ``to`` are.
-
-    Returns:
-        The same structure with the moved tensors. Those already on the device are not copied.
+    Objects with ``to`` are moved, or those for which ``criterion_func`` is true.
     """
     is_moved = criterion_func or (lambda part: hasattr(part, "to"))
     return map_tensors(item, lambda part: part.to(device), is_moved)
@@ -318,9 +307,6 @@ class RepeatingLoader:
     At each new pass it sets the epoch of a sampler that shuffles by epoch, such as
     :class:`~torch.utils.data.distributed.DistributedSampler`, so that passes differ. It has the loader's methods that
     save and restore a position.
-
-    Args:
-        loader: An object that can be iterated over repeatedly.
 
     Raises:
         ValueError: A new pass of ``loader`` yields no batch; raised by ``next()``.
@@ -373,11 +359,7 @@ def inner_of(loader: Any) -> Any:
 
 
 def epoch_sampler_of(loader: Any) -> Any:
-    """Returns the loader's sampler that has ``set_epoch``, or None.
-
-    Args:
-        loader: A loader of any library. For a :class:`DeepSpeedDataLoader`, which counts its passes itself, it is None.
-    """
+    """Returns the loader's sampler that has ``set_epoch``, or None; None for loaders that count passes themselves."""
     inner = inner_of(loader)
     batches = getattr(inner, "batch_sampler", None)
     for sampler in (getattr(inner, "sampler", None), batches, getattr(batches, "sampler", None)):

@@ -73,10 +73,6 @@ def why_not_shared(sampler: DistributedSampler, position: Mapping[str, Any]) -> 
 
     Each rank compares a part of the indices, for the present number of ranks and for the saved one. The order is shared
     if the result is None on all ranks. The sampler is not changed.
-
-    Args:
-        sampler: The sampler of this rank.
-        position: A saved position with the entries of :func:`order_of`.
     """
     name, order = type(sampler).__name__, position.get("order")
     if order is None:  # saved with torch's own class

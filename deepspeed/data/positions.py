@@ -75,12 +75,9 @@ def _rest_of(loader: Any) -> _RestOfPass | None:
 
 
 def shared_position(loader: Any, state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the position of all ranks together, like :meth:`DeepSpeedDataLoader.position`.
+    """Returns the position of all ranks together, like :meth:`DeepSpeedDataLoader.position`, of torchdata's loader.
 
-    Args:
-        loader: One for which :func:`has_shared_order` is true.
-        state: Its ``state_dict()``. The result is None unless it is that of torchdata's ``StatefulDataLoader``, which
-            has the number of batches so far.
+    ``loader`` is one for which :func:`has_shared_order` is true, ``state`` its ``state_dict()``.
     """
     inner = inner_of(loader)
     if "_num_yielded" in state:

@@ -30,19 +30,11 @@ class DataAnalyzer:
     about a hundred rows); for a sum only ``m_metric_value``.
 
     Args:
-        dataset: A map-style dataset.
-        num_workers: Number of processes that share the work.
-        worker_id: Index of this process.
-        num_threads: Number of threads of this process, each with a share of the samples.
         num_threads_reduce: Number of threads that write index files, each for one metric at a time.
         specific_threads: Indices of the threads whose shares are measured; empty: all.
-        batch_size: Number of samples in the batches that metric functions get.
-        metric_names: The names of the metrics.
         metric_functions: For each metric a function of a batch that returns integers, as tensor or array.
         metric_types: For each metric ``single_value_per_sample`` or ``accumulate_value_over_samples`` (a vector).
         metric_dtypes: Has no effect: index files have the smallest dtype that holds their values.
-        save_path: Folder of the results.
-        collate_fn: Makes a batch from samples; None: torch's.
         custom_map_init: Not supported, like the next three; use a metric function instead.
         custom_map_update: Not supported.
         custom_map_finalize: Not supported.
@@ -135,10 +127,7 @@ class DataAnalyzer:
         write_metric(self._folder / name, name, kind, parts)
 
     def run_map_reduce(self, comm_group: Any = None) -> None:
-        """Runs map and reduce. Every rank of a process group must call it; rank 0 reduces, and all return together.
-
-        Args:
-            comm_group: Process group of the workers; None: all ranks.
+        """Runs map and reduce. Every rank of ``comm_group`` must call it; rank 0 reduces, and all return together.
 
         Raises:
             RuntimeError: Another rank could not map, or rank 0 could not reduce.
@@ -236,19 +225,10 @@ class DistributedDataAnalyzer:
     """Measures every sample of a dataset; the files are those of :class:`~deepspeed.data.analysis.DataAnalyzer`.
 
     Args:
-        dataset: A map-style dataset.
         num_workers: Number of shares, one per rank; None or 1: the number of ranks.
         num_threads: Has no effect: a rank uses one thread.
         worker_id: Index of the share; None or 0: the rank.
-        batch_size: Number of samples in the batches that metric functions get.
-        metric_names: The names of the metrics.
-        metric_functions: For each metric a function of a batch that returns integers, as tensor or array.
-        metric_types: For each metric ``single_value_per_sample`` or ``accumulate_value_over_samples`` (a vector).
-        save_path: Folder of the results, which rank 0 writes.
-        collate_fn: Makes a batch from samples; None: torch's.
         device: Has no effect: batches stay on the dataset's device.
-        comm_group: Process group; None: all ranks.
-        sample_indices: The index of each sample in the training dataset; None: the same as in ``dataset``.
 
     Raises:
         ValueError: ``num_workers`` is not the number of ranks, or ``worker_id`` is not this rank.
@@ -311,12 +291,7 @@ KINDS = (SINGLE, SUM)
 
 
 class MetricValues:
-    """Collects the values of one metric for the samples of one share.
-
-    Args:
-        kind: ``single_value_per_sample``: an integer for each sample; ``accumulate_value_over_samples``: the sum of
-            vectors.
-    """
+    """Collects the values of one metric, or their sum, for the samples of one share."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -325,12 +300,7 @@ class MetricValues:
         self._sum: NDArray[Any] | None = None
 
     def add(self, result: Any, samples: NDArray[numpy.int64], name: str) -> None:
-        """Adds the result of a metric function for a batch.
-
-        Args:
-            result: A tensor or array of integers: ``[samples]``, or for a sum a vector of the same shape in each batch.
-            samples: The indices of the batch's samples, ``[samples]``; not used for a sum.
-            name: The name of the metric.
+        """Adds a metric function's result for a batch: ``[samples]`` integers, or for a sum a vector of one shape.
 
         Raises:
             ValueError: The result is not one integer per sample, or the shapes of vectors differ.
@@ -366,12 +336,7 @@ class MetricValues:
 
 
 def write_metric(folder: Path, name: str, kind: str, parts: Sequence[dict[str, NDArray[Any]]]) -> None:
-    """Writes the index files of one metric.
-
-    Args:
-        folder: Where to write; created if missing.
-        kind: The type of the metric.
-        parts: The :meth:`MetricValues.arrays` of each share.
+    """Writes the index files of one metric from the :meth:`MetricValues.arrays` of each share.
 
     Raises:
         ValueError: A sample was measured twice.

@@ -25,8 +25,6 @@ _METRIC = "seqlen"
 
 
 class _ListedBatches(BatchSampler):
-    """Yields micro-batches that were chosen in advance."""
-
     def __init__(self, micro_batches: Sequence[list[Any]]) -> None:
         self._micro_batches = micro_batches
 
@@ -60,23 +58,18 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     sample_padding_fn: Callable[[Any, int], Any] | None = None,
     batch_seqlens_fn: Callable[[Any], Any] | None = None,
 ) -> tuple[DeepSpeedDataLoader, VariableBatchSizeLR, dict[str, Any]]:
-    """Returns a loader whose micro-batches have at most ``max_tokens`` tokens, and a schedule that follows their sizes.
+    """Returns a loader of micro-batches of at most ``max_tokens`` tokens, a schedule of rates, and its arguments.
 
     Every rank must call it. Micro-batches of one update differ in size; their gradients have equal weight, and the rate
     is scaled by the samples of the update relative to ``engine.train_batch_size()``.
 
     Args:
-        dataset: A map-style dataset.
         engine: An engine with ``data_efficiency.data_sampling.dynamic_batching`` enabled.
         dataset_seqlens: Tokens of each sample; None: read from the files below ``metrics_path``, which are created if
             missing.
         dataset_filter_ids: Use only these samples; ``dataset_seqlens`` are then theirs, in this order.
-        dataloader_collate_fn: Makes a batch of samples; None: the engine's.
         sample_padding_fn: Called with a sample and the largest length in its update; returns the padded sample.
         batch_seqlens_fn: Returns the lengths of the samples in a batch, for the analysis; None: ``len`` of each sample.
-
-    Returns:
-        The loader over this rank's micro-batches, the schedule, and the loader's arguments.
 
     Raises:
         DeepSpeedConfigError: The section is not enabled, or the lengths are missing or those of another dataset.
@@ -188,12 +181,10 @@ def _lengths(samples: list[Any]) -> Any:
 
 
 class VariableBatchSizeLR:
-    """Scales the rates of another schedule, or of an optimizer, by the size of the next batch.
+    """Scales the rates of another schedule, or of an optimizer, by the size of the next batch; sizes repeat.
 
     Args:
-        lr_scheduler: The schedule, or an optimizer with constant rates.
         base_batch_size: Number of samples at which the rates are not scaled.
-        batch_sizes: Number of samples of each batch, repeated cyclically.
         dataloader: Has no effect.
         lr_scaling_method: ``linear``, ``sqrt`` or ``none``.
     """

@@ -32,16 +32,10 @@ def batch_by_seqlens(
     ``min_batch_size`` sequences, and the last micro-batches, which do not fill a batch.
 
     Args:
-        seqlens: Number of tokens of each sequence.
-        max_tokens: Largest number of tokens in a micro-batch, without padding.
         sequence_ids_per_mb: The index of each sequence in the dataset; None: its index in ``seqlens``.
-        min_batch_size: Smallest number of sequences in a micro-batch.
-        max_batch_size: Largest number of sequences in a micro-batch; None: no limit.
         sequence_picking_order: ``dataloader`` (the order of ``seqlens``), ``random``, or ``seqlen`` (short ones first).
         effective_batch_size: Number of micro-batches in a batch: ranks times accumulation steps.
         required_microbatches_of_same_size: Give all micro-batches of a batch the same number of sequences (pipelines).
-        verbose: Log each batch.
-        seed: The seed of the random order.
 
     Returns:
         For each micro-batch the number of its batch and its sequences; for each batch the number of its sequences; for
@@ -138,13 +132,7 @@ def _equal(order: list[int], lengths: list[int], limit: int, least: int, most: i
 
 
 def scale_lr(base_batch_size: int, batch_size: int, base_lr: float = 1, method: Any = "linear") -> float:
-    """Returns the learning rate for a batch of another size.
-
-    Args:
-        base_batch_size: Number of samples of a batch at which the rate is ``base_lr``.
-        batch_size: Number of samples of the batch.
-        base_lr: The rate at ``base_batch_size``.
-        method: ``linear`` (arXiv:1706.02677), ``sqrt`` (arXiv:1404.5997) or ``none``.
+    """Returns the rate for another batch size: ``linear`` (arXiv:1706.02677), ``sqrt`` (arXiv:1404.5997) or ``none``.
 
     Raises:
         ValueError: The method is unknown.

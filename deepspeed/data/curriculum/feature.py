@@ -25,12 +25,7 @@ def _passes_lengths(root: Root) -> bool:
 
 
 class CurriculumHooks(EngineHooks):
-    """Updates the difficulty at each step of one engine.
-
-    Args:
-        curriculum: The schedule of the difficulty.
-        passes_length: Whether training forwards get the difficulty as their length.
-    """
+    """Updates the difficulty at each step of one engine, and passes it to training forwards as length if requested."""
 
     def __init__(self, curriculum: CurriculumScheduler, *, passes_length: bool) -> None:
         self.curriculum = curriculum

@@ -31,13 +31,7 @@ class DeepSpeedDataSampler(BatchSampler):
     """Yields the micro-batches of one rank by ``data_efficiency.data_sampling``; a batch sampler for ``DataLoader``.
 
     Args:
-        data_efficiency_config: The section, as a dict or parsed.
-        one_epoch_total_samples: Number of samples of the dataset.
-        micro_batch_size: Number of samples of one forward on one rank.
-        data_parallel_rank: Index of this rank among those that divide the data.
-        data_parallel_size: Number of these ranks.
         data_parallel_group: Has no effect: all ranks draw the same batch.
-        gradient_accumulation_steps: Number of micro-batches of one update.
         global_rank: Has no effect.
         drop_last: End before a micro-batch that would exceed ``num_epochs`` passes; False: yield it too, with further
             samples.
@@ -133,7 +127,6 @@ class DeepSpeedDataSampler(BatchSampler):
     # -- drawing -----------------------------------------------------------------------------------------------------
 
     def _draw(self) -> list[int]:
-        """Returns the next global batch."""
         self.curriculum_step += 1
         difficulties = {name: each.update_difficulty(self.curriculum_step) for name, each in self._schedules.items()}
         if difficulties != self.current_difficulties or not self._clusters.members:
@@ -187,11 +180,9 @@ class DeepSpeedDataSampler(BatchSampler):
         }
 
     def state_dict(self, micro_batches: int | None = None) -> dict[str, Any]:
-        """Returns the position of the sampler, equal on all ranks, as numbers, strings, lists and dicts.
+        """Returns the position, equal on all ranks, as numbers, strings, lists and dicts.
 
-        Args:
-            micro_batches: Return the position after this many micro-batches, for readers that prefetch; None: the
-                present one.
+        ``micro_batches``: after this many, for readers that prefetch; None: the present position.
 
         Raises:
             ValueError: The state after ``micro_batches`` is not kept any more.
@@ -248,11 +239,9 @@ def _read(config: Mapping[str, Any] | DataEfficiency) -> DataEfficiency:
 
 
 class MetricOrder:
-    """The samples of a dataset ordered by one metric, easiest first.
+    """Orders the samples of a dataset by one metric, easiest first.
 
     Args:
-        name: The name of the metric, for messages.
-        samples: Indices of the samples in that order, 1-D.
         values: The distinct values of the metric, ascending, 1-D; None: difficulties are percentiles.
         ends: For each value, the number of samples with it or a lower one.
         max_difficulty: The percentile that stands for all samples; None: difficulties are values of the metric.
@@ -279,10 +268,8 @@ class MetricOrder:
         """Reads the index files that an analysis has written (:mod:`deepspeed.data.analysis`).
 
         Args:
-            name: The name of the metric.
             sample_path: ``..._index_to_sample``: for each value a row of samples.
             metric_path: ``..._index_to_metric``: the values; not needed for percentiles.
-            max_difficulty: See the class.
 
         Raises:
             ValueError: The two files do not belong together.
@@ -319,12 +306,7 @@ class MetricOrder:
 
 
 class Clusters:
-    """Groups samples by the step at which the curriculum first allowed them.
-
-    Args:
-        metrics: The metrics of the curriculum; empty: all samples are in one group.
-        num_samples: Number of samples of the dataset.
-    """
+    """Groups samples by the step at which the curriculum first allowed them; without metrics all are in one group."""
 
     def __init__(self, metrics: list[MetricOrder], num_samples: int) -> None:
         self._metrics = metrics

@@ -112,10 +112,6 @@ def grown(step: int, *, low: int, high: int, steps: int, granularity: int, degre
     but at least the first multiple that is not below ``low``, and at most ``high``.
 
     Args:
-        step: Number of the step, from 0.
-        low: Value at step 0.
-        high: Final value, reached at ``steps``, or a little later if it is not a multiple of ``granularity``.
-        steps: Number of steps of the growth.
         granularity: All values but ``high`` are multiples of it.
         degree: 1 grows linearly, 2 as the square root.
     """
@@ -125,14 +121,8 @@ def grown(step: int, *, low: int, high: int, steps: int, granularity: int, degre
 
 
 def shortened(batch: Any, length: int) -> Any:
-    """Returns the first ``length`` positions of every tensor of a batch.
+    """Returns the first ``length`` positions of every tensor ``[samples, positions, ...]`` in a batch, contiguous.
 
-    Args:
-        batch: A tensor ``[samples, positions, ...]``, or tuples, lists and mappings of these. Tensors with fewer than
-            two dimensions and other objects are not changed.
-        length: Largest number of positions.
-
-    Returns:
-        The same structure with contiguous tensors.
+    A batch is tuples, lists and mappings; other tensors and objects are not changed.
     """
     return map_tensors(batch, lambda tensor: tensor[:, :length].contiguous() if tensor.dim() >= 2 else tensor)

@@ -21,9 +21,7 @@ class MMapIndexedDataset(Dataset[Any]):
 
     Also reads files of Megatron. The returned arrays are 1-D, read-only views of the file.
 
-    Args:
-        path: The name of both files without extension.
-        skip_warmup: Has no effect: nothing is prefetched.
+    ``path`` has no extension; ``skip_warmup`` has no effect.
 
     Raises:
         FileNotFoundError: One of the files does not exist.
@@ -72,12 +70,7 @@ class MMapIndexedDataset(Dataset[Any]):
         return self.get(index)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Returns a part of an item.
-
-        Args:
-            idx: Index of the item; negative ones count from the end.
-            offset: Index of the first value in the item.
-            length: Number of values; None: all up to the item's end.
+        """Returns ``length`` values (None: all) of item ``idx``, from the end if negative, beginning at ``offset``.
 
         Raises:
             IndexError: The dataset has no such item, or the item has too few values.
@@ -157,11 +150,9 @@ _MAX_VALUES = 2**31 - 1  # of an item: sizes are int32
 
 
 class MMapIndexedDatasetBuilder:
-    """Appends items to a ``.bin`` file; :meth:`finalize` writes its ``.idx`` file.
+    """Appends items to the ``.bin`` file ``out_file``, which is overwritten; :meth:`finalize` writes its ``.idx`` file.
 
     Args:
-        out_file: The ``.bin`` file, with its extension; an existing file is overwritten.
-        dtype: The dtype of the values.
         for_megatron: Write Megatron's code of the dtype, which differs for 16-bit tokens.
 
     Raises:
@@ -209,10 +200,7 @@ class MMapIndexedDatasetBuilder:
         self._documents.append(len(self._sizes))
 
     def merge_file_(self, another_file: str | Path) -> None:
-        """Appends another dataset with its documents; earlier items that are in no document become one.
-
-        Args:
-            another_file: Name of its files without extension.
+        """Appends another dataset (name without extension); earlier items that are in no document become one.
 
         Raises:
             ValueError: Its dtype is another one.
@@ -244,13 +232,7 @@ class MMapIndexedDatasetBuilder:
 
 
 def write_dataset(prefix: str | Path, values: NDArray[Any], sizes: NDArray[Any]) -> None:
-    """Writes a dataset.
-
-    Args:
-        prefix: Name of both files without extension.
-        values: The values of all items, one item after the other, 1-D; their dtype is that of the dataset.
-        sizes: Number of values of each item, ``[items]``.
-    """
+    """Writes a dataset: all values, item after item, 1-D, and the number of values of each item, ``[items]``."""
     assert int(sizes.sum()) == len(values)
     values.tofile(data_file_path(prefix))
     documents = numpy.arange(len(sizes) + 1, dtype=numpy.int64)

@@ -43,11 +43,7 @@ _MEGATRON: dict[int, type[numpy.generic]] = {6: numpy.float64, 7: numpy.float64,
 
 
 def code_of(dtype: Any, *, for_megatron: bool = False) -> int:
-    """Returns the code of a dtype.
-
-    Args:
-        dtype: A numpy dtype.
-        for_megatron: Return Megatron's code, which differs for 16-bit tokens.
+    """Returns the code of a numpy dtype; Megatron's differs for 16-bit tokens.
 
     Raises:
         ValueError: The format does not have the dtype.
@@ -114,15 +110,7 @@ def write_index(
     *,
     for_megatron: bool = False,
 ) -> None:
-    """Writes an ``.idx`` file for contiguous items.
-
-    Args:
-        path: The file, with its extension.
-        dtype: The dtype of the values.
-        sizes: Number of values of each item.
-        documents: The indices of items at which documents begin, then the number of items.
-        for_megatron: Write Megatron's code of the dtype.
-    """
+    """Writes an ``.idx`` file for contiguous items; documents are first items, then the number of items."""
     offsets = numpy.zeros(len(sizes), dtype="<i8")
     numpy.cumsum(sizes[:-1], dtype=numpy.int64, out=offsets[1:])
     offsets *= numpy.dtype(dtype).itemsize
