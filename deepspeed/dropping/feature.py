@@ -34,7 +34,6 @@ def _drops_layers(root: Root) -> bool:
 
 
 def _random_ltd_of(root: Root) -> RandomLtd | None:
-    """Returns the section of random-LTD; None if it is disabled."""
     section = root.data_efficiency
     if section is None or not (section.enabled and section.data_routing.enabled):
         return None
@@ -42,13 +41,7 @@ def _random_ltd_of(root: Root) -> RandomLtd | None:
 
 
 class ParameterBlockMap:
-    """Maps the parameters of each bucket to the blocks they belong to.
-
-    Args:
-        model: The model.
-        buckets: Its buckets.
-        blocks: Modules of the model that a forward may skip.
-    """
+    """Maps the parameters of each bucket to those of ``blocks``, which a forward may skip, that they belong to."""
 
     def __init__(self, model: nn.Module, buckets: Iterable[Bucket], blocks: Sequence[nn.Module]) -> None:
         block_of = {module: number for number, block in enumerate(blocks) for module in block.modules()}
@@ -68,13 +61,7 @@ class ParameterBlockMap:
 
 
 class LayerDropHooks:
-    """Draws the layers that the forwards of one engine skip.
-
-    Args:
-        model: The model.
-        runtime: The runtime with the model's buckets.
-        theta: The keep ratio as a function of the step.
-    """
+    """Draws the layers that forwards of one engine skip, by the keep ratio ``theta`` of the step."""
 
     def __init__(self, model: nn.Module, runtime: ZeroRuntime, theta: ProgressiveLayerDrop) -> None:
         self.theta = theta
@@ -95,11 +82,7 @@ class LayerDropHooks:
             drop.keep_all()
 
     def draw(self, global_steps: int, micro_steps: int) -> dict[str, Any]:
-        """Draws the skipped blocks of a training forward.
-
-        Returns:
-            Keyword arguments for the forward if its own code skips layers; else an empty dict.
-        """
+        """Draws the blocks that a training forward skips; returns keyword arguments where its own code skips."""
         self.at(global_steps)
         self._forwards = self._forwards + 1 if self._last == (global_steps, micro_steps) else 0
         self._last = (global_steps, micro_steps)
@@ -113,13 +96,7 @@ class LayerDropHooks:
 
 
 class TokenDropHooks:
-    """Sets the number of tokens that the converted layers of one engine keep.
-
-    Args:
-        model: The model.
-        section: The section ``random_ltd``.
-        batch_size: Samples of an update.
-    """
+    """Sets the number of tokens that the converted layers of one engine keep; an update has ``batch_size`` samples."""
 
     def __init__(self, model: nn.Module, section: RandomLtd, batch_size: int) -> None:
         self._model = model

@@ -23,12 +23,7 @@ from deepspeed.zero.address import address_of
 class LayerDrop:
     """Draws which of a sequence of consecutive blocks a forward skips.
 
-    Args:
-        num_blocks: Number of blocks.
-        seed: The seed of the draws.
-
     Attributes:
-        num_blocks: Number of blocks.
         dropped: Numbers of the blocks that are skipped until the next draw.
         kept_share: The probability of each block to be kept.
     """
@@ -45,14 +40,9 @@ class LayerDrop:
         self.kept_share = [1.0] * self.num_blocks
 
     def draw(self, theta: float, *moment: int) -> frozenset[int]:
-        """Draws the skipped blocks. Equal seeds and arguments give equal draws, on every rank.
+        """Draws and returns the skipped blocks by a keep ratio of 0 to 1. Equal seeds and arguments give equal draws.
 
-        Args:
-            theta: The keep ratio, between 0 and 1.
-            *moment: Non-negative numbers that identify this forward (the step, the micro-batch).
-
-        Returns:
-            The numbers of the skipped blocks.
+        ``moment`` identifies the forward (the step, the micro-batch) and is equal on all ranks.
         """
         self.kept_share = [1 - i / self.num_blocks * (1 - theta) for i in range(self.num_blocks)]
         uniform = numpy.random.default_rng([self._seed, *moment]).random(self.num_blocks)
@@ -77,7 +67,7 @@ class LayerDrop:
             )
 
     def skipped(self, hidden: torch.Tensor) -> Any:
-        """Returns the output of a skipped block: ``hidden``, and None for the further outputs of a kept block."""
+        """Returns ``hidden``, of any shape, as a skipped block does, with None for further outputs of a kept block."""
         # Block 0 is always kept, so the form is known, unless a model runs a later block first; then it is a tensor.
         return (hidden, *[None] * (self._skips_as - 1)) if isinstance(self._skips_as, int) else hidden
 
@@ -121,10 +111,6 @@ def progressive_layer_drop(
         blocks: The blocks in order: the name of a ``ModuleList`` or ``Sequential`` of the model, that module, or a list
             of modules. A block takes hidden states of any shape as its first argument and returns hidden states of that
             shape, alone or as the first of a tuple whose other values are None.
-        seed: The seed of the draws.
-
-    Returns:
-        The object that draws. Programs without an engine call its ``draw(theta, step)`` before each forward.
 
     Raises:
         ValueError: There are no such blocks, or some were passed to this function before.
@@ -208,7 +194,6 @@ class ProgressiveLayerDrop:
     """The keep ratio theta at each step: it falls from 1 towards ``theta``.
 
     Args:
-        theta: The final ratio, between 0 and 1.
         gamma: Rate of the exponential decay; the authors suggest 100 / (total steps).
     """
 

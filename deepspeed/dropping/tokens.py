@@ -40,9 +40,8 @@ class RandomLayerTokenDrop(nn.Module):
     torch's generator of its device; activation checkpointing restores that generator, so a recomputed forward draws
     the same ones.
 
-    Args:
-        layer: A layer whose first argument (or keyword ``hidden_states``) is hidden states, and which returns hidden
-            states of that shape, alone or first in a tuple.
+    The layer's first argument (or keyword ``hidden_states``) is hidden states; it returns hidden states of that shape,
+    alone or first in a tuple.
     """
 
     _token_drop: TokenDrop | None
@@ -58,12 +57,9 @@ class RandomLayerTokenDrop(nn.Module):
             self._token_drop = None
 
     def init_config(self, config: Mapping[str, Any], scheduler: Any, random_ltd_layer_id: int) -> None:
-        """Enables token dropping by a given schedule, without an engine.
+        """Enables token dropping without an engine; the scheduler's ``get_current_seq()`` is called at each forward.
 
-        Args:
-            config: The section ``random_ltd``: ``model_mask_name`` and ``hidden_state_order`` are read.
-            scheduler: An object whose ``get_current_seq()`` is called at each forward.
-            random_ltd_layer_id: Ignored; accepted for compatibility.
+        ``model_mask_name`` and ``hidden_state_order`` of ``config`` are read; ``random_ltd_layer_id`` is ignored.
         """
         self._token_drop = _ConfiguredSchedule(scheduler, config)
 
@@ -180,11 +176,9 @@ class Positions:
         return self._along(hidden, *self.axes)
 
     def put_back(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Returns ``hidden`` with the kept positions replaced by ``output``.
+        """Returns ``hidden``, ``[B, S, width]``, with kept positions from ``output``, ``[B, count, width]``.
 
-        Args:
-            hidden: ``[B, S, width]``; with ``sequence_first`` the first two axes are swapped.
-            output: ``[B, count, width]``, any dtype; axes like those of ``hidden``.
+        With ``sequence_first`` the first two axes of both are swapped.
         """
         samples, positions = self.axes
         index = self._index(hidden.dim(), samples, positions).expand_as(output)
@@ -210,11 +204,7 @@ class Positions:
         return self._along(columns, 0, mask.dim() - 2) if mask.shape[-2] == self.length else columns
 
     def of_table(self, table: torch.Tensor) -> torch.Tensor:
-        """Returns the kept positions of another tensor with an axis of positions (position ids, rotary tables).
-
-        Args:
-            table: A tensor of any shape; returned unchanged if it has no axis of positions.
-        """
+        """Returns the kept positions of a tensor of any shape (position ids, rotary tables), if it has positions."""
         shape, batch = table.shape, len(self.kept)
         if is_for_all_samples(table, self.length, batch, sequence_first=self.sequence_first):
             return table.index_select(0, self.kept[0])
@@ -265,17 +255,10 @@ _WRAPPED = ".random_ltd_layer"
 
 
 def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
-    """Converts every layer of one class so that it can drop tokens, see ``data_efficiency.data_routing.random_ltd``.
+    """Converts layers of a class in a model or engine to drop tokens, see ``data_efficiency.data_routing.random_ltd``.
 
     Call it before or after ``deepspeed.initialize``. Names of parameters and checkpoints do not change, and each layer
     stays an instance of its class.
-
-    Args:
-        model: The model, or the engine around it.
-        convert_type: Class of the layers.
-
-    Returns:
-        ``model``.
 
     Raises:
         ValueError: The model has no layer of that class.
@@ -295,11 +278,7 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
 
 
 def attach(model: nn.Module, numbers: list[int], drop: TokenDrop) -> None:
-    """Sets the shared state of the converted layers with these numbers.
-
-    Args:
-        numbers: Numbers of layers. A layer's number is the last one in its name (``model.layers.3`` is layer 3).
-        drop: The state that they share.
+    """Sets the shared state of the converted layers with these numbers, the last ones in their names.
 
     Raises:
         ValueError: A number does not identify exactly one converted layer.
