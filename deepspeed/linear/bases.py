@@ -16,12 +16,7 @@ _SHARE = "ds_base_offloaded_share"
 
 
 def share(parameters: Iterable[nn.Parameter], ranks: int) -> None:
-    """Marks frozen parameters that are sharded over ``ranks`` ranks and gathered where they are used.
-
-    Args:
-        parameters: Parameters that no engine has yet.
-        ranks: Number of data-parallel ranks; 1: they are not marked.
-    """
+    """Marks frozen parameters without engine as sharded over ``ranks`` ranks and gathered where they are used."""
     if ranks <= 1:
         return
     parameters = list(parameters)
@@ -34,7 +29,6 @@ def offload(parameters: Iterable[nn.Parameter], share: float) -> None:
     """Marks frozen parameters that live in host memory between uses.
 
     Args:
-        parameters: Parameters that no engine has yet.
         share: Share of the bytes of all parameters marked with this value that is offloaded; 0: they are not marked.
     """
     if share > 0:
@@ -43,14 +37,7 @@ def offload(parameters: Iterable[nn.Parameter], share: float) -> None:
 
 
 def groups_of_bases(model: nn.Module, ranks: int) -> dict[str, bool]:
-    """Puts the bases of ``model`` into groups of buckets, and returns the groups in use.
-
-    Args:
-        model: A model whose parameters no engine has yet.
-        ranks: Number of data-parallel ranks.
-
-    Returns:
-        True by the name of each group that has parameters: the shared ones, the offloaded ones.
+    """Puts the bases of ``model`` into groups of buckets; returns True by the name of each group that has parameters.
 
     Raises:
         DeepSpeedConfigError: Bases are marked for another number of ranks, or cannot be offloaded.

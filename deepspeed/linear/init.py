@@ -26,10 +26,6 @@ class LoRAInit:
     At the end of the context, linear layers with one of ``lora_config.target_mods`` in their names are replaced by
     :class:`LoRAOptimizedLinear`, and everything but their adapters is frozen. Without ``lora_config`` all linear layers
     are quantized. The model keeps its values.
-
-    Args:
-        lora_config: Settings of the adapters; None: there are none.
-        quant_config: How base weights are quantized; None: they are not.
     """
 
     def __init__(self, lora_config: LoRAConfig | None = None, quant_config: QuantizationConfig | None = None) -> None:
@@ -72,15 +68,10 @@ Init = LoRAInit  # the public name, ``deepspeed.linear.Init``
 def optimize_model(
     model: nn.Module, lora_config: LoRAConfig | None = None, quant_config: QuantizationConfig | None = None
 ) -> nn.Module:
-    """Does what :class:`LoRAInit` does, in place, to a model that exists.
+    """Does what :class:`LoRAInit` does, in place, to a model that exists; returns it.
 
     Args:
         model: Has ``torch.nn.Linear`` layers in it. Layers with tied weights are not replaced.
-        lora_config: Settings of the adapters; None: there are none.
-        quant_config: How base weights are quantized; None: they are not.
-
-    Returns:
-        ``model``.
     """
     if lora_config is None:
         if quant_config is not None:

@@ -24,14 +24,9 @@ class OptimizedLinear(nn.Module):
     :class:`LoRAOptimizedLinear` with adapters.
 
     Args:
-        input_dim: Input features.
-        output_dim: Output features.
-        bias: Whether the layer has a bias.
         lora_config: Settings of the adapters; None: there are none.
         quantization_config: How the base weight is quantized; None: it has ``dtype``.
-        device: The device of the parameters; None: torch's default.
         dtype: The dtype of the parameters.
-        linear_cls: Class of the plain layer, which initializes the base.
 
     Raises:
         DeepSpeedConfigError: ``input_dim`` is not a whole number of groups.
@@ -61,8 +56,6 @@ def optimized(
 
     Args:
         plain: Has a ``weight`` of ``[out, in]``, and a ``bias`` or None.
-        lora_config: Rank and scaling of the adapters, see :class:`OptimizedLinear`.
-        quantization_config: How the base weight is quantized; None: it is not.
     """
     if lora_config is not None:
         return LoRAOptimizedLinear(plain, lora_config, quantization_config)
@@ -73,14 +66,11 @@ class LoRAOptimizedLinear(nn.Module):
     """Computes ``y = W x + b + (alpha / r) B A x`` with ``W`` and ``b`` frozen.
 
     Args:
-        plain: The layer whose weight and bias become the base.
         lora_config: Rank and scaling of the adapters, how many ranks share the base, and where it lives.
         quantization_config: How the base is quantized; None: it is not.
 
     Attributes:
         weight: The base, ``[out, in]``, frozen. If quantized, every read unpacks it anew, in the dtype of the layer.
-        base: The quantized base; None where it is not quantized.
-        bias: Frozen, or None.
         lora_weight_1: A, ``[r, in]``, drawn from a uniform distribution; None before :meth:`init_lora`.
         lora_weight_2: B, ``[out, r]``, zeros at first, so that the layer starts equal to the plain one.
         lora_scaling_factor: ``alpha / r``.

@@ -25,7 +25,6 @@ def quantize_as_configured(model: nn.Module, section: WeightQuantization | None)
 
     Args:
         model: Layers that are quantized already are not changed.
-        section: The section; None: nothing is quantized.
 
     Raises:
         DeepSpeedConfigError: The section cannot be used with this model; nothing is changed.
@@ -43,14 +42,10 @@ def quantize_as_configured(model: nn.Module, section: WeightQuantization | None)
 
 
 def quantize_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> list[QuantizationReport]:
-    """Quantizes the linear layers of ``model`` whose names contain one of the keys of ``parts``, in place.
+    """Quantizes the linear layers whose names contain a key of ``parts``, in place; returns sizes and errors by part.
 
     Args:
-        model: Any model, see :func:`~deepspeed.linear.quantize_model`.
         parts: Settings by a part of names: ``num_bits`` (8 or 4), ``group_size``, ``group_dim``, ``symmetric``.
-
-    Returns:
-        Sizes and errors, one report per part.
 
     Raises:
         DeepSpeedConfigError: See :func:`check_parts`; nothing is changed.

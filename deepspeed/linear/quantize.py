@@ -72,7 +72,7 @@ class QuantizationReport:
 def quantize_model(
     model: nn.Module, *, bits: int = 8, group_size: int = 64, skip: Sequence[str] = (), only: Sequence[str] = ("",)
 ) -> QuantizationReport:
-    """Replaces the linear layers of ``model`` in place, one by one, so that only one is in memory twice.
+    """Replaces the linear layers in place, one by one, so that only one is in memory twice; returns sizes and errors.
 
     Embeddings are not replaced, nor is a layer that shares its weight with another (a tied head). In a model on the
     meta device the new layers have no values, so that a quantized state dict can be loaded with ``assign=True``.
@@ -81,13 +81,9 @@ def quantize_model(
         model: Has ``torch.nn.Linear`` or transformers' ``Conv1D`` layers, cut over tensor-parallel ranks or not.
             Everything else keeps its dtype. If ``zero.Init`` has sharded it, every rank must call this: layers are
             gathered one by one, and the quantized ones are sharded again.
-        bits: 8 or 4.
         group_size: At 4 bits, number of input features that share a scale and an offset: 32, 64, 128 or 256.
         skip: Layers with one of these in their names are not replaced.
         only: Layers with none of these in their names are not replaced, nor reported.
-
-    Returns:
-        Sizes and errors.
 
     Raises:
         DeepSpeedConfigError: ``bits`` is not 4 or 8, or all layers have another number of bits already.

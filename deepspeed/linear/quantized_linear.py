@@ -23,11 +23,8 @@ class QuantizedLinear(nn.Module):
     :meth:`pack` sets it, and so does loading the state dict of a plain layer.
 
     Args:
-        input_dim: Input features.
-        output_dim: Output features.
-        bias: Whether it has a bias, which is trainable.
         quantization_config: Width and, at 4 bits, group size.
-        dtype: The dtype of the bias, and of :attr:`weight`.
+        dtype: The dtype of the bias, which is trainable, and of :attr:`weight`.
 
     Raises:
         DeepSpeedConfigError: ``input_dim`` is not a whole number of groups.
@@ -63,7 +60,6 @@ class QuantizedLinear(nn.Module):
         Args:
             plain: Has a ``weight`` of ``[out, in]``, which may be on meta, and a ``bias`` or None. If ``zero.Init`` has
                 sharded them, every rank must call this, and the new parameters are sharded too.
-            config: Width and, at 4 bits, group size.
         """
         weight: nn.Parameter = plain.weight  # type: ignore[assignment]
         out_features, in_features = full_shape(weight)
@@ -85,14 +81,11 @@ class QuantizedLinear(nn.Module):
         bias: nn.Parameter | None,
         dtype: torch.dtype,
     ) -> QuantizedLinear:
-        """Returns a layer with existing codes, which another layer may share.
+        """Returns a layer with existing codes and scales, which another layer may share; fp32 scales stay fp32.
 
         Args:
             codes: As ``how`` makes them.
-            scales: As ``how`` makes them; fp32 ones are used as they are.
             sizes: Output and input features.
-            bias: The bias, or None.
-            dtype: The dtype of :attr:`weight`.
         """
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
@@ -102,13 +95,7 @@ class QuantizedLinear(nn.Module):
         return layer
 
     def pack(self, weight: torch.Tensor) -> float:
-        """Packs the values of a weight into this layer.
-
-        Args:
-            weight: ``[output_dim, input_dim]``, finite.
-
-        Returns:
-            The relative error of the packed weight: the norm of the difference by the norm of the weight.
+        """Packs a weight, ``[output_dim, input_dim]``, finite; returns the norm of the error by the norm of the weight.
 
         Raises:
             ValueError: It has another shape, or values that are not finite.
@@ -160,10 +147,7 @@ class QuantizedEmbedding(nn.Module):
 
     Args:
         codes: As ``how`` makes them of ``[num_embeddings, embedding_dim]``.
-        scales: As ``how`` makes them.
         how: A format whose rows can be read one by one.
-        sizes: Number of embeddings and their dimension.
-        dtype: The dtype of the result.
     """
 
     def __init__(
@@ -195,8 +179,6 @@ class QuantizedConv2d(nn.Module):
     Args:
         like: The convolution whose settings and bias it takes over.
         codes: As ``how`` makes them of the weight as ``[out, in * height * width]``.
-        scales: As ``how`` makes them.
-        how: The format.
     """
 
     def __init__(self, like: nn.Conv2d, codes: nn.Parameter, scales: nn.Parameter, how: PackedFormat) -> None:

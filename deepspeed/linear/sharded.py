@@ -21,8 +21,6 @@ def gather_for_packing(name: str, module: nn.Module, layer: nn.Module) -> Iterat
     Does nothing if the weight is not sharded. Every rank that shares the parameters must enter the context.
 
     Args:
-        name: The name of the layer.
-        module: The plain layer; its weight is released.
         layer: Its replacement, with parameters ``codes`` and ``scales``, which the caller packs inside the context.
 
     Yields:
