@@ -75,7 +75,7 @@ class Autotuner:
         if config is not None:
             self._config, self._choices = split_choices(config)
         self._own_config: dict[str, Any] = {}
-        self.section = _section_of(config)
+        self.section = Autotuning.model_validate(dict((config or {}).get("autotuning") or {}))
         self.results_dir, self.exps_dir = Path(self.section.results_dir), Path(self.section.exps_dir)
         self._queue: TrialQueue | None = None
         self._profile: dict[str, Any] = {}
@@ -91,7 +91,10 @@ class Autotuner:
         Raises:
             AutotuningError: The script failed before it could be profiled, no candidate fits, or all trials failed.
         """
-        self._make_folders()
+        for folder in (self.results_dir, self.exps_dir):
+            if self.section.overwrite and folder.exists():
+                _remove_results(folder)
+            folder.mkdir(parents=True, exist_ok=True)
         queue = self._queue = self._planned()
         try:
             while (row := queue.next()) is not None:
@@ -146,12 +149,6 @@ class Autotuner:
         return _run_to_end(_launcher(command), environment, None)
 
     # -- the first start -----------------------------------------------------------------------------------------
-
-    def _make_folders(self) -> None:
-        for folder in (self.results_dir, self.exps_dir):
-            if self.section.overwrite and folder.exists():
-                _remove_results(folder)
-            folder.mkdir(parents=True, exist_ok=True)
 
     def _planned(self) -> TrialQueue:
         slots = [len(slots) for slots in self._resources.values()]
@@ -302,11 +299,6 @@ class Autotuner:
         if ran[TOTAL] == self._samples:
             text += f"; with its own configuration it took {self._profile['seconds'] * 1e3:.2f} ms in the first start"
         Console().print(text, soft_wrap=True, highlight=False, markup=False)
-
-
-def _section_of(config: Mapping[str, Any] | None) -> Autotuning:
-    given = dict((config or {}).get("autotuning") or {})
-    return Autotuning.model_validate(given)
 
 
 def _remove_results(folder: Path) -> None:

@@ -112,11 +112,7 @@ class CandidateSpace:
         ]
 
     def micro_batches(self, setting: CandidateGroup) -> list[int]:
-        """Returns the micro-batch sizes of a group, largest first.
-
-        Raises:
-            DeepSpeedConfigError: The batch is not a multiple of the ranks, or no allowed size divides a rank's part.
-        """
+        """Returns the micro-batch sizes of a group, largest first; DeepSpeedConfigError where there are none."""
         own = self._samples_of_rank(setting)
         allowed = self._micro_batches or self._choices.get(MICRO) or range(1, own + 1)
         limits = self._limits

@@ -224,10 +224,7 @@ class TuningHooks(EngineHooks):
         return [self._clock.seconds(begin, end) for begin, end in pairwise(self._marks)]
 
     def _write_metrics(self) -> None:
-        """Writes the metrics: milliseconds per update, samples per second over all ranks, bytes.
-
-        ``latency`` is the median. The tuner compares first quartiles, because other load only makes updates slower.
-        """
+        """Writes milliseconds per update, samples per second over all ranks, bytes; ``latency`` is the median."""
         walls = self._walls()
         measured, wall = len(walls), median(walls)
         low, _, high = quantiles(walls, n=4, method="inclusive") if measured > 1 else (wall,) * 3

@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -97,11 +98,7 @@ class CandidatePlanner:
         self._source = model_source(self.model, self.inputs.maker(self.model))
 
     def plan(self, changes: Changes) -> Plan:
-        """Plans one candidate.
-
-        Raises:
-            DeepSpeedError: The candidate cannot run.
-        """
+        """Plans one candidate; raises DeepSpeedError where it cannot run."""
         request = Request(
             source=self._source,
             config=applied(self.config, changes),
@@ -174,7 +171,9 @@ class CandidatePlanner:
             best = sorted((entry for entry in found if entry[2].fits), key=lambda entry: entry[2].seconds)[:_REFINED]
             for setting, micro, base, _ in best:
                 others = [self._timed(space, other, micro) for other in space.refined(setting)]
-                found += [entry for entry in others if _differs(entry[2], base)]
+                # A bucket larger than all gradients, for example, changes nothing.
+                facts = attrgetter("refusal", "seconds", "device_bytes")
+                found += [entry for entry in others if facts(entry[2]) != facts(base)]
         return [{**asdict(candidate), "plan_seconds": round(took, 3)} for _, _, candidate, took in found]
 
     def _timed(
@@ -219,17 +218,8 @@ def ranks_that_plan(settings: int, seconds: float, ranks: int, *, refine: bool) 
     return min(max(int(plans * seconds / _WORTH_A_RANK), 1), ranks, settings)
 
 
-def _differs(plan: CandidatePlan, base: CandidatePlan) -> bool:
-    """A bucket larger than all gradients, for example, changes nothing."""
-    return (plan.refusal, plan.seconds, plan.device_bytes) != (base.refusal, base.seconds, base.device_bytes)
-
-
 def require_plannable(model: nn.Module) -> None:
-    """Raises for a model with pipeline stages.
-
-    Raises:
-        DeepSpeedConfigError: The model is a ``PipelineModule``.
-    """
+    """Raises DeepSpeedConfigError for a model with pipeline stages, a ``PipelineModule``."""
     if getattr(type(model), "is_pipeline", False):
         raise DeepSpeedConfigError(
             "deepspeed --autotuning: the model is a PipelineModule, whose stages are cut before the configuration is "

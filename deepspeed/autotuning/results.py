@@ -22,11 +22,7 @@ _LONGEST = 600  # characters of a reason
 
 
 def metric_of(name: str, row: CandidatePlan, seconds: float, samples: int) -> float:
-    """Returns a metric of an update.
-
-    Args:
-        name: ``latency`` (milliseconds), ``flops`` (FLOP per second and device), else samples per second.
-    """
+    """Returns a metric: ``latency`` in ms, ``flops`` in FLOP per second and device, else samples per second."""
     if name == "latency":
         return seconds * 1e3
     return row.flops / seconds if name == "flops" else samples / seconds

@@ -136,13 +136,12 @@ class QuantAct(nn.Module):
         """Returns the quantized values in the shape (at least 2-D) and dtype of ``values``."""
         if not self.is_acting or values.numel() == 0:
             return values
-        rounded = self._static(values) if self.static else self._dynamic(values)
+        if self.static:
+            rounded = self._static(values)
+        else:
+            groups = values.detach().flatten(1) if self.by_image else values.detach().reshape(-1, values.shape[-1])
+            rounded = round_groups(groups, self.bits, symmetric=self.symmetric).values().view(values.shape)
         return straight_through(values, rounded.to(values.dtype))
-
-    @torch.no_grad()
-    def _dynamic(self, values: torch.Tensor) -> torch.Tensor:
-        groups = values.flatten(1) if self.by_image else values.reshape(-1, values.shape[-1])
-        return round_groups(groups, self.bits, symmetric=self.symmetric).values().view(values.shape)
 
     @torch.no_grad()
     def _static(self, values: torch.Tensor) -> torch.Tensor:

@@ -82,12 +82,15 @@ def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, pack
     names = {id(module): name for name, module in model.named_modules()}
     layers = [(names[id(module)], module, techniques) for module, techniques in compressed_layers(model)]
     report = CompressionReport(_plain_bytes(model, layers))
-    kinds = {name: _kind(techniques) for name, _, techniques in layers}
+    kinds = {name: str(kind_of_class(techniques.original_class)) for name, _, techniques in layers}
     levels: dict[str, QuantizationLevels | None] = {}
     removals: list[_RemovalEntry] = []
     baked: dict[int, nn.Parameter] = {}
     for name, module, techniques in layers:
-        removals += _removals(name, module, techniques)
+        for kind, related in techniques.related.items():
+            if related:
+                keep = techniques.mask(module, kind).flatten().nonzero().flatten()
+                removals.append(_RemovalEntry(name, kind, keep, techniques.prunings[kind].heads, related))
         levels[name] = _bake(module, techniques, baked)
     for module in model.modules():
         if isinstance(module, BNLayer_Compress):
@@ -139,21 +142,6 @@ def _plain_bytes(model: nn.Module, layers: list[tuple[str, nn.Module, Techniques
         for extra in (INPUT, SNIP_SCORES):
             added |= {id(value) for value in (getattr(module, extra, None) or nn.Module()).buffers()}
     return sum(_size(each) for each in (*model.parameters(), *model.buffers()) if id(each) not in added)
-
-
-def _kind(techniques: Techniques) -> str:
-    kind = kind_of_class(techniques.original_class)
-    assert kind is not None
-    return kind
-
-
-def _removals(name: str, module: nn.Module, techniques: Techniques) -> list[_RemovalEntry]:
-    found = []
-    for kind, related in techniques.related.items():
-        if related:
-            keep = techniques.mask(module, kind).flatten().nonzero().flatten()
-            found.append(_RemovalEntry(name, kind, keep, techniques.prunings[kind].heads, related))
-    return found
 
 
 def _bake(module: Any, techniques: Techniques, baked: dict[int, nn.Parameter]) -> QuantizationLevels | None:

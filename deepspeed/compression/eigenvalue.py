@@ -67,11 +67,7 @@ class PowerIteration:
 
 
 def differentiate(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], **how: Any) -> tuple[Any, ...]:
-    """Returns ``torch.autograd.grad``: gradients in the shapes of ``inputs``, None for unused inputs.
-
-    Raises:
-        DeepSpeedConfigError: An operation of the forward has no second derivative.
-    """
+    """Returns ``torch.autograd.grad`` in the shapes of ``inputs``; DeepSpeedConfigError without a second derivative."""
     try:
         return torch.autograd.grad(outputs, inputs, allow_unused=True, retain_graph=True, **how)
     except torch.OutOfMemoryError:
@@ -109,11 +105,7 @@ def as_shares(values: Sequence[float]) -> list[float]:
 
 
 def blocks_of(model: nn.Module, layer_name: str, layer_num: int) -> dict[str, nn.Module]:
-    """Returns the first ``layer_num`` (0: all) blocks of the module ``layer_name``, by name in order.
-
-    Raises:
-        DeepSpeedConfigError: The model has no such module, or fewer blocks.
-    """
+    """Returns the first ``layer_num`` (0: all) blocks by name; DeepSpeedConfigError where there are fewer."""
     try:
         parent = model.get_submodule(layer_name)
     except AttributeError:

@@ -17,7 +17,6 @@ from deepspeed.compression.pacing import Pace, pace_of, set_pace
 from deepspeed.compression.report import changes, compressed_layers, compression_state
 from deepspeed.compression.settings import is_on
 from deepspeed.compression.snip import SnipPruner
-from deepspeed.compression.techniques import Techniques
 from deepspeed.config.sections.compression import CompressionTraining
 from deepspeed.config.sections.quantization import EigenvalueSection, QuantizeTraining
 from deepspeed.config.sections.root import Root
@@ -50,10 +49,6 @@ def _eigenvalue_of(root: Root) -> EigenvalueSection | None:
     """Returns the enabled section ``eigenvalue``: inside ``quantize_training``, or at the top level; or None."""
     inside = None if root.quantize_training is None else root.quantize_training.eigenvalue
     return next((section for section in (inside, root.eigenvalue) if section is not None and section.enabled), None)
-
-
-def _paces(setup: EngineSetup) -> bool:
-    return _eigenvalue_of(setup.root) is not None
 
 
 def _is_cut_by_configuration(setup: EngineSetup) -> bool:
@@ -120,33 +115,26 @@ class Compression(EngineFeature):
             "it is an older section, for models without pipeline stages",
             "use compression_training.weight_quantization instead",
         ),
-        Conflict(
-            "eigenvalue.enabled",
-            _paces,
-            SEQUENCE_RANKS,
-            "attention between ranks has no second derivative",
-            "set it to false, or set sequence_parallel_size to 1",
-        ),
-        Conflict(
-            "eigenvalue.enabled",
-            _paces,
-            STAGE_3,
-            "second derivatives need whole parameters while the graph is alive",
-            "set the stage to 2 or less, or eigenvalue.enabled to false",
-        ),
-        Conflict(
-            "eigenvalue.enabled",
-            _paces,
-            ISLANDS,
-            "each island would have bit widths of its own",
-            "leave one of the two out",
-        ),
-        Conflict(
-            "eigenvalue.enabled",
-            _paces,
-            EXPERTS,
-            "no rank has a whole block",
-            "keep whole experts on every rank, or set eigenvalue.enabled to false",
+        *(
+            Conflict("eigenvalue.enabled", lambda setup: _eigenvalue_of(setup.root) is not None, *conflict)
+            for conflict in (
+                (
+                    SEQUENCE_RANKS,
+                    "attention between ranks has no second derivative",
+                    "set it to false, or set sequence_parallel_size to 1",
+                ),
+                (
+                    STAGE_3,
+                    "second derivatives need whole parameters while the graph is alive",
+                    "set the stage to 2 or less, or eigenvalue.enabled to false",
+                ),
+                (ISLANDS, "each island would have bit widths of its own", "leave one of the two out"),
+                (
+                    EXPERTS,
+                    "no rank has a whole block",
+                    "keep whole experts on every rank, or set eigenvalue.enabled to false",
+                ),
+            )
         ),
     )
 
@@ -252,10 +240,7 @@ class EnginePacing:
         self.is_measuring = False  # whether the backward that runs now is part of a measurement, not of training
 
     def before_backward(self, loss: torch.Tensor, scale: float, global_steps: int, updates: int) -> None:
-        """Measures if the update after this backward of a 0-dim loss needs it. Every rank must call it.
-
-        ``updates`` leaves skipped ones out.
-        """
+        """Measures, on every rank, if the update after a 0-dim loss needs it; ``updates`` leaves skipped ones out."""
         if self._seen == global_steps or not self._pace.is_due(global_steps, updates):
             return
         self.is_measuring = True
@@ -266,11 +251,7 @@ class EnginePacing:
         self._seen = global_steps
 
     def before_update(self, global_steps: int, updates: int) -> None:
-        """Raises if the next update needs eigenvalues but none were measured.
-
-        Raises:
-            CallOrderError: The program ran the backward itself.
-        """
+        """Raises CallOrderError if the next update needs eigenvalues, but the program ran the backward itself."""
         if self._seen != global_steps and self._pace.is_due(global_steps, updates):
             raise CallOrderError(
                 "engine.step: eigenvalue.enabled needs the graph of the loss, which the engine has not seen: call "
@@ -299,7 +280,9 @@ class compression_scheduler:  # noqa: N801 - a published name
         self._layers = list(compressed_layers(model))
         self._state = compression_state(model)
         self._marks: list[object] = []
-        self._snip = _snip_of(self._layers)
+        found = [(m, pruning) for m, techniques in self._layers if (pruning := techniques.prunings.get("sparse"))]
+        plan = found[0][1].plan if found else None
+        self._snip = None if plan is None else SnipPruner(plan, [module for module, _ in found])
         # schedule of bit widths that depend on eigenvalues; None if all depend on the step alone
         self.pace = pace_of(model)
         self.training_steps = -1  # updates so far; skipped ones do not count
@@ -359,12 +342,6 @@ class compression_scheduler:  # noqa: N801 - a published name
         if self.pace is not None:
             self.pace.load_state_dict(state or {})
             self.training_steps = -1
-
-
-def _snip_of(layers: list[tuple[nn.Module, Techniques]]) -> SnipPruner | None:
-    found = [(module, pruning) for module, techniques in layers if (pruning := techniques.prunings.get("sparse"))]
-    plan = found[0][1].plan if found else None
-    return None if plan is None else SnipPruner(plan, [module for module, _ in found])
 
 
 def _is_rounded(module: Any) -> bool:

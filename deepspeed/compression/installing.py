@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -243,10 +244,7 @@ def recursive_getattr(model: nn.Module, module_name: str) -> Any:
     Raises:
         AttributeError: There is no such attribute.
     """
-    found: Any = model
-    for part in module_name.split("."):
-        found = getattr(found, part)
-    return found
+    return functools.reduce(getattr, module_name.split("."), model)
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
@@ -260,10 +258,7 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
 
 
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
-    """Replaces transformers' ``Conv1D`` by ``nn.Linear`` with the transposed weight, in place; returns the model.
-
-    Compression supports ``Conv1D`` itself; this is for programs that want linear layers.
-    """
+    """Replaces transformers' ``Conv1D`` by ``nn.Linear`` with the transposed weight, in place; returns the model."""
     inner = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
     assert isinstance(inner, nn.Module)
     for name, module in list(inner.named_modules()):

@@ -98,10 +98,7 @@ class Pace:
         )
 
     def measure(self, loss: torch.Tensor, scale: float, mean: Mean) -> None:
-        """Measures the eigenvalue of every block, of a 0-dim loss with its graph. Every rank must call it.
-
-        ``mean`` averages over ranks, see :meth:`PowerIteration.dominant`.
-        """
+        """Measures each block's eigenvalue of a 0-dim loss, averaged by ``mean``. Every rank must call it."""
         groups = [[p for p in block.parameters() if p.requires_grad] for block in self._blocks.values()]
         every = list(dict.fromkeys(p for group in groups for p in group))
         found = dict(zip(every, differentiate([loss], every, create_graph=True), strict=True))

@@ -36,10 +36,7 @@ PRUNED: dict[str, Kind] = {
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """Returns the kind of a layer: one of those in :data:`KINDS`, ``batchnorm2d``, or None if it cannot be compressed.
-
-    Subclasses of the supported classes may use their weight differently, so they are not compressed.
-    """
+    """Returns a layer's kind of :data:`KINDS`, ``batchnorm2d``, or None, also for subclasses, which may differ."""
     return kind_of_class(type(module))
 
 
@@ -84,11 +81,7 @@ class Selection:
 
 
 def section_of(config: Any) -> CompressionTraining:
-    """Returns the validated section ``compression_training`` of a dict, a file, or a parsed configuration.
-
-    Raises:
-        DeepSpeedConfigError: The configuration is invalid or has no such section.
-    """
+    """Returns the section ``compression_training``; DeepSpeedConfigError where there is none or it is invalid."""
     root: Root = (config if isinstance(config, ParsedConfig) else parse(config, purpose="compression")).root
     if root.compression_training is None:
         raise DeepSpeedConfigError(
@@ -111,17 +104,15 @@ def is_on(section: CompressionTraining | None) -> bool:
 
 
 def select(model: nn.Module, section: CompressionTraining) -> list[Selection]:
-    """Finds the layers of every group.
-
-    Raises:
-        DeepSpeedConfigError: A pattern is no regular expression or matches no layer, a layer is in two groups of one
-            technique, or the number of related layers differs from the number of layers.
-    """
+    """Finds each group's layers; raises DeepSpeedConfigError where patterns, groups or related layers do not fit."""
     modules = {name: module for name, module in model.named_modules() if kind_of(module) is not None}
     found = []
     for technique, settings in techniques_of(section):
         taken: dict[str, str] = {}
-        for group_name, group in _groups_of(technique, settings).items():
+        groups: dict[str, Any] = settings.different_groups
+        if not groups and is_snip(technique, settings.shared_parameters):
+            groups = {"all": PruningGroup()}  # of all layers
+        for group_name, group in groups.items():
             selection = Selection(technique, group_name, settings.shared_parameters, group.params)
             selection.matches = _matches(modules, selection, group)
             if selection.is_snip:
@@ -141,12 +132,6 @@ def select(model: nn.Module, section: CompressionTraining) -> list[Selection]:
 def is_snip(technique: str, shared: Any) -> bool:
     """Returns whether a technique's shared settings select SNIP with momentum."""
     return technique == "sparse_pruning" and shared.method == "snip_momentum"
-
-
-def _groups_of(technique: str, settings: Any) -> dict[str, Any]:
-    """Returns the groups of a technique; for SNIP without groups, one group of all layers."""
-    groups: dict[str, Any] = settings.different_groups
-    return groups or ({"all": PruningGroup()} if is_snip(technique, settings.shared_parameters) else {})
 
 
 def _without_excluded(selection: Selection) -> list[PatternMatch]:

@@ -31,12 +31,7 @@ class LayerWeights:
         return [name, *(other for other in self._by_weight[id(weight)] if other != name)]
 
     def check(self, selections: list[Selection]) -> None:
-        """Raises if a technique cannot be applied to one of its layers.
-
-        Raises:
-            DeepSpeedConfigError: A technique does not support that the weight is shared with other layers, the shape of
-                a weight does not fit the settings, or related layers do not fit.
-        """
+        """Raises DeepSpeedConfigError if a technique does not fit a layer's weight, its sharing or related layers."""
         for selection in selections:
             self._check_related(selection)
             for name in selection.names:

@@ -114,11 +114,7 @@ class SnipPruner:
 
     @torch.no_grad()
     def after_update(self, step: int) -> str | None:
-        """Adds the scores of an applied update, and prunes if that is due; returns a log line about it, or None.
-
-        Raises:
-            CallOrderError: :meth:`score_gradients` was not called before the update.
-        """
+        """Adds the scores of an applied update and prunes if due; CallOrderError if there are no scores."""
         if self._fresh is None:
             raise CallOrderError(
                 "compression_scheduler.step: snip_momentum needs the gradients of the update; call "
@@ -153,7 +149,9 @@ class SnipPruner:
         for users in self._layers:
             layer = users[0]
             scores = layer.get_submodule(SCORES).scores.clone()
-            scores[~self._present(layer)] = -torch.inf
+            mask = layer.get_buffer(layer.compression.prunings["sparse"].buffer)
+            rows, columns = self.plan.block
+            scores[~mask.flatten(1)[::rows, ::columns]] = -torch.inf  # pruned already
             least = rounding.largest(scores, LEAST_KEPT)
             scores[least] = torch.inf
             sure += int(least.sum())
@@ -164,9 +162,3 @@ class SnipPruner:
         chosen[flat.topk(count, sorted=False).indices] = True
         parts = chosen.split([scores.numel() for scores in ranked])
         return [part.view(scores.shape) for part, scores in zip(parts, ranked, strict=True)]
-
-    def _present(self, layer: Any) -> torch.Tensor:
-        """Returns a mask ``[block rows, block columns]`` of the blocks that were not pruned yet."""
-        mask = layer.get_buffer(layer.compression.prunings["sparse"].buffer)
-        rows, columns = self.plan.block
-        return mask.flatten(1)[::rows, ::columns]  # type: ignore[no-any-return]

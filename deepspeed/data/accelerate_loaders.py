@@ -23,10 +23,7 @@ _KEY = "deepspeed_position"
 
 
 def patch_accelerate() -> None:
-    """Patches loaders of Accelerate to save and restore their order; repeated calls do nothing.
-
-    Called when an engine is created. Does nothing if Accelerate is not imported, or has no stateful loaders.
-    """
+    """Patches stateful loaders of an imported Accelerate to save and restore their order, once."""
     module = sys.modules.get(_MODULE)
     shard: Any = getattr(module, "DataLoaderShard", None)
     load = getattr(shard, "load_state_dict", None)

@@ -337,7 +337,10 @@ class RepeatingLoader:
         try:
             return next(self.data_iter)
         except StopIteration:
-            self._begin_next_pass()
+            sampler = epoch_sampler_of(self.loader)
+            if sampler is not None:
+                sampler.set_epoch(getattr(sampler, "epoch", 0) + 1)
+            self.data_iter = iter(self.loader)
         try:
             return next(self.data_iter)
         except StopIteration:
@@ -345,12 +348,6 @@ class RepeatingLoader:
                 f"RepeatingLoader: the loader ({type(self.loader).__name__}) yields no batch when started again. Give "
                 "it data, or a loader that can be iterated over more than once (a generator cannot)"
             ) from None
-
-    def _begin_next_pass(self) -> None:
-        sampler = epoch_sampler_of(self.loader)
-        if sampler is not None:
-            sampler.set_epoch(getattr(sampler, "epoch", 0) + 1)
-        self.data_iter = iter(self.loader)
 
 
 def inner_of(loader: Any) -> Any:

@@ -107,21 +107,13 @@ class TokenDropHooks:
             self.attach()
 
     def attach(self) -> None:
-        """Enables token dropping in the converted layers that ``random_ltd_layer_id`` lists.
-
-        Raises:
-            ValueError: A listed number does not identify exactly one converted layer.
-        """
+        """Enables dropping in the layers of ``random_ltd_layer_id``; ValueError where a number names no one layer."""
         is_first = self._section.hidden_state_order == "seq_batch_dim"
         self._tokens = TokenDrop(mask_name=self._section.model_mask_name, sequence_first=is_first)
         attach(self._model, self._section.random_ltd_layer_id or [], self._tokens)
 
     def keep(self, global_steps: int) -> None:
-        """Sets how many tokens a training forward keeps.
-
-        Raises:
-            CallOrderError: No layer was converted.
-        """
+        """Sets how many tokens a training forward keeps; raises CallOrderError where no layer was converted."""
         if self._tokens is None:
             raise CallOrderError(
                 "random_ltd is enabled, but no layer drops tokens: call "

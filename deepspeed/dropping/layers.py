@@ -50,11 +50,7 @@ class LayerDrop:
         return self.dropped
 
     def record_output(self, output: Any) -> None:
-        """Records the form of a kept block's output, in which a skipped block must return its input.
-
-        Raises:
-            ValueError: The output is neither a tensor nor a tuple of hidden states followed by None.
-        """
+        """Records the form of a kept block's output; ValueError unless hidden states, alone or with None."""
         if isinstance(output, torch.Tensor):
             self._skips_as = torch.Tensor
         elif isinstance(output, tuple) and output and all(part is None for part in output[1:]):
@@ -116,7 +112,8 @@ def progressive_layer_drop(
         ValueError: There are no such blocks, or some were passed to this function before.
         CallOrderError: An engine trains the model already.
     """
-    if any(_is_trained(parameter) for parameter in model.parameters()):
+    buckets = [address.bucket for p in model.parameters() if (address := address_of(p)) is not None]
+    if any(bucket.is_trained and bucket.owner.reducer is not None for bucket in buckets):
         raise CallOrderError(
             f"progressive_layer_drop(<{type(model).__name__}>): expected a model that no engine has taken yet, found "
             "one after deepspeed.initialize, whose engine would never draw for these blocks. Call it before initialize"
@@ -132,11 +129,6 @@ def progressive_layer_drop(
         droppable = give_base(block, DroppableBlock)
         droppable._layer_drop, droppable._block_number = drop, number
     return drop
-
-
-def _is_trained(parameter: torch.Tensor) -> bool:
-    address = address_of(parameter)
-    return address is not None and address.bucket.is_trained and address.bucket.owner.reducer is not None
 
 
 def droppable_blocks(model: nn.Module) -> list[tuple[LayerDrop, list[nn.Module]]]:

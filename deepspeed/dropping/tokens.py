@@ -278,11 +278,7 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
 
 
 def attach(model: nn.Module, numbers: list[int], drop: TokenDrop) -> None:
-    """Sets the shared state of the converted layers with these numbers, the last ones in their names.
-
-    Raises:
-        ValueError: A number does not identify exactly one converted layer.
-    """
+    """Sets the state of converted layers by the last numbers in their names; ValueError where not exactly one fits."""
     converted = {name: layer for name, layer in model.named_modules() if isinstance(layer, RandomLayerTokenDrop)}
     by_number: dict[int, list[RandomLayerTokenDrop]] = {}
     for name, layer in converted.items():
@@ -356,12 +352,9 @@ class RandomLTDScheduler:
         """Sets the number of kept tokens for a step; counts the step's tokens at the first call with this step."""
         self._current = self.get_value(global_steps)
         if global_steps != self._step:
-            self._consumed += self._tokens_of_a_step()
+            dropping, whole = self.random_ltd_layer_num, self.model_layer_num - self.random_ltd_layer_num
+            self._consumed += self.global_batch_size * (self._current * dropping + self._max * whole)
             self._step = global_steps
-
-    def _tokens_of_a_step(self) -> int:
-        dropping, whole = self.random_ltd_layer_num, self.model_layer_num - self.random_ltd_layer_num
-        return self.global_batch_size * (self._current * dropping + self._max * whole)
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
         """Returns the tokens that all layers process in the first ``train_iters`` steps, without changing the state."""

@@ -7,7 +7,6 @@ tensor, like the parts that tensor-parallel ranks write, so a rank still reads o
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -142,11 +141,7 @@ class _ModelTensors:
         return tile_of(own_name, full_shape(tensor), -1, tensor).global_shape
 
     def put(self, name: str, stored: Stored, dtype: torch.dtype) -> None:
-        """Sets a tensor of the model to the values in a file; its dtype becomes ``dtype`` if it is floating.
-
-        Raises:
-            CheckpointError: The shapes differ.
-        """
+        """Sets a tensor, in ``dtype`` if it is floating, to a file's values; CheckpointError where shapes differ."""
         parent_name, _, leaf = name.rpartition(".")
         parent = self._model.get_submodule(parent_name)
         old: torch.Tensor = getattr(parent, leaf)
@@ -189,13 +184,10 @@ class _ModelTensors:
 
 
 def _make_buffers(model: nn.Module) -> None:
-    """Computes buffers on meta that no file has, such as rotary frequencies, by the model's own code.
-
-    Raises:
-        CheckpointError: The model has no code that computes one of them.
-    """
+    """Computes buffers on meta that no file has by the model's own code; CheckpointError where it has none."""
     for name, module in model.named_modules():
-        unsaved = [leaf for leaf in module._non_persistent_buffers_set if _is_meta(module._buffers.get(leaf))]
+        buffers = ((leaf, module._buffers.get(leaf)) for leaf in module._non_persistent_buffers_set)
+        unsaved = [leaf for leaf, buffer in buffers if buffer is not None and buffer.is_meta]
         if not unsaved:
             continue
         for leaf in unsaved:
@@ -214,10 +206,6 @@ def _make_buffers(model: nn.Module) -> None:
                     f"init_inference: the buffer {name}.{leaf} is computed when the model is built, but the model was "
                     "built on the meta device; build it on the CPU"
                 )
-
-
-def _is_meta(buffer: torch.Tensor | None) -> bool:
-    return buffer is not None and buffer.is_meta
 
 
 Shape = tuple[int, ...]
@@ -274,11 +262,7 @@ class StoredNames:
         return None
 
     def converted(self) -> Iterator[Stored]:
-        """Yields the results of converting the tensors that were held back. Call it after all files are read.
-
-        Raises:
-            CheckpointError: They cannot be converted.
-        """
+        """Yields the conversions of held-back tensors, after all files are read; CheckpointError where one fails."""
         tensors = self._tensors
         if tensors is None:
             return
@@ -300,7 +284,7 @@ class StoredNames:
                 ) from error
             for name, value in results.items():
                 tensor = value[0] if isinstance(value, list) else value
-                yield Stored(Tile(name, tuple(tensor.shape)), False, functools.partial(_read_slices, tensor))
+                yield Stored(Tile(name, tuple(tensor.shape)), False, tensor.__getitem__)
 
     def _member(self, stored: Stored, stack: str, shape: Shape, number: int, index: int, count: int) -> Stored:
         rows = shape[1] // count
@@ -317,11 +301,7 @@ class StoredNames:
         return Stored(tile, True, lambda where: stored.read(where[1:]).unsqueeze(0))
 
     def is_made_of_members(self, name: str) -> bool:
-        """Returns whether the files have a tensor of the model in pieces that :meth:`resolve` has found.
-
-        Raises:
-            CheckpointError: Some of the pieces are missing.
-        """
+        """Returns whether :meth:`resolve` has found pieces of a tensor; CheckpointError where some are missing."""
         numel = self._found.get(name, 0)
         shape = self._shape_of(name) if numel else None
         if shape is None:
@@ -333,7 +313,3 @@ class StoredNames:
                 "copy the files that are missing"
             )
         return True
-
-
-def _read_slices(values: torch.Tensor, where: tuple[slice, ...]) -> torch.Tensor:
-    return values[where] if where else values

@@ -37,12 +37,7 @@ class InferenceSettings:
 
 
 def read_settings(config: Any, keywords: dict[str, Any]) -> InferenceSettings:
-    """Reads ``init_inference(model, config, **keywords)``; None or a dict, which stays as it is, a file, or an object.
-
-    Raises:
-        DeepSpeedConfigError: Lists every problem, such as a key to which ``config`` and ``keywords`` give different
-            values.
-    """
+    """Reads ``init_inference(model, config, **keywords)``; DeepSpeedConfigError lists every problem."""
     if isinstance(config, DeepSpeedInferenceConfig):
         config = config.model_dump(exclude_unset=True)
     document = read_source({} if config is None else config)

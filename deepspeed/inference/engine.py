@@ -77,8 +77,16 @@ class InferenceEngine(nn.Module):
         if "inputs_embeds" not in kwargs:
             self._check_prompt(prompt)
         is_text = main_input_of(self.module, "input_ids") == "input_ids"
-        if self._longest is not None and is_text and isinstance(prompt, torch.Tensor):
-            self._check_length(prompt.shape[-1], self._longest)
+        if (
+            self._longest is not None
+            and is_text
+            and isinstance(prompt, torch.Tensor)
+            and prompt.shape[-1] > self._longest
+        ):
+            raise RuntimeError(
+                f"generate: the prompt has {prompt.shape[-1]} tokens, max_out_tokens is {self._longest}; give "
+                "init_inference a larger max_out_tokens, or shorten the prompt"
+            )
         if self._runner[0] is not self.module and takes_synced_gpus(self.module.generate):
             # Ranks gather weights together, so a rank that is done continues until all are done.
             kwargs.setdefault("synced_gpus", True)
@@ -104,13 +112,6 @@ class InferenceEngine(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _check_length(self, tokens: int, most: int) -> None:
-        if tokens > most:
-            raise RuntimeError(
-                f"generate: the prompt has {tokens} tokens, max_out_tokens is {most}; give init_inference a larger "
-                "max_out_tokens, or shorten the prompt"
-            )
 
     def _check_prompt(self, prompt: Any) -> None:
         """Raises for ids outside the vocabulary, which would make a CUDA context unusable."""

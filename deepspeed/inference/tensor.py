@@ -72,11 +72,7 @@ def job_mesh(settings: InferenceSettings) -> Mesh | None:
 
 
 def check_policy(model: nn.Module, settings: InferenceSettings) -> list[str] | None:
-    """Returns the names of the layers whose outputs are summed over ranks, by the injection policy; None without one.
-
-    Raises:
-        DeepSpeedConfigError: The model does not have the layers or blocks that the policy names.
-    """
+    """Returns the layers that the injection policy names, or None; DeepSpeedConfigError where one is missing."""
     read = settings.config
     if read.injection_policy is not None:
         return _layers_of_policy(model, read.injection_policy)
@@ -84,11 +80,7 @@ def check_policy(model: nn.Module, settings: InferenceSettings) -> list[str] | N
 
 
 def cut(model: nn.Module, settings: InferenceSettings, mesh: Mesh, device: torch.device) -> CutModel:
-    """Cuts the model in tensor_rank. Every rank must call it, with the same model, which may be on the meta device.
-
-    Raises:
-        DeepSpeedConfigError: The model cannot be cut with these settings.
-    """
+    """Cuts one model on every rank, which may be on the meta device; DeepSpeedConfigError where it cannot be cut so."""
     tp_config = settings.config.tensor_parallel
     section: dict[str, Any] = {"autotp_size": mesh.size(TENSOR)}
     if (rows := check_policy(model, settings)) is not None:
@@ -115,11 +107,7 @@ def _group_of(tp_config: InferenceTp) -> Any:
 
 
 def _layers_of_policy(model: nn.Module, policy: dict[Any, Any]) -> list[str]:
-    """Returns the names of the layers that a policy ``{class of a block: ends of names}`` selects.
-
-    Raises:
-        DeepSpeedConfigError: There is no such block, or no such layer in it.
-    """
+    """Returns the layers of a policy ``{class of a block: ends of names}``; DeepSpeedConfigError for none."""
     rows: list[str] = []
     for kind, ends in policy.items():
         shown = getattr(kind, "__name__", kind)

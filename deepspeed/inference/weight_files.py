@@ -55,11 +55,7 @@ class Stored:
         return not self.is_part
 
     def offset_in_named(self) -> int:
-        """Returns the offset of this part in the flattened named tensor, in elements.
-
-        Raises:
-            CheckpointError: The part is not contiguous in the named tensor.
-        """
+        """Returns where this part begins in the flattened named tensor, in elements; CheckpointError for gaps."""
         (region,) = self.tile.regions
         shape = self.tile.global_shape
         first = self._cut_dim
@@ -74,10 +70,7 @@ class Stored:
         return offset
 
     def read_run(self, low: int, high: int) -> torch.Tensor:
-        """Returns elements ``low`` to ``high`` of the flattened tensor in the file.
-
-        Reads only the rows that hold them.
-        """
+        """Returns elements ``low`` to ``high`` of the flattened tensor; reads only the rows that hold them."""
         shape, dim = self.tile.shape, self._cut_dim
         if not shape:
             return self.read(()).reshape(1)
@@ -114,11 +107,7 @@ class WeightFiles:
         return f"{len(files)} files ({files[0]} ...)" if len(files) > 1 else str(files[0])
 
     def tensors(self) -> Iterator[Stored]:
-        """Yields every tensor, file by file. Each is valid until the next one is requested.
-
-        Raises:
-            CheckpointError: A file is damaged, or is not a file of weights.
-        """
+        """Yields every tensor, valid until the next one, file by file; CheckpointError where a file is damaged."""
         if self.training is not None:
             yield from _training_tensors(open_source(self.training))
         for path in (*self.whole, *self.parts):

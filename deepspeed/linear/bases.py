@@ -37,11 +37,7 @@ def offload(parameters: Iterable[nn.Parameter], share: float) -> None:
 
 
 def groups_of_bases(model: nn.Module, ranks: int) -> dict[str, bool]:
-    """Puts the bases of ``model`` into groups of buckets; returns True by the name of each group that has parameters.
-
-    Raises:
-        DeepSpeedConfigError: Bases are marked for another number of ranks, or cannot be offloaded.
-    """
+    """Groups bases of ``model``, returns True by used group; DeepSpeedConfigError for marks that do not fit."""
     found = {
         name: requested for name, p in model.named_parameters() if (requested := getattr(p, _RANKS, None)) is not None
     }

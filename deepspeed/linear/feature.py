@@ -12,11 +12,6 @@ from deepspeed.linear.bases import groups_of_bases
 from deepspeed.linear.parts import quantize_as_configured
 
 
-def _packs(setup: EngineSetup) -> bool:
-    section = setup.root.weight_quantization
-    return section is not None and section.enabled
-
-
 class PackedWeights(EngineFeature):
     """Quantizes frozen weights, and shards or offloads frozen bases."""
 
@@ -25,7 +20,7 @@ class PackedWeights(EngineFeature):
     conflicts = (
         Conflict(
             "weight_quantization.enabled",
-            _packs,
+            lambda setup: (section := setup.root.weight_quantization) is not None and section.enabled,
             TENSOR_RANKS,
             "quantized layers replace those that reduce over tensor-parallel ranks",
             "disable it, or set tensor_parallel.autotp_size to 1 and let ZeRO stage 3 share the weights",

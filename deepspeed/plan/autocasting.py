@@ -73,7 +73,8 @@ class SimulatedAutocast:
         try:
             others.fallback(torch.library.fallthrough_kernel, _KEY)
             for name in torch._C._dispatch_get_all_op_names():
-                if name.startswith("aten::") and self._casts(name):
+                casts = torch._C._dispatch_has_kernel_for_dispatch_key(name, self._torch_key)
+                if casts and name.startswith("aten::"):
                     packet, _, overload = name.removeprefix("aten::").partition(".")
                     operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
                     library.impl(name.removeprefix("aten::"), self._casting(operation, packet, keys), _KEY)
@@ -85,9 +86,6 @@ class SimulatedAutocast:
             library._destroy()
             others._destroy()
             self._seen.clear()
-
-    def _casts(self, name: str) -> bool:
-        return torch._C._dispatch_has_kernel_for_dispatch_key(name, self._torch_key)
 
     def _casting(self, operation: Any, packet: str, keys: Any) -> Callable[..., Any]:
         names = [argument.name for argument in operation._schema.arguments]
@@ -106,7 +104,8 @@ class SimulatedAutocast:
                 if packet in _LOWER:
                     dtype = lower
                 elif packet in _WIDEST:
-                    dtype = torch.float32 if any(map(_is_fp32, tensors_of((args, kwargs)))) else lower
+                    is_wide = any(_can_cast(t) and t.dtype == torch.float32 for t in tensors_of((args, kwargs)))
+                    dtype = torch.float32 if is_wide else lower
                 else:
                     dtype = torch.float32
                 args, kwargs = map_tensors((args, kwargs), partial(self._cast, dtype=dtype), _can_cast)
@@ -134,10 +133,6 @@ def _can_cast(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor) and value.is_meta and value.is_floating_point() and value.dtype != torch.float64
     )
-
-
-def _is_fp32(tensor: torch.Tensor) -> bool:
-    return _can_cast(tensor) and tensor.dtype == torch.float32
 
 
 @contextmanager

@@ -1,14 +1,11 @@
 """Compares the cost of gradients with and without a codec: bytes, codec time, and time on the machine's links.
 
-The sums of a step are read from the engine that was simulated; how long each way takes follows from formulas, on the
-links that it crosses. A sum in the backend's own collectives crosses the network once for all devices of a
-node (``plan.times``); codes are sent directly to the owners, by each device. So where several
-devices of a node share a network, codes send more over it.
+A sum in the backend's own collectives crosses the network once for all devices of a node (``plan.times``); codes are
+sent directly to the owners, by each device, so several devices that share a network send more over it.
 
-The formulas: F is (n - 1) / n for n ranks and Psi the number of elements. What a rank sends: to the owners F Psi bits /
-8; where all get the sum, as much again. On gloo two ranks exchange everything once, and from three on the second half
-carries fp32 sums. Codes are written once before each half and read once after it. No overlap with
-computation is assumed, with or without a codec.
+Of Psi elements a rank of n sends Psi (n - 1) / n bits / 8 to the owners; where all get the sum, as much again. On gloo
+two ranks exchange everything once, and from three on the second half carries fp32 sums. Codes are written once before
+each half and read once after it. No overlap with computation is assumed.
 """
 
 from __future__ import annotations
@@ -132,7 +129,8 @@ def coded_costs(
         may_skip: Updates may be skipped, so the error is kept twice.
     """
     sums = [one for one in sums if len(one.members) > 1]
-    if not sums or not all(_has_links(one, machine) for one in sums):
+    has_links = machine.device.link > 0 or all(count_spanned(one.members, machine)[1] == 1 for one in sums)
+    if not sums or machine.network <= 0 or not has_links:
         return []
     device = machine.device
     bandwidth = device.memory_bandwidth * device.efficiency.bandwidth if native else None
@@ -184,7 +182,3 @@ def _by_ring(one: PlannedSum, bits: float, machine: Machine) -> tuple[float, flo
     nbytes = one.numel * bits / 8
     inside, between = nbytes * (devices - 1) / devices, nbytes * (nodes - 1) / nodes / devices
     return nbytes * (len(one.members) - 1) / len(one.members), busiest_seconds(inside, between, machine)
-
-
-def _has_links(one: PlannedSum, machine: Machine) -> bool:
-    return machine.network > 0 and (count_spanned(one.members, machine)[1] == 1 or machine.device.link > 0)

@@ -24,13 +24,7 @@ def read_config(source: Any) -> dict[str, Any]:
 
 
 def keys_of(config: Mapping[str, Any]) -> Root:
-    """Returns the keys of a configuration as the engine reads them, old spellings and ``"auto"`` included.
-
-    Its batch sizes are not read: the ranks are not known yet.
-
-    Raises:
-        DeepSpeedConfigError: Lists every key or value that the engine would refuse.
-    """
+    """Returns the keys as the engine reads them, but no batch sizes; DeepSpeedConfigError lists what is refused."""
     return parse({**without_batch(config), MICRO: 1}).root
 
 
@@ -42,10 +36,7 @@ def without_batch(config: Mapping[str, Any]) -> dict[str, Any]:
 def with_batch(
     config: Mapping[str, Any], ranks: int, micro_batch: int | None, accumulation: int | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns the configuration with the requested batch (None: its own), and notices about what was chosen.
-
-    The global batch is kept if it is a multiple.
-    """
+    """Returns the configuration with the requested batch (None: its own; global one if possible), and notices."""
     made, notices = copy.deepcopy(dict(config)), []
     if accumulation is not None:
         made[ACCUMULATION] = accumulation
@@ -87,10 +78,7 @@ def _chooses_batch(config: Mapping[str, Any]) -> bool:
 
 
 def changed(config: Mapping[str, Any], **zero: Any) -> dict[str, Any]:
-    """Returns a copy of a configuration with changed keys in ``zero_optimization``; None removes a key.
-
-    The old spellings of a changed key are removed too.
-    """
+    """Returns a configuration with keys of ``zero_optimization`` changed, old spellings too; None removes a key."""
     made = copy.deepcopy(dict(config))
     section = dict(made.get("zero_optimization") or {})
     for name, value in zero.items():

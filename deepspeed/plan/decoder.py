@@ -219,10 +219,6 @@ class _ExpertBlock(nn.Module):
         return x + functional.dropout(self.experts(self.norm(x))[0], self._dropout)
 
 
-def _block(shape: DecoderShape) -> nn.Module:
-    return _ExpertBlock(shape) if shape.experts else _DecoderBlock(shape)
-
-
 class Decoder(nn.Module):
     """Embedding, blocks, head; returns the mean loss of the next token."""
 
@@ -234,8 +230,9 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
+        block = _ExpertBlock if shape.experts else _DecoderBlock
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
-        self.layers = nn.ModuleList(_block(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(block(shape) for _ in range(shape.layers))
         self.norm = _norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self._losses: TokenLosses | None = None
@@ -286,12 +283,7 @@ class _LastLayers(nn.Module):
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, losses: TokenLosses | None = None) -> torch.Tensor:
-    """Returns the mean cross entropy, 0-dim.
-
-    Args:
-        logits: ``[B, S, V]``.
-        losses: Computes the loss of each token, for logits of which ranks have parts; None: torch's cross entropy.
-    """
+    """Returns the mean cross entropy, 0-dim, of ``[B, S, V]`` logits; ``losses`` takes logits in parts."""
     if losses is not None:
         return losses(logits.flatten(0, 1), labels.flatten()).mean()
     return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())

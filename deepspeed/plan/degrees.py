@@ -29,10 +29,6 @@ def _with_key(key: str, request: Request, ranks: int) -> Request:
     return replace(request, config={**request.config, sections[0]: owner} if sections else owner)
 
 
-def _with_stages(request: Request, stages: int) -> Request:
-    return replace(request, pipeline=replace(request.pipeline, stages=stages))
-
-
 def _with_expert_ranks(request: Request, ranks: int) -> Request:
     if request.source.spread is not None:
         return replace(request, source=request.source.spread(ranks))
@@ -41,7 +37,10 @@ def _with_expert_ranks(request: Request, ranks: int) -> Request:
     return replace(request, config=config)
 
 
-_OF_THE_MODEL = {PIPE: _with_stages, EXPERT: _with_expert_ranks}
+_OF_THE_MODEL: dict[str, Callable[[Request, int], Request]] = {
+    PIPE: lambda request, stages: replace(request, pipeline=replace(request.pipeline, stages=stages)),
+    EXPERT: _with_expert_ranks,
+}
 """Axes whose size is not set by a single key of the configuration."""
 
 

@@ -1,10 +1,8 @@
 """Groups ranks that hold and do the same, and chooses which one of each kind is planned.
 
-Ranks that differ along ``data``, ``expert`` and ``sequence`` hold equally much and do the same. Along ``tensor`` the
-first has at least as much as any other (one more head if uneven), and is the one that counts replicated parameters.
-Stages of a pipeline are all different: in their layers, or in the number of micro-batches whose activations wait for
-their backward. So there is one kind per stage; of stages with equal layers, only the one with the most micro-batches in
-flight needs a plan.
+Ranks that differ along ``data``, ``expert`` and ``sequence`` are alike. Along ``tensor`` the first has at least as much
+as any other (one more head if uneven, and the replicated parameters). So there is one kind per pipeline stage; of
+stages with equal layers, only the one with the most micro-batches in flight needs a plan.
 """
 
 from __future__ import annotations
@@ -43,20 +41,13 @@ def kinds_of(mesh: Mesh) -> list[RankKind]:
 
 
 def kind_of(mesh: Mesh, rank: int) -> RankKind:
-    """Returns the kind of ``rank``, with ``rank`` as its planned rank.
-
-    Raises:
-        DeepSpeedConfigError: ``rank`` is not in the job.
-    """
+    """Returns the kind of ``rank``, its planned rank; raises DeepSpeedConfigError where ``rank`` is not in the job."""
     if rank not in range(mesh.world_size):
         raise DeepSpeedConfigError(f"plan(rank={rank!r}): expected a whole number from 0 to {mesh.world_size - 1}")
     return RankKind(mesh.coordinate(rank).get(PIPE, 0), mesh.size(PIPE), rank)
 
 
 def needed(kinds: Sequence[RankKind], contents: Sequence[object], in_flight: Sequence[int]) -> list[RankKind]:
-    """Returns the kinds that may need most memory: of stages with equal contents, the first with the most in flight.
-
-    All arguments are in the order of stages; ``in_flight`` counts the micro-batches whose activations a stage keeps.
-    """
+    """Returns the kinds that may need most memory: of stages with equal contents, the first with the most in flight."""
     alike = [[place for place, other in enumerate(contents) if other == content] for content in contents]
     return [kind for place, kind in enumerate(kinds) if place == max(alike[place], key=lambda one: in_flight[one])]

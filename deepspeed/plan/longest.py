@@ -89,25 +89,22 @@ class _Lines:
         low, high = 0, _MOST // unit
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._would_fit(middle * unit) else (low, middle - 1)
+            device, host = (self._most(tier, middle * unit) for tier in (Tier.DEVICE, Tier.HOST))
+            fits = self._plan.would_fit(int(device), int(host * self._plan.machine.devices_per_node))
+            low, high = (middle, high) if fits else (low, middle - 1)
         return low * unit
 
     def miss(self, plan: Plan) -> float:
         """Returns the largest difference between the lines and a plan, in bytes."""
-        return max(abs(self._most(tier, _length(plan)) - most) for tier, most in _sums(plan).items())
-
-    def _would_fit(self, tokens: int) -> bool:
-        on_host = self._most(Tier.HOST, tokens) * self._plan.machine.devices_per_node
-        return self._plan.would_fit(int(self._most(Tier.DEVICE, tokens)), int(on_host))
+        return max(
+            abs(self._most(tier, _length(plan)) - max(part.simulated.peaks[tier].nbytes for part in plan.parts))
+            for tier in (Tier.DEVICE, Tier.HOST)
+        )
 
     def _most(self, tier: Tier, tokens: int) -> float:
         first, second = self._lengths
         share = (tokens - first) / (second - first)
         return max((a + (b - a) * share for part in self._tops for a, b in part[tier]), default=0.0)
-
-
-def _sums(plan: Plan) -> dict[Tier, int]:
-    return {tier: max(part.simulated.peaks[tier].nbytes for part in plan.parts) for tier in (Tier.DEVICE, Tier.HOST)}
 
 
 def _length(plan: Plan) -> int:

@@ -148,10 +148,7 @@ class MemoryCount(TorchDispatchMode):
         return self._totals[tier].other
 
     def update_peaks(self) -> None:
-        """Updates the peaks, before storage is freed, when a memory tracker's entry and its storage have been seen.
-
-        So no peak is missed while memory only grows.
-        """
+        """Updates the peaks. Called before storage is freed, so that none is missed while memory only grows."""
         moment = self._moment_of_last_change
         for totals in self._compared:
             total = totals.counted + totals.other
@@ -221,7 +218,9 @@ class MemoryCount(TorchDispatchMode):
         if tensor.device.type != self._device_type or tensor.layout is not torch.strided:
             return False
         key = storage_key(tensor)
-        return key not in self._alive and not any(_is_over(key, other) for other in tensors_of((args, kwargs)))
+        return key not in self._alive and not any(
+            other.layout is torch.strided and storage_key(other) == key for other in tensors_of((args, kwargs))
+        )
 
     def _totals_of_result(self, args: tuple[Any, ...]) -> _TierTotals:
         if not self._off_device:
@@ -254,7 +253,3 @@ class MemoryCount(TorchDispatchMode):
             self.update_peaks()
             self._moment_of_last_change = self.moment
             storage.totals.other -= storage.nbytes
-
-
-def _is_over(key: int, tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and storage_key(tensor) == key

@@ -8,7 +8,7 @@ gathered at once come on top. The host figure includes building the model: fp32,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -38,15 +38,9 @@ def estimate_zero2_model_states_mem_needs(
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
     """Returns the bytes of model states at ZeRO stage 2: of host memory per node (times the factor), and per device."""
-    source = states_of_layers(total_params, total_params)
-    return _zero2(source, total_params, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor)
-
-
-def _zero2(
-    source: ModelSource, total: float, devices: int, nodes: int, cpu_offload: bool, factor: float
-) -> tuple[int, int]:
-    host, device, _ = _states(source, _config(2, "cpu" if cpu_offload else "none", "none"), devices, nodes)
-    return int(max(host, _FP32 * total * devices) * factor), device
+    model = _ModelSizes(states_of_layers(total_params, total_params), total_params, total_params)
+    place = num_gpus_per_node, num_nodes
+    return _estimate(2, model, place, (cpu_offload, False, False), additional_buffer_factor)[:2]
 
 
 def estimate_zero3_model_states_mem_needs(
@@ -63,57 +57,46 @@ def estimate_zero3_model_states_mem_needs(
 
     ``cpu_offload_params`` needs ``cpu_offload``; ``zero_init``: the model is built under ``zero.Init``.
     """
-    source = states_of_layers(total_params, largest_layer_params)
-    return _zero3(
-        source,
-        (total_params, largest_layer_params),
-        num_gpus_per_node,
-        num_nodes,
-        (cpu_offload, cpu_offload_params, zero_init),
-        additional_buffer_factor,
-    )
+    model = _ModelSizes(states_of_layers(total_params, largest_layer_params), total_params, largest_layer_params)
+    choices = cpu_offload, cpu_offload_params, zero_init
+    return _estimate(3, model, (num_gpus_per_node, num_nodes), choices, additional_buffer_factor)
 
 
-def _zero3(
-    source: ModelSource,
-    sizes: tuple[float, float],
-    devices: int,
-    nodes: int,
-    choices: tuple[bool, bool, bool],
-    factor: float,
+class _ModelSizes(NamedTuple):
+    source: ModelSource
+    total: float  # parameters
+    largest: float  # parameters of the largest layer
+
+
+def _estimate(
+    stage: int, model: _ModelSizes, place: tuple[int, int], choices: tuple[bool, bool, bool], factor: float
 ) -> tuple[int, int, int]:
-    total, largest = sizes
-    cpu_offload, cpu_offload_params, zero_init = choices
-    config = _config(3, "cpu" if cpu_offload else "none", "cpu" if cpu_offload and cpu_offload_params else "none")
-    host, device, gathered = _states(source, config, devices, nodes)
-    built = largest if zero_init else total
-    return int(max(host, _FP32 * built * devices) * factor), device + gathered, gathered
+    """Returns bytes on the host of a node, on a device, and of its gathered layers.
 
-
-def _config(stage: int, optimizer: str, params: str) -> dict[str, Any]:
+    ``place`` is devices per node and nodes; ``choices`` are whether optimizer states and parameters are offloaded, and
+    whether the model is built under ``zero.Init``.
+    """
+    devices, nodes = place
+    offload, offload_params, zero_init = choices
+    if devices < 1 or nodes < 1:
+        raise DeepSpeedConfigError(
+            f"num_gpus_per_node and num_nodes: expected 1 or more of each, found {devices} and {nodes}"
+        )
     zero: dict[str, Any] = {"stage": stage, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-    if optimizer != "none":
-        zero["offload_optimizer"] = {"device": optimizer}
-    if params != "none":
-        zero["offload_param"] = {"device": params}
-    return {
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if offload and offload_params:
+        zero["offload_param"] = {"device": "cpu"}
+    config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": zero,
     }
-
-
-def _states(source: ModelSource, config: dict[str, Any], devices: int, nodes: int) -> tuple[int, int, int]:
-    """Returns (host bytes per node, device bytes, device bytes of gathered layers)."""
-    if devices < 1 or nodes < 1:
-        raise DeepSpeedConfigError(
-            f"num_gpus_per_node and num_nodes: expected 1 or more of each, found {devices} and {nodes}"
-        )
     on_cpu = get_accelerator().device_name() == "cpu"
     plan = make_plan(
         Request(
-            source=source,
+            source=model.source,
             config=config,
             machine=Machine(Device("any", 1, 0.0, 0.0, 0.0, 0.0, ""), nodes, devices, 1),
             sequence_length=1,
@@ -124,8 +107,10 @@ def _states(source: ModelSource, config: dict[str, Any], devices: int, nodes: in
     found = plan.simulated
     transient = (StorageKind.GATHERED, StorageKind.GRADIENT_BUCKET) if nodes * devices > 1 else (StorageKind.GATHERED,)
     device = sum(n for (kind, tier), n in found.states.items() if tier is Tier.DEVICE and kind not in transient)
-    host = sum(n for (_, tier), n in found.states.items() if tier is Tier.HOST)
-    return host * devices, device, found.kind_peaks.get((StorageKind.GATHERED, Tier.DEVICE), 0)
+    host = sum(n for (_, tier), n in found.states.items() if tier is Tier.HOST) * devices
+    gathered = found.kind_peaks.get((StorageKind.GATHERED, Tier.DEVICE), 0) if stage == 3 else 0
+    built = model.largest if zero_init else model.total
+    return int(max(host, _FP32 * built * devices) * factor), device + gathered, gathered
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -135,24 +120,16 @@ def estimate_zero2_model_states_mem_needs_all_live(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Prints the estimates of ZeRO stage 2 for ``model``, which is left alone."""
-    total, _ = count_params(model)
-    _show_zero2(states_of_model(model), total, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    sizes = _ModelSizes(states_of_model(model), *count_params(model))
+    _show(2, sizes, (num_gpus_per_node, num_nodes), additional_buffer_factor)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Prints the estimates of ZeRO stage 2 for a model of ``total_params`` parameters."""
-    source = states_of_layers(total_params, total_params)
-    _show_zero2(source, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
-
-
-def _show_zero2(source: ModelSource, total: float, devices: int, nodes: int, factor: float) -> None:
-    table = Table("host per node", "per device", "offload_optimizer", title=_title(2, total, nodes, devices))
-    for offload in (True, False):
-        host, device = _zero2(source, total, devices, nodes, offload, factor)
-        table.add_row(_gib(host), _gib(device), "cpu" if offload else "none")
-    Console().print(table)
+    sizes = _ModelSizes(states_of_layers(total_params, total_params), total_params, total_params)
+    _show(2, sizes, (num_gpus_per_node, num_nodes), additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -162,7 +139,8 @@ def estimate_zero3_model_states_mem_needs_all_live(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Prints the estimates of ZeRO stage 3 for ``model``, which is left alone."""
-    _show_zero3(states_of_model(model), count_params(model), num_gpus_per_node, num_nodes, additional_buffer_factor)
+    sizes = _ModelSizes(states_of_model(model), *count_params(model))
+    _show(3, sizes, (num_gpus_per_node, num_nodes), additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -173,24 +151,27 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Prints the estimates of ZeRO stage 3 for a model of known sizes."""
-    source = states_of_layers(total_params, largest_layer_params)
-    _show_zero3(source, (total_params, largest_layer_params), num_gpus_per_node, num_nodes, additional_buffer_factor)
+    sizes = _ModelSizes(states_of_layers(total_params, largest_layer_params), total_params, largest_layer_params)
+    _show(3, sizes, (num_gpus_per_node, num_nodes), additional_buffer_factor)
 
 
-def _show_zero3(source: ModelSource, sizes: tuple[float, float], devices: int, nodes: int, factor: float) -> None:
-    table = Table(
-        "host per node",
-        "per device",
-        "offload_param",
-        "offload_optimizer",
-        "zero.Init",
-        title=_title(3, sizes[0], nodes, devices) + f", largest layer {sizes[1] / 1e6:.0f}M",
+def _show(stage: int, model: _ModelSizes, place: tuple[int, int], factor: float) -> None:
+    devices, nodes = place
+    title = (
+        f"ZeRO stage {stage} model states, {model.total / 1e6:.0f}M parameters, {nodes} node(s) of {devices} device(s)"
     )
-    for offload, offload_params in ((True, True), (True, False), (False, False)):
-        for zero_init in (True, False):
-            host, device, _ = _zero3(source, sizes, devices, nodes, (offload, offload_params, zero_init), factor)
-            words = ("cpu" if offload_params else "none", "cpu" if offload else "none", "yes" if zero_init else "no")
-            table.add_row(_gib(host), _gib(device), *words)
+    headings = ["host per node", "per device", "offload_optimizer"]
+    rows = [(True, False, False), (False, False, False)]
+    if stage == 3:
+        title += f", largest layer {model.largest / 1e6:.0f}M"
+        headings[2:] = ["offload_param", "offload_optimizer", "zero.Init"]
+        rows = [(*o, i) for o in ((True, True), (True, False), (False, False)) for i in (True, False)]
+    table = Table(*headings, title=title)
+    for choices in rows:
+        sizes = (f"{nbytes / _GIB:.2f} GiB" for nbytes in _estimate(stage, model, place, choices, factor)[:2])
+        optimizer, params = ("cpu" if is_on else "none" for is_on in choices[:2])
+        words = (optimizer,) if stage == 2 else (params, optimizer, "yes" if choices[2] else "no")
+        table.add_row(*sizes, *words)
     Console().print(table)
 
 
@@ -205,37 +186,19 @@ def _numel(parameter: torch.nn.Parameter) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def _title(stage: int, total_params: float, num_nodes: int, devices: int) -> str:
-    return (
-        f"ZeRO stage {stage} model states, {total_params / 1e6:.0f}M parameters, {num_nodes} node(s) of {devices} "
-        "device(s)"
-    )
-
-
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.2f} GiB"
-
-
-def _layers(total: int, largest: int) -> nn.Module:
-    """Returns a model of one layer of a given size and the rest in layers of at most that size."""
-    sizes = [largest] * (total // largest) + ([total % largest] if total % largest else [])
-    return nn.ModuleList(nn.Linear(size, 1, bias=False, device=META) for size in sizes)
-
-
 def states_of_layers(total: float, largest: float) -> ModelSource:
-    """Returns the sizes of a model of ``total`` parameters whose largest layer has ``largest``.
-
-    Programs write both as ``2851e6``, so fractions are dropped.
-
-    Raises:
-        DeepSpeedConfigError: A size is not above 0.
-    """
+    """Returns a model of these sizes, fractions dropped; raises DeepSpeedConfigError where one is not above 0."""
     if total < 1 or largest < 1:
         raise DeepSpeedConfigError(
             f"total_params and largest_layer_params: expected 1 or more of each, found {total} and {largest}"
         )
     count, most = int(total), int(min(largest, total))
-    return ModelSource(f"{count:,} parameters", lambda: _workload(_layers(count, most)))
+    sizes = [most] * (count // most) + ([count % most] if count % most else [])
+
+    def build() -> Workload:
+        return _workload(nn.ModuleList(nn.Linear(size, 1, bias=False, device=META) for size in sizes))
+
+    return ModelSource(f"{count:,} parameters", build)
 
 
 def states_of_model(model: nn.Module) -> ModelSource:

@@ -48,10 +48,6 @@ class LayerRow:
     items: Callable[[int, int], tuple[Any, Any]]  # makes ``(inputs, labels)`` from micro-batch and sequence length
 
 
-def _no_row() -> LayerRow | None:
-    return None
-
-
 @dataclass(frozen=True)
 class ModelSource:
     """Builds workloads of one model."""
@@ -59,17 +55,13 @@ class ModelSource:
     name: str  # for headlines
     build: Callable[[], Workload]  # makes a fresh workload
     # returns the model as a list of layers; None if it cannot be divided into stages here
-    find_row: Callable[[], LayerRow | None] = _no_row
+    find_row: Callable[[], LayerRow | None] = lambda: None
     # returns the same model with experts spread over the given number of ranks; None: the model's layers or the
     # configuration (``expert_parallel``) decide
     spread: Callable[[int], ModelSource] | None = None
 
     def in_row(self) -> LayerRow:
-        """Returns the model as a list of layers.
-
-        Raises:
-            DeepSpeedConfigError: The model cannot be divided into layers.
-        """
+        """Returns the model as a list of layers; raises DeepSpeedConfigError where it cannot be divided."""
         row = self.find_row()
         if row is None:
             raise DeepSpeedConfigError(
@@ -98,7 +90,8 @@ def model_source(given: Any, inputs: Any = None) -> ModelSource:
     if isinstance(given, nn.Module):
         made = _built(type(given).__name__, lambda: without_values(given), inputs)
         return replace(made, find_row=lambda: _row_of_model(given, inputs))
-    if building.is_configuration(given) or (isinstance(given, (str, Path)) and _is_configuration(given)):
+    path = Path(given) if isinstance(given, (str, Path)) else None
+    if building.is_configuration(given) or (path is not None and (path.suffix == ".json" or path.is_dir())):
         return _from_transformers(given, inputs)
     if isinstance(given, str) and ":" in given:
         make = _find_callable(given)
@@ -207,16 +200,12 @@ def _refuse_arguments(name: str, make: Callable[[], Any]) -> None:
 
 
 def _decoder_source(shape: DecoderShape, inputs: Any) -> ModelSource:
-    made = _built(_name_of_decoder(shape), lambda: Decoder(shape), inputs)
+    experts = f" of {shape.experts} experts, {shape.experts_per_token} per token" if shape.experts else ""
+    made = _built(f"decoder of {shape.layers} layers{experts}", lambda: Decoder(shape), inputs)
     if shape.experts:
         made = replace(made, spread=lambda ep: _decoder_source(replace(shape, expert_ranks=ep), inputs))
     row = LayerRow(functools.partial(layers_of, shape), token_loss, _tokens_and_labels)
     return made if inputs is not None else replace(made, find_row=lambda: row)
-
-
-def _name_of_decoder(shape: DecoderShape) -> str:
-    experts = f" of {shape.experts} experts, {shape.experts_per_token} per token" if shape.experts else ""
-    return f"decoder of {shape.layers} layers{experts}"
 
 
 def _tokens_and_labels(micro_batch: int, sequence_length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,11 +214,6 @@ def _tokens_and_labels(micro_batch: int, sequence_length: int) -> tuple[torch.Te
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
-
-
-def _is_configuration(path: str | Path) -> bool:
-    path = Path(path)
-    return path.suffix == ".json" or (path / "config.json").is_file() or path.is_dir()
 
 
 def _from_transformers(given: Any, inputs: Any) -> ModelSource:

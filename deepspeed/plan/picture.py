@@ -42,10 +42,7 @@ _LEAST = 0.4  # pixels: neighbors of one color are drawn as one rectangle up to 
 
 
 def step_picture(step: StepTimes, streams: PredictedTimeline, title: str, *, is_trace: bool) -> str:
-    """Returns a picture of the streams of a step: SVG, or a trace for Perfetto.
-
-    The title also tells how many micro-batches are drawn if these are not all.
-    """
+    """Returns the streams of a step as SVG or as a trace for Perfetto; the title tells what is left out."""
     if is_trace:
         return step_trace_json(streams.ranks, streams.flows)
     if streams.drawn < streams.accumulation:
@@ -195,10 +192,7 @@ _COLORS = ("#1b6ca8", "#c8553d", "#588157", "#8d5a97", "#b08900", "#3d5a80", "#9
 
 
 def sweep_svg(points: Sequence[Point]) -> str:
-    """Draws a line per combination of the other axes; filled marks are on the frontier, crosses do not fit.
-
-    Both axes are logarithmic. Refused points are left out.
-    """
+    """Draws a line per combination of the other axes; filled marks are the frontier, crosses do not fit."""
     planned = [point for point in points if point.plan is not None]
     if not planned:
         return _document(['<text x="20" y="30">every combination was refused</text>'])

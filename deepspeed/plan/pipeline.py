@@ -92,13 +92,7 @@ class PlannedCut:
 
 
 def cut_of(layers: Sequence[Entry], pipeline: Pipeline) -> PlannedCut:
-    """Cuts layers (or specs, with ``meta`` as torch's device) so that chunks have equally many trained elements.
-
-    That is the default of ``PipelineModule``.
-
-    Raises:
-        DeepSpeedConfigError: There are fewer layers than chunks.
-    """
+    """Cuts layers into chunks of equally many trained elements; raises DeepSpeedConfigError where there are too few."""
     parts = len(pipeline.stage_of)
     if len(layers) < parts:
         chunks = "" if parts == pipeline.stages else f" of {parts // pipeline.stages} chunks each"

@@ -41,8 +41,12 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
     start = time.perf_counter()
     with quiet():  # the devices of this machine are irrelevant
         get_accelerator()
-    config, notices = with_batch(request.config, _data_ranks(request), request.micro_batch, request.accumulation)
     ranks, pipeline = request.machine.ranks, request.pipeline
+    try:
+        data_ranks = data_parallel_size(keys_of(request.config), ranks, stages=pipeline.stages)
+    except DeepSpeedConfigError:  # parse refuses what does not fit
+        data_ranks = ranks
+    config, notices = with_batch(request.config, data_ranks, request.micro_batch, request.accumulation)
     parsed = parse(config, dp_world_size=lambda root: data_parallel_size(root, ranks, stages=pipeline.stages))
     notices += parsed.notices
     assert parsed.batch is not None
@@ -162,12 +166,3 @@ def _workload(request: Request, part: SimulatedPart) -> Workload | None:
         made.model.train()
         BlockCheckpointing(made.model).on()
     return made
-
-
-def _data_ranks(request: Request) -> int:
-    """Returns the data-parallel ranks; all ranks if the configuration does not fit, which is refused elsewhere."""
-    ranks = request.machine.ranks
-    try:
-        return data_parallel_size(keys_of(request.config), ranks, stages=request.pipeline.stages)
-    except DeepSpeedConfigError:
-        return ranks

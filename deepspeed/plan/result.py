@@ -176,10 +176,7 @@ class Plan:
 
     @cached_property
     def coded_costs(self) -> list[CodedCost]:
-        """Cost of gradients, plain and coded, on the heaviest rank; empty if nothing is known to be sent.
-
-        Of what the configuration requests, that is the second; without, all codecs are there.
-        """
+        """Cost of gradients on the heaviest rank: plain, then as configured, then others; empty if none are sent."""
         found = self.simulated
         requested = [] if found.codec is None else [found.codec]
         others = [default_codec(name) for name in NAMES if not any(codec.name == name for codec in requested)]
@@ -282,10 +279,7 @@ class Plan:
 
     @cached_property
     def lower_bounds(self) -> dict[str, float]:
-        """Seconds that each resource is busy in a step, at least; empty where the device's rates are not known.
-
-        For each resource the longest among the kinds of ranks.
-        """
+        """Seconds that each resource is busy in a step, on the busiest kind of rank; empty with unknown rates."""
         found: dict[str, float] = {}
         for part in self.parts:
             for name, seconds in lower_bounds(part.simulated.flow, self._transfers_of(part), self.machine).items():

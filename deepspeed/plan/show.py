@@ -37,11 +37,12 @@ _TIERS = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.FILE: "files"}
 
 def plan_text(plan: Plan, width: int, *, codes: bool = False) -> str:
     """Returns the plan as text, the verdict first; ``codes``: show each codec's cost, though none is configured."""
+    step = plan.timed_step
     parts = [
         _headline(plan),
         _verdict(plan),
         _times(plan),
-        _timed(plan),
+        None if not step or not step.seconds else times_table("A step is predicted to take", step),
         _memory(plan),
         _stages(plan),
         _collectives(plan),
@@ -72,21 +73,17 @@ def describe(plan: Plan) -> str:
 def _headline(plan: Plan) -> Text:
     machine = plan.machine
     ranks = "1 rank" if machine.ranks == 1 else f"{machine.ranks:,} ranks"
+    named = [f"{name} {size}" for name, size in plan.mesh.axes if size > 1]
+    axes = f", {' x '.join(named)}" if any(plan.mesh.size(name) > 1 for name in AXES if name != DATA) else ""
     lines = [
         f"{plan.request.source.name}: {plan.parameters:,} parameters, {plan.trained:,} trained, sequences of "
         f"{plan.request.sequence_length:,} tokens",
         f"{ranks}: {machine.nodes:,} x {machine.devices_per_node} {machine.device.name} with "
-        f"{_memory_in_words(machine.device_memory)}{_axes(plan)}",
+        f"{_memory_in_words(machine.device_memory)}{axes}",
         describe(plan),
         *(f"note: {notice}" for notice in plan.notices),
     ]
     return Text("\n".join(lines) + "\n")
-
-
-def _axes(plan: Plan) -> str:
-    """Returns the axes of the job as text; empty without axes other than data."""
-    named = [f"{name} {size}" for name, size in plan.mesh.axes if size > 1]
-    return f", {' x '.join(named)}" if any(plan.mesh.size(name) > 1 for name in AXES if name != DATA) else ""
 
 
 def _memory(plan: Plan) -> Table:
@@ -224,13 +221,6 @@ def _times(plan: Plan) -> Table | None:
     if plan.tokens_per_second is not None:
         table.add_row("tokens per second of all ranks, at most", f"{plan.tokens_per_second:,.0f}")
     return table
-
-
-def _timed(plan: Plan) -> Table | None:
-    step = plan.timed_step
-    if step is None or not step.seconds:
-        return None
-    return times_table("A step is predicted to take", step)
 
 
 def times_table(title: str, step: StepTimes, error: str = "") -> Table:

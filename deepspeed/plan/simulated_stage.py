@@ -215,11 +215,7 @@ class SimulatedStage:
         interpreter.channels.forms = forms_between(stage, items, precision.compute_dtype, context, sequences)
 
     def step(self) -> StageCost:
-        """Runs one step.
-
-        Raises:
-            Exception: What a layer or the loss raised.
-        """
+        """Runs one step; an exception of a layer or the loss passes through."""
         self._seen = StageCost()
         self._arrived.clear()
         before = self._flow()
@@ -286,12 +282,7 @@ class SequenceLayout:
 def forms_between(
     stage: Stage, items: tuple[Any, Any], dtype: torch.dtype | None, context: Any, sequences: SequenceLayout
 ) -> dict[int, Any]:
-    """Returns descriptions of the output of each chunk, by running all layers once.
-
-    Args:
-        dtype: Compute dtype; None: the layers'.
-        sequences: The layers between which ranks have parts of sequences.
-    """
+    """Returns descriptions of the output of each chunk, by running all layers once, cast to ``dtype`` if not None."""
     found: dict[int, Any] = {}
     tied: dict[str, nn.Module] = {}
     value = items[0]

@@ -44,11 +44,7 @@ _MOST_MICRO_BATCHES = 2  # of a step: the first, which represents all but the la
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
-    """Returns the loss in a model's output: the tensor itself, ``.loss``, or the first item.
-
-    Raises:
-        DeepSpeedConfigError: There is no tensor of floating dtype.
-    """
+    """Returns a model's loss: the tensor itself, ``.loss``, or the first item; else raises DeepSpeedConfigError."""
     if isinstance(outputs, dict) and "loss" in outputs:
         outputs = outputs["loss"]
     found = getattr(outputs, "loss", None)
@@ -73,11 +69,7 @@ def _in_order(outputs: Any) -> Iterator[torch.Tensor]:
 def simulate_step(
     workload: Workload | None, part: SimulatedPart, other_setting: Callable[[Any], None] | None = None
 ) -> SimulatedStep:
-    """Builds the engine and runs it. Errors of the engine are raised unchanged.
-
-    Args:
-        other_setting: Called with the engine at the end; switches activation checkpointing for another measurement.
-    """
+    """Builds the engine and runs it, its errors unchanged; ``other_setting`` then switches activation checkpointing."""
     with simulated_environment(part) as (count, disk, world):
         found = _SimulatedRun(workload, part, count, disk).result(other_setting)
         found.members = {**{t.axis: t.ranks for t in reversed(world.transports)}, **found.members}
@@ -96,7 +88,11 @@ class _SimulatedRun:
     ) -> None:
         self._workload = workload
         with count.overlooking():
-            self._model = workload.model if workload is not None else _module_of(part)
+            if workload is not None:
+                self._model = workload.model
+            else:
+                assert part.stage is not None
+                self._model = part.stage.module()
         self._part = part
         self._count = count
         self._disk = disk
@@ -110,7 +106,8 @@ class _SimulatedRun:
     def result(self, other_setting: Callable[[Any], None] | None) -> SimulatedStep:
         count, model = self._count, self._model
         self._current_module.enter("initialize")
-        elsewhere = _experts_elsewhere(model)
+        # over how many ranks the experts of a layer are spread
+        elsewhere = {p: layer.ep_size for _, layer in expert_layers(model) for p in layer.experts.parameters()}
         parameters = sum(p.numel() * elsewhere.get(p, 1) for p in model.parameters())
         trained = sum(p.numel() * elsewhere.get(p, 1) for p in model.parameters() if p.requires_grad)
         repeated = [p for p in model.parameters() if getattr(p, "ds_pipe_replicated", False)]
@@ -216,7 +213,10 @@ class _SimulatedRun:
         return self._part.rank if heaviest is None else heaviest
 
     def _ready(self) -> tuple[Any, Any]:
-        optimizer = _client_optimizer(self._part.config)
+        section = self._part.config.get("optimizer")
+        # AdamW stands for a script's own optimizer where the configuration names none.
+        is_named = isinstance(section, dict) and section.get("type") is not None
+        optimizer = None if is_named else torch.optim.AdamW
         engine = initialize(model=self._model, optimizer=optimizer, config=self._config())[0]
         ranks = self._part.mesh.size(SEQUENCE)
         sizes = self._part.micro_batch, self._part.sequence_length // ranks
@@ -327,16 +327,6 @@ class _SimulatedRun:
         )
 
 
-def _module_of(part: SimulatedPart) -> nn.Module:
-    assert part.stage is not None
-    return part.stage.module()
-
-
-def _experts_elsewhere(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Returns over how many ranks the experts of a layer are spread, by parameter of its own experts."""
-    return {p: layer.ep_size for _, layer in expert_layers(model) for p in layer.experts.parameters()}
-
-
 _SIDE_EFFECTS = frozenset(
     {
         "hybrid_engine",  # its steps are those of any engine
@@ -358,14 +348,6 @@ _SIDE_EFFECTS = frozenset(
     }
 )
 """Keys for files, logs, generation or signals, which do not change memory or traffic of a step."""
-
-
-def _client_optimizer(config: dict[str, Any]) -> Any:
-    """Makes the AdamW that stands for a script's own optimizer where the configuration names none."""
-    section = config.get("optimizer")
-    if isinstance(section, dict) and section.get("type") is not None:
-        return None
-    return torch.optim.AdamW
 
 
 class CurrentModule:
@@ -394,11 +376,7 @@ class CurrentModule:
 
     @contextmanager
     def own_errors_named(self, circumstances: str) -> Iterator[None]:
-        """Turns an error of the model's own code into one that names the circumstances.
-
-        Raises:
-            DeepSpeedConfigError: The model's own code raised inside the block.
-        """
+        """Turns an error of the model's own code into a DeepSpeedConfigError that names the circumstances."""
         try:
             yield
         except DeepSpeedError:

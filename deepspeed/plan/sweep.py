@@ -17,7 +17,6 @@ from deepspeed.plan.configs import changed, number_in, stage_of
 from deepspeed.plan.degrees import DEGREES, at_degrees
 from deepspeed.plan.limits import check_count
 from deepspeed.plan.longest import longest_sequence
-from deepspeed.plan.machine import Machine
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import MUCH_IDLE, Plan, Request
 from deepspeed.plan.show import as_text, seconds_in_words
@@ -36,11 +35,7 @@ class Point:
 
 
 def read_axes(entries: Sequence[str]) -> dict[str, list[Any]]:
-    """Returns the axes from ``name=value,value`` entries.
-
-    Raises:
-        DeepSpeedConfigError: An axis or value is unknown.
-    """
+    """Returns the axes from ``name=value,value`` entries; raises DeepSpeedConfigError where one is unknown."""
     axes: dict[str, list[Any]] = {}
     for entry in entries:
         name, equals, text = entry.partition("=")
@@ -101,7 +96,13 @@ def _at(request: Request, place: dict[str, Any]) -> Request:
         config = changed(config, **_offload(config, place["offload"]))
     machine = request.machine
     if "world" in place:
-        machine = _spread(machine, place["world"])
+        world = place["world"]
+        devices = min(machine.devices_per_node, world)
+        if world % devices:
+            raise DeepSpeedConfigError(
+                f"--sweep world={world}: expected a multiple of {devices} devices per node (--devices)"
+            )
+        machine = replace(machine, nodes=world // devices, devices_per_node=devices)
     request = replace(
         request,
         config=config,
@@ -127,20 +128,8 @@ def _offload(config: dict[str, Any], device: str) -> dict[str, Any]:
     return keys
 
 
-def _spread(machine: Machine, world: int) -> Machine:
-    devices = min(machine.devices_per_node, world)
-    if world % devices:
-        raise DeepSpeedConfigError(
-            f"--sweep world={world}: expected a multiple of {devices} devices per node (--devices)"
-        )
-    return replace(machine, nodes=world // devices, devices_per_node=devices)
-
-
 def sweep_text(points: Sequence[Point], width: int = 110) -> str:
-    """Returns the table of a sweep: what fits, what it needs, and how many tokens per second it trains at most.
-
-    A ``*`` marks the points of :func:`frontier`. Steps are not compared: their batches differ.
-    """
+    """Returns the table of a sweep, whose steps are not compared: their batches differ. ``*``: :func:`frontier`."""
     axes = list(points[0].place) if points else []
     rows, refusals = [], []
     best = frontier(points)

@@ -1,15 +1,10 @@
-"""Lower bounds of a step's traffic inside and between nodes, and of its time.
+"""Lower bounds of a step's traffic inside and between nodes, and of its time, at the vendors' peak rates.
 
-Each collective lies along an axis of the mesh, whose ranks are on some nodes and on some devices of each. Data that
-a node lacks must come in through its network, once, divided among its devices. Data that a device lacks must come
-over its link from its neighbors, if they have it. So a gather of B bytes over nodes of g devices each costs a
-device at least B (nodes - 1) / nodes / g from the network and B (g - 1) / g from its node. A reduce-scatter costs the
-same the other way; an all-reduce counts as both. All partners of an all_to_all may be on the
-same node: what a device sends passes its link, or its network if it is alone on its node. Where links
-join several nodes (``Machine.link_domain``), these count as one node here.
-
-These are bounds at the vendors' peak rates. ``plan.prediction.network_model`` estimates how long a collective really
-takes.
+Each collective lies along an axis of the mesh, on some nodes (or joined nodes, ``Machine.link_domain``) with g devices
+each. What a node lacks must come in through its network once, divided among its devices, and what a device lacks over
+its link: a gather of B bytes costs a device at least B (nodes - 1) / nodes / g from the network and B (g - 1) / g from
+its node. A reduce-scatter costs the same the other way, and an all-reduce both. What a device sends in an all_to_all
+passes its link, or its network if it is alone on its node.
 """
 
 from __future__ import annotations

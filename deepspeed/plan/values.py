@@ -1,15 +1,12 @@
 """Runs the operations of a simulation: computes shapes, and supplies values that a program reads from the device.
 
-A simulation has no values. Where the program requests one (a norm, whether something is finite, whether a mask is all
-true) it gets the value of a healthy run: numbers are 1, and nothing is infinite or NaN.
+Where the program requests a value (a norm, whether a mask is all true) it gets that of a healthy run: numbers are 1,
+and nothing is infinite or NaN.
 
-Results of repeated operations are cached (:class:`KnownShapes`). On tensors without values the shape, strides and dtype
-of a result, and its arithmetic, depend only on the same properties of the arguments. So torch computes each once, and a
-layer like an earlier one costs only its own code and the engine's. Cases where this is not certain are run: views,
-results that share storage, operations outside torch, arguments with values or of a subclass, and 0-dim tensors (which
-may or may not take part in type promotion as Python numbers).
-
-This code runs for every operation, about 2,000 per layer, so it is written for speed.
+Without values, a result depends only on shapes, strides and dtypes of the arguments, so results of repeated operations
+are cached (:class:`KnownShapes`). Cases where this is not certain are run: views, results that share storage,
+operations outside torch, arguments with values or of a subclass, and 0-dim tensors (which may or may not take part in
+type promotion as Python numbers). All this runs for about 2,000 operations per layer, so it is written for speed.
 """
 
 from __future__ import annotations

@@ -87,6 +87,8 @@ def analyse(run: RunData) -> RunSummary:
     tokens = sum(
         median(found) for r in run.ranks.values() if (found := [r.steps[n]["tokens"] for n in counted if n in r.steps])
     )
+    # Tensor ranks and stages see the same tokens.
+    copies = math.prod(run.first.facts.get("axes", {}).get(name, 1) for name in OTHER_PARTS)
     shares = tuple(time_shares(lines))
     moments, moments_share = slow_moments(run, counted)
     slow = tuple(slow_ranks(run, counted))
@@ -94,7 +96,7 @@ def analyse(run: RunData) -> RunSummary:
         steps=len(numbers),
         step_seconds=seconds,
         samples_per_second=samples / seconds if seconds else 0.0,
-        tokens_per_second=_count_once(run, tokens) / seconds if seconds else 0.0,
+        tokens_per_second=tokens / copies / seconds if seconds else 0.0,
         shares=shares,
         slow=slow,
         moments=tuple(moments),
@@ -108,12 +110,6 @@ def analyse(run: RunData) -> RunSummary:
 def _latest_failures(run: RunData) -> list[Line]:
     started = min((r.starts[-1] for r in run.ranks.values() if r.starts), default=0.0)
     return [failure for failure in find_failures(run) if failure["time"] >= started and not failure.get("restarted")]
-
-
-def _count_once(run: RunData, tokens: float) -> float:
-    """Returns the tokens without the copies that tensor ranks and stages see of the same ones."""
-    axes = run.first.facts.get("axes", {})
-    return tokens / math.prod(axes.get(name, 1) for name in OTHER_PARTS)
 
 
 def time_shares(lines: Iterable[Mapping[str, Any]]) -> list[TimeRow]:
@@ -147,7 +143,11 @@ def _typical(phase: str, values: list[float], steps: int) -> float:
 def slow_moments(run: RunData, numbers: Iterable[int]) -> tuple[list[SlowMoment], float]:
     """Returns the outlying ones of these steps, longest first, and their time beyond the median as a share of all."""
     lines = {n: [(r.rank, r.steps[n]) for r in run.ranks.values() if n in r.steps] for n in numbers}
-    lengths = {n: max(_regular_seconds(line) for _, line in found) for n, found in lines.items() if found}
+
+    def regular_seconds(line: Mapping[str, Any]) -> float:
+        return float(line["seconds"] - sum(line["phases"].get(phase, 0.0) for phase in _OCCASIONAL))
+
+    lengths = {n: max(regular_seconds(line) for _, line in found) for n, found in lines.items() if found}
     usual = median(lengths.values()) if lengths else 0.0
     if usual <= 0:
         return [], 0.0
@@ -165,11 +165,6 @@ def slow_moments(run: RunData, numbers: Iterable[int]) -> tuple[list[SlowMoment]
             moments.append(SlowMoment(number, seconds, seconds / usual, rank, phase))
     beyond = sum(moment.seconds - usual for moment in moments)
     return sorted(moments, key=lambda moment: -moment.seconds), beyond / sum(lengths.values())
-
-
-def _regular_seconds(line: Mapping[str, Any]) -> float:
-    """Returns the seconds of a step without its saves and loads."""
-    return float(line["seconds"] - sum(line["phases"].get(phase, 0.0) for phase in _OCCASIONAL))
 
 
 def computing(line: Mapping[str, Any], phase: str) -> float:

@@ -53,12 +53,8 @@ def find_failures(run: RunData) -> list[Line]:
         found += [{**_failure(number, line, _KILLED), "restarted": True} for line in rank.breaks]
         if not rank.has_ended and rank.starts and _is_gone(run, rank):
             found.append(_failure(number, rank.last_line, _KILLED))
-    return sorted(found, key=lambda failure: (not _is_cause(failure), failure["time"]))
-
-
-def _is_cause(failure: Line) -> bool:
-    text: str = failure["text"]
-    return not text.endswith(_KILLED) and LOST_PEER.search(text.encode()) is None
+    is_effect = {id(f): f["text"].endswith(_KILLED) or LOST_PEER.search(f["text"].encode()) is not None for f in found}
+    return sorted(found, key=lambda failure: (is_effect[id(failure)], failure["time"]))
 
 
 def _failure(rank: int, line: Line, what: str) -> Line:
@@ -66,10 +62,6 @@ def _failure(rank: int, line: Line, what: str) -> Line:
     where = f"after step {step}" if step is not None else "before its first step was written"
     found = {"kind": "event", "name": FAILURE, "time": line["time"], "rank": rank, "text": f"failed {where}: {what}"}
     return found if step is None else {**found, "step": step}
-
-
-def _has_failed(rank: RankRun) -> bool:
-    return any(event["name"] == FAILURE for event in rank.events)
 
 
 def _is_gone(run: RunData, rank: RankRun) -> bool:
@@ -81,8 +73,9 @@ def _is_gone(run: RunData, rank: RankRun) -> bool:
             return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > rank.starts[-1]
         except psutil.NoSuchProcess:
             return True
+    last = max(rank.steps, default=0)
     return any(
-        other.has_ended and (_has_failed(other) or max(other.steps, default=0) > max(rank.steps, default=0))
+        other.has_ended and (any(e["name"] == FAILURE for e in other.events) or max(other.steps, default=0) > last)
         for other in run.ranks.values()
         if other is not rank
     )

@@ -84,11 +84,7 @@ FEATURE = RunReportFeature()
 
 
 def _prepare_folder(section: RunReport) -> None:
-    """Creates the folder; on rank 0, copies the plan into it.
-
-    Raises:
-        DeepSpeedConfigError: The folder cannot be written, or the plan cannot be read.
-    """
+    """Creates the folder, on rank 0 with the plan; raises DeepSpeedConfigError where a file is not usable."""
     folder = open_folder(Path(section.path or ""), comm.get_rank())
     if comm.get_rank() == 0:
         report_of_earlier_start(folder)
@@ -258,11 +254,7 @@ class RankFileReader:
 
 
 def _last_start(file: BinaryIO, size: int) -> Line:
-    """Returns the line of the latest start in a file of ``size`` bytes, which is read backwards.
-
-    Raises:
-        LookupError: There is no complete one.
-    """
+    """Returns the line of the latest start, reading backwards from ``size`` bytes; LookupError where there is none."""
     rest, end = b"", size
     while end > 0:
         begin = max(end - _TAIL_BYTES, 0)

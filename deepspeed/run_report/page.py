@@ -111,13 +111,14 @@ def make_page(run: RunData, analysis: RunSummary) -> str:
 
 def _about_steps(run: RunData, analysis: RunSummary) -> list[str]:
     """Returns the parts of the page that need at least one step."""
+    marks = [(event["step"], event["text"], event["name"]) for event in all_events(run) if "step" in event]
     return [
         _tiles(run, analysis),
         "<h2>What to change first</h2>",
         _list(analysis.advice) or "<p>Nothing stands out: most of the time is computation.</p>",
         _moments(analysis),
         "<h2>Loss</h2>",
-        line_chart(_series(run, "loss"), "loss", _marks(run)),
+        line_chart(_series(run, "loss"), "loss", marks),
         "<h2>Where the time of a step went</h2>",
         _time_chart(run),
         _table(
@@ -210,10 +211,6 @@ def _event_text(event: dict[str, Any]) -> str:
         f"{name} {value:,.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in rest.items()
     )
     return f"{event['name']}{': ' * bool(words)}{words}"
-
-
-def _marks(run: RunData) -> list[tuple[float, str, str]]:
-    return [(event["step"], event["text"], event["name"]) for event in all_events(run) if "step" in event]
 
 
 def _series(run: RunData, name: str) -> list[tuple[float, float]]:
@@ -321,22 +318,22 @@ def _heat_maps(run: RunData) -> list[str]:
             (value for values in rows.values() for value in values[2:] or values if value is not None), default=0.0
         )
         if most > 0:
-            shown = min(most, OUTLYING * _usual(rows.values()) or most)
+            # the slowest row's, so that a rank that is always slow is dark
+            usual = max((median(v) for row in rows.values() if (v := [s for s in row if s is not None])), default=0.0)
+            shown = min(most, OUTLYING * usual or most)
             name = phase_name(phase)
             found.append(heat_map(rows, name if phase == OUTSIDE else f"computing in {name}", shown, most))
     return found
-
-
-def _usual(rows: Iterable[Sequence[float | None]]) -> float:
-    """Returns the median time of the slowest row, so that a rank that is always slow is dark."""
-    return max((median(found) for row in rows if (found := [v for v in row if v is not None])), default=0.0)
 
 
 def _experts(run: RunData) -> str:
     """Returns the curves of experts' loads, of the worst layer, and all further values of the last step."""
     charts = [line_chart(points, _EXPERT_CURVES[name]) for name, points in _expert_points(run).items()]
     heading = "<h2>Loads of experts</h2>" if charts else ""
-    return f"{heading}{''.join(charts)}{_last_values(run)}"
+    last = run.first.steps[max(run.first.steps)] if run.first.steps else {}
+    rows = [(name, f"{value:.4g}") for name, value in last.get("more", {}).items()]
+    further = f"<h2>Further values of the last step</h2>{_table(('value', ''), rows)}" if rows else ""
+    return f"{heading}{''.join(charts)}{further}"
 
 
 def _expert_points(run: RunData) -> dict[str, list[tuple[float, float]]]:
@@ -353,12 +350,6 @@ _EXPERT_CURVES = {
     "imbalance": "routes of the most loaded expert over the mean, the layer where it is highest, tokens of rank 0",
     "dropped_percent": "routes dropped for lack of capacity, percent, the layer where it is highest, tokens of rank 0",
 }
-
-
-def _last_values(run: RunData) -> str:
-    last = run.first.steps[max(run.first.steps)] if run.first.steps else {}
-    rows = [(name, f"{value:.4g}") for name, value in last.get("more", {}).items()]
-    return f"<h2>Further values of the last step</h2>{_table(('value', ''), rows)}" if rows else ""
 
 
 def _configuration(config: dict[str, Any], defaults: dict[str, Any]) -> str:

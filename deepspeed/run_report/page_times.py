@@ -57,7 +57,9 @@ def report_at_end(folder: Path, rank: int, has_failed: bool, standby: StandbyWri
     ``standby`` is cancelled once the page is written.
     """
     if rank == 0:
-        _await_ends(folder)
+        deadline = time.monotonic() + _WAIT_SECONDS  # for the other ranks to close their files
+        while time.monotonic() < deadline and not all(map(has_end, folder.glob(PATTERN))):
+            time.sleep(0.05)
         _report_if_small(folder, rank)
         ExitNotes.here().run_report_written()
         if standby is not None:
@@ -75,13 +77,6 @@ def report_of_earlier_start(folder: Path) -> None:
     if not written or (page.exists() and page.stat().st_mtime_ns >= max(written)):
         return
     _report_if_small(folder, 0)
-
-
-def _await_ends(folder: Path) -> None:
-    """Waits up to 2 s for the other ranks to close their files."""
-    deadline = time.monotonic() + _WAIT_SECONDS
-    while time.monotonic() < deadline and not all(map(has_end, folder.glob(PATTERN))):
-        time.sleep(0.05)
 
 
 @contextmanager

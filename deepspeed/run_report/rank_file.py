@@ -23,11 +23,7 @@ _FLUSH_SECONDS = 1.0  # the longest time that lines stay in memory, if more line
 
 
 class RankFile:
-    """Appends lines to the file of one rank in ``folder``, which is created if missing.
-
-    Raises:
-        DeepSpeedConfigError: The folder cannot be written to.
-    """
+    """Appends lines to a rank's file in ``folder``; raises DeepSpeedConfigError where it cannot be written."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = rank_path(open_folder(folder, rank), rank)
@@ -71,11 +67,7 @@ class RecentSteps:
 
 
 def open_folder(folder: Path, rank: int) -> Path:
-    """Creates the folder of a run if it is missing, and returns it.
-
-    Raises:
-        DeepSpeedConfigError: The folder cannot be written to.
-    """
+    """Creates the folder of a run if missing, and returns it; raises DeepSpeedConfigError where it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -93,11 +85,7 @@ def rank_path(folder: Path, rank: int) -> Path:
 
 
 def rank_of(path: Path) -> int:
-    """Returns the rank whose file ``path`` is.
-
-    Raises:
-        DeepSpeedError: The name has no number, such as that of a copy.
-    """
+    """Returns the rank whose file ``path`` is; raises DeepSpeedError where the name has no number."""
     number = path.stem.removeprefix("rank-")
     if not number.isdecimal():
         raise DeepSpeedError(

@@ -81,11 +81,7 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Reads the run in ``folder`` (``run_report.path``); folders of several nodes may be copied into one.
-
-    Raises:
-        DeepSpeedError: There is no file of a rank, one cannot be read, or the plan is damaged.
-    """
+    """Reads the run in ``folder``, of one or more nodes; raises DeepSpeedError where files are missing or damaged."""
     ranks: dict[int, RankRun] = {}
     torn = 0
     for path in sorted(folder.glob(PATTERN)):
@@ -127,11 +123,7 @@ def _parsed(text: str) -> Line | None:
 
 
 def read_plan(path: Path) -> Line | None:
-    """Returns the plan in a file; None if there is no file.
-
-    Raises:
-        DeepSpeedError: The file is no plan of one job, such as that of a sweep.
-    """
+    """Returns the plan in a file, None without a file; raises DeepSpeedError where it is no plan of one job."""
     if not path.exists():
         return None
     try:

@@ -228,6 +228,7 @@ class DistributedDataAnalyzer:
         num_workers: Number of shares, one per rank; None or 1: the number of ranks.
         num_threads: Has no effect: a rank uses one thread.
         worker_id: Index of the share; None or 0: the rank.
+        save_path: Folder of the results, which rank 0 writes.
         device: Has no effect: batches stay on the dataset's device.
 
     Raises:
@@ -272,18 +273,18 @@ class DistributedDataAnalyzer:
         Raises:
             RuntimeError: Another rank failed; the rank that failed raises its own error.
         """
-        gathered = _run_together(self._measured, self._group, "DistributedDataAnalyzer")
+
+        def measured() -> list[dict[str, NDArray[Any]]]:
+            share = self._source.share(self._rank, self._ranks)
+            return [each.arrays() for each in measure(self._source, share, self._metrics)]
+
+        gathered = _run_together(measured, self._group, "DistributedDataAnalyzer")
 
         def write() -> None:
             for number, (name, kind) in enumerate(zip(self._metrics.names, self._metrics.kinds, strict=True)):
                 write_metric(self._folder / name, name, kind, [part[number] for part in gathered])
 
         _run_together(write if self._rank == 0 else lambda: None, self._group, "DistributedDataAnalyzer")
-
-    def _measured(self) -> list[dict[str, NDArray[Any]]]:
-        """Returns the values of each metric for this rank's share."""
-        share = self._source.share(self._rank, self._ranks)
-        return [each.arrays() for each in measure(self._source, share, self._metrics)]
 
 
 SINGLE, SUM = "single_value_per_sample", "accumulate_value_over_samples"
@@ -300,11 +301,7 @@ class MetricValues:
         self._sum: NDArray[Any] | None = None
 
     def add(self, result: Any, samples: NDArray[numpy.int64], name: str) -> None:
-        """Adds a metric function's result for a batch: ``[samples]`` integers, or for a sum a vector of one shape.
-
-        Raises:
-            ValueError: The result is not one integer per sample, or the shapes of vectors differ.
-        """
+        """Adds a batch's result: ``[samples]`` integers, or for a sum a vector. ValueError for other shapes."""
         values = numpy.asarray(result.cpu() if hasattr(result, "cpu") else result)
         if not numpy.issubdtype(values.dtype, numpy.integer):
             raise ValueError(f"metric {name}: expected integers from its function, found {values.dtype}; round them")
@@ -336,11 +333,7 @@ class MetricValues:
 
 
 def write_metric(folder: Path, name: str, kind: str, parts: Sequence[dict[str, NDArray[Any]]]) -> None:
-    """Writes the index files of one metric from the :meth:`MetricValues.arrays` of each share.
-
-    Raises:
-        ValueError: A sample was measured twice.
-    """
+    """Writes a metric's index files from the arrays of each share; ValueError where a sample was measured twice."""
     folder.mkdir(parents=True, exist_ok=True)
     if kind == SUM:
         sums = [part["sum"] for part in parts if part["sum"].size]

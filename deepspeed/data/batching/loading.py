@@ -132,7 +132,7 @@ def _read_lengths(dataset: Any, section: DynamicBatching, batch_seqlens_fn: Call
         DistributedDataAnalyzer(
             dataset,
             metric_names=[_METRIC],
-            metric_functions=[batch_seqlens_fn or _lengths],
+            metric_functions=[batch_seqlens_fn or (lambda samples: numpy.array(list(map(len, samples))))],
             metric_types=["single_value_per_sample"],
             save_path=section.metrics_path,
             collate_fn=None if batch_seqlens_fn is not None else list,
@@ -147,11 +147,7 @@ def _read_lengths(dataset: Any, section: DynamicBatching, batch_seqlens_fn: Call
 
 
 def _of_rank_0(read: Callable[[], Sequence[int]]) -> list[int]:
-    """Returns on every rank the numbers that ``read`` returns on rank 0, as the files may be on a disk of its machine.
-
-    Raises:
-        DeepSpeedConfigError: ``read`` failed; rank 0 raises its error.
-    """
+    """Returns on every rank what ``read`` returns on rank 0; DeepSpeedConfigError where ``read`` failed there."""
     if not comm.is_initialized():
         return list(read())
     numbers, failure = torch.empty(0, dtype=torch.int64), None
@@ -174,10 +170,6 @@ def _of_rank_0(read: Callable[[], Sequence[int]]) -> list[int]:
     numbers = numbers if comm.get_rank() == 0 else numbers.new_empty(count)
     ranks.broadcast(numbers, 0, label=label)
     return numbers.tolist()
-
-
-def _lengths(samples: list[Any]) -> Any:
-    return numpy.array([len(sample) for sample in samples])
 
 
 class VariableBatchSizeLR:

@@ -131,19 +131,16 @@ class DeepSpeedDataSampler(BatchSampler):
         difficulties = {name: each.update_difficulty(self.curriculum_step) for name, each in self._schedules.items()}
         if difficulties != self.current_difficulties or not self._clusters.members:
             self._clusters.grow(difficulties)
-            self._open_clusters()
+            for cluster in range(len(self._orders), len(self._clusters.members)):
+                self._positions.append(0)
+                self._passes.append(0)
+                self._orders.append(self._shuffled(cluster))
         self.current_difficulties = difficulties
         sizes = self._clusters.sizes()
         counts = self._generator.multinomial(self._batch_of_all, sizes / sizes.sum())
         batch = numpy.concatenate([self._take(cluster, int(count)) for cluster, count in enumerate(counts)])
         self._generator.shuffle(batch)
         return [int(sample) for sample in batch]
-
-    def _open_clusters(self) -> None:
-        for cluster in range(len(self._orders), len(self._clusters.members)):
-            self._positions.append(0)
-            self._passes.append(0)
-            self._orders.append(self._shuffled(cluster))
 
     def _shuffled(self, cluster: int) -> NDArray[Any]:
         generator = numpy.random.default_rng([self._seed, cluster, self._passes[cluster]])
@@ -317,11 +314,7 @@ class Clusters:
         self.bounds: list[dict[str, int]] = []  # the difficulties at which each group was added
 
     def grow(self, difficulties: Mapping[str, int]) -> None:
-        """Adds a group of the samples that the difficulties allow and that are in no group, if there are any.
-
-        Raises:
-            ValueError: No sample has been allowed yet, or the index has samples that the dataset does not have.
-        """
+        """Adds a group of newly allowed samples; ValueError where none is allowed, or the dataset lacks one."""
         fresh = self._fresh(difficulties)
         if len(fresh):
             if int(fresh.max()) >= self._num_samples:

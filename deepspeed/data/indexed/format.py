@@ -43,11 +43,7 @@ _MEGATRON: dict[int, type[numpy.generic]] = {6: numpy.float64, 7: numpy.float64,
 
 
 def code_of(dtype: Any, *, for_megatron: bool = False) -> int:
-    """Returns the code of a numpy dtype; Megatron's differs for 16-bit tokens.
-
-    Raises:
-        ValueError: The format does not have the dtype.
-    """
+    """Returns the code of a numpy dtype, Megatron's for 16-bit tokens on request; ValueError where there is none."""
     codes = {**_CODES, **_MEGATRON} if for_megatron else _CODES
     for code, known in codes.items():
         if numpy.dtype(known) == numpy.dtype(dtype):
@@ -67,11 +63,7 @@ def type_of(code: int, count: int, nbytes: int) -> numpy.dtype[Any] | None:
 
 
 def smallest_type(least: int, greatest: int) -> type[numpy.generic]:
-    """Returns the smallest integer type that holds all values from ``least`` to ``greatest``.
-
-    Raises:
-        ValueError: No type holds them.
-    """
+    """Returns the smallest integer type from ``least`` to ``greatest``; raises ValueError where none holds them."""
     kinds: tuple[type[Any], ...] = (numpy.uint8, numpy.uint16, numpy.uint32, numpy.uint64)
     if least < 0:
         kinds = (numpy.int8, numpy.int16, numpy.int32, numpy.int64)

@@ -87,7 +87,9 @@ def probe_block(sizes: ProbeSizes, device: torch.device, half_size: float, barri
         barrier: Called before every run. All ranks of a machine must call this function together, since they share
             its memory and, on processors, its cores.
     """
-    unit = DeviceModel(_unit_device(half_size))
+    # On it the seconds of an operation are its operations or its bytes.
+    reached = DeviceEfficiency(matmul=1.0, attention=1.0, bandwidth=1.0, half_size=half_size)
+    unit = DeviceModel(Device("unit", 0, 1.0, 1.0, 0.0, 0.0, "", efficiency=reached))
     small, large = (_time_block(sizes, samples, device, unit, barrier) for samples in sizes.micro_batches)
     rates = {}
     for kind, work in large.work.items():
@@ -123,12 +125,6 @@ def predict_block(sizes: ProbeSizes, samples: int, where: torch.device, device: 
     with _TimedOperations(DeviceModel(device), where) as timed:
         run()
     return sum(seconds for _, seconds in timed.work) + len(timed.work) * device.efficiency.launch
-
-
-def _unit_device(half_size: float) -> Device:
-    """Returns a device on which the seconds of an operation are its operations or its bytes."""
-    reached = DeviceEfficiency(matmul=1.0, attention=1.0, bandwidth=1.0, half_size=half_size)
-    return Device("unit", 0, 1.0, 1.0, 0.0, 0.0, "", efficiency=reached)
 
 
 def _time_block(

@@ -125,7 +125,7 @@ class BlockCost:
             launches=2 * forward.launches,
         )
         self._add_exchanges(forward, backward, of_output, of_input, of_weight)
-        elements = self._attention_parameters + self._expert_parameters
+        elements = self._shape.attention_parameters / self._layout.tensor + self._expert_parameters
         gathered, summed = self._copies(elements)
         return BlockTimes(
             forward.plus(gathered),
@@ -437,10 +437,6 @@ class BlockCost:
     @property
     def _vocabulary_ranks(self) -> int:
         return self._layout.tensor if self._layout.cuts_vocabulary else 1
-
-    @property
-    def _attention_parameters(self) -> float:
-        return self._shape.attention_parameters / self._layout.tensor
 
     @property
     def _expert_parameters(self) -> float:

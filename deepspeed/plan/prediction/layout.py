@@ -217,11 +217,7 @@ def layout_of(
     accumulation: int | None = None,
     **options: Any,
 ) -> ParallelLayout:
-    """Returns the layout of a configuration; what is None is as configured. Options are further fields of the layout.
-
-    Raises:
-        DeepSpeedConfigError: The ranks or the batch cannot be divided so.
-    """
+    """Returns the layout of a configuration; raises DeepSpeedConfigError where it cannot be divided so."""
     root = keys_of(config)
     wanted = degrees(root)
     tensor, sequence = tensor or wanted[TENSOR], sequence or wanted[SEQUENCE]

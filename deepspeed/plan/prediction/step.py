@@ -114,11 +114,7 @@ class PredictedStep(StepTimes):
 
 
 def layers_of_chunks(layers: int, chunks: int, lighter_ends: int | None = None) -> list[int]:
-    """Returns the layers of each chunk; the first and the last have ``lighter_ends`` fewer (None: as few as possible).
-
-    Raises:
-        DeepSpeedConfigError: There are fewer layers than chunks, or they do not divide so.
-    """
+    """Returns the layers of each chunk, fewer at the ends; raises DeepSpeedConfigError where they do not divide so."""
     if layers < chunks:
         raise DeepSpeedConfigError(
             f"{layers} layers cannot be divided among {chunks} chunks; choose fewer stages or chunks"
@@ -204,7 +200,11 @@ class StepModel:
             total = total.plus(chunk.forward, count).plus(chunk.backward, count)
         host = count * sum(sum(chunk.host) for chunk in own)
         exposed = dict(total.exposed)
-        exposed["data"] = exposed.get("data", 0.0) + self._exposed_data(stages[critical], chunks)
+        data = self.data_exchanges(stages[critical], chunks)
+        waits = data.reduce_wait + data.gather_wait
+        if data.is_beside:
+            waits = self.cost_beside(data.reduce + data.gather, waits)
+        exposed["data"] = exposed.get("data", 0.0) + waits
         bubble = self._bubble(chunks, busy, critical)
         memory = self._memory.parts()
         return PredictedStep(
@@ -272,14 +272,11 @@ class StepModel:
         reduce = self._network.gather(layout.gradient_bytes * dense, layout.shard_group)
         reduce += self._network.all_reduce(layout.gradient_bytes * dense / layout.shards, layout.replica_group)
         gather = self._network.gather(2 * dense, layout.weight_group)
-        return DataExchangeTimes(max(gather, self._seconds_up(2 * dense / layout.weight_shards)), reduce)
-
-    def _seconds_up(self, nbytes: float) -> float:
-        """Returns the seconds until a rank's shard of a block is on the device; the next one is copied meanwhile."""
-        layout, machine = self._layout, self._setup.machine
-        if not layout.offload_parameters or machine.device.host_link <= 0:
-            return 0.0
-        return max(nbytes / machine.device.host_link, self._seconds_of_files(nbytes))
+        if layout.offload_parameters and (link := self._setup.machine.device.host_link) > 0:
+            # until a rank's shard of a block is on the device; the next one is copied meanwhile
+            nbytes = 2 * dense / layout.weight_shards
+            gather = max(gather, nbytes / link, self._seconds_of_files(nbytes))
+        return DataExchangeTimes(gather, reduce)
 
     def _seconds_of_files(self, nbytes: float) -> float:
         """Returns the seconds in which the disk of a node reads or writes this many bytes of each rank's parameters."""
@@ -311,17 +308,8 @@ class StepModel:
 
     # -- once per step -----------------------------------------------------------------------------------------------
 
-    def _exposed_data(self, stage: StageState, chunks: Sequence[ChunkTimes]) -> float:
-        """Returns the seconds that sums of gradients and gathers of updated parameters cost, once per step."""
-        found = self.data_exchanges(stage, chunks)
-        exchanged, waits = found.reduce + found.gather, found.reduce_wait + found.gather_wait
-        return self.cost_beside(exchanged, waits) if found.is_beside else waits
-
     def data_exchanges(self, stage: StageState, chunks: Sequence[ChunkTimes]) -> DataExchangeTimes:
-        """Returns the sums of gradients and gathers of updated parameters of a step.
-
-        At stage 3 layers gather and reduce for themselves; only copies of shards are gathered once per step.
-        """
+        """Returns the exchanges of a step; at stage 3 layers have their own, and only copies of shards are gathered."""
         layout, network = self._layout, self._network
         dense, width = stage.parameters - stage.experts, layout.gradient_bytes
         if layout.stage == 3 and layout.weight_copies.size > 1:
@@ -413,11 +401,7 @@ def predict_step(setup: StepSetup, *, is_quick: bool = False) -> PredictedStep:
 
 
 def refuse_unknown_rates(machine: Machine) -> None:
-    """Raises if a rate that predicted times need is unknown.
-
-    Raises:
-        DeepSpeedConfigError: A rate is not known.
-    """
+    """Raises DeepSpeedConfigError if a rate that predicted times need is unknown."""
     if unknown := unknown_rates(machine):
         raise DeepSpeedConfigError(
             f"device {machine.device.name!r}: no time can be predicted, as these are not known: {', '.join(unknown)}; "

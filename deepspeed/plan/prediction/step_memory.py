@@ -117,10 +117,13 @@ class StepMemory:
             held["logits of all micro-batches"] = layout.accumulation * each
         moments = [self._first_block_of_backward(share), self._end_of_backward(share)]
         if share.has_head:
-            moments += [self._gradient_of_logits(share), self._gradient_of_head(share)]
+            moments.append({"logits and loss": self._last.kept + self._last.passing, **self._gathered_with_head(share)})
+            moments.append(self._gradient_of_head(share))
         if self._has_new_gradients:
             moments = [{"gradients": 0.0, **moment} for moment in moments]
-        if self._has_chunks_in_turn:
+        # Interleaved, all micro-batches in one group: a chunk finishes its backwards before the previous one starts.
+        # FSDP allocates gradients in the first backward; others have buffers for them.
+        if layout.is_fsdp and layout.chunks > 1 and layout.accumulation <= layout.pipe:
             moments = self._backwards_of_chunks(number, share, held["gradients"], moments)
         tensors = max((held | moment for moment in moments), key=lambda parts: sum(parts.values()))
         passing = sum(nbytes for name, nbytes in tensors.items() if name not in STATES)
@@ -137,16 +140,6 @@ class StepMemory:
         """True where gradients do not exist before their backward: one micro-batch, and no buffer for sums in fp32."""
         layout = self._layout
         return layout.accumulation == 1 and (layout.stage >= 2 or layout.gradient_bytes == 2)
-
-    @property
-    def _has_chunks_in_turn(self) -> bool:
-        """Whether a chunk finishes all backwards before the previous chunk starts its own and so has no gradients yet.
-
-        True for interleaved schedules if all micro-batches pass a chunk in one group. FSDP allocates gradients in
-        the first backward; others have buffers for them.
-        """
-        layout = self._layout
-        return layout.is_fsdp and layout.chunks > 1 and layout.accumulation <= layout.pipe
 
     # -- moments -----------------------------------------------------------------------------------------------------
 
@@ -188,9 +181,6 @@ class StepMemory:
             found += [held | each for each in (moments if is_last else [self._first_block_of_backward(share)])]
             behind -= self._counts[chunk] * self._block.parameters
         return found
-
-    def _gradient_of_logits(self, share: StageState) -> dict[str, float]:
-        return {"logits and loss": self._last.kept + self._last.passing, **self._gathered_with_head(share)}
 
     def _gradient_of_head(self, share: StageState) -> dict[str, float]:
         found = {"logits and loss": self._last.output, **self._gathered_with_head(share)}

@@ -87,27 +87,24 @@ def cost_of(
     if name.startswith(_NO_KERNEL) or not any(t.device.type == device_type for t in (*given, *made)):
         return FREE if not flops else OperationCost(name, OperationKind.FREE, flops)
     if "attention" in name:
+        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         return OperationCost(
             name,
             OperationKind.ATTENTION,
             flops,
             head_size=given[0].shape[-1],
-            is_causal=_is_causal(func, args, kwargs),
+            is_causal=bool(named.get("is_causal", False)),
             is_backward="backward" in name,
         )
     if flops:
         return OperationCost(name, OperationKind.MATMUL, flops, sides=_sides(name, made, flops))
-    written = _shares_storage(made, given)
-    if written and not name.endswith("_"):
+    keys = {storage_key(tensor) for tensor in given}
+    shares_storage = bool(made) and all(storage_key(tensor) in keys for tensor in made)
+    if shares_storage and not name.endswith("_"):
         return FREE  # a view of an argument
     if name in _LOOKS_UP:
         return OperationCost(name, OperationKind.TRAFFIC, nbytes=2 * _nbytes(made))
     return OperationCost(name, OperationKind.TRAFFIC, nbytes=_nbytes(given) + _nbytes(made))
-
-
-def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    names = [argument.name for argument in func._schema.arguments]
-    return bool((dict(zip(names, args, strict=False)) | kwargs).get("is_causal", False))
 
 
 def cost_of_lists(args: tuple[Any, ...]) -> OperationCost:
@@ -130,11 +127,6 @@ def _sides(name: str, made: list[torch.Tensor], flops: int) -> tuple[int, int, i
     n = out.shape[1] if out.dim() > 1 else 1
     m = max(out.numel() // max(n, 1), 1)
     return m, n, max(flops // max(2 * m * n, 1), 1), 1
-
-
-def _shares_storage(made: list[torch.Tensor], given: list[torch.Tensor]) -> bool:
-    keys = {storage_key(tensor) for tensor in given}
-    return bool(made) and all(storage_key(tensor) in keys for tensor in made)
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from deepspeed.parallel.pipe.schedule.lists import Action, Kind
 from deepspeed.parallel.pipe.schedule.simulate import Timeline, simulate
-from deepspeed.plan.pipeline import Pipeline
 from deepspeed.plan.prediction.block import BlockTimes, WorkTimes
 from deepspeed.plan.prediction.step import ChunkTimes, DataExchangeTimes, PredictedStep, StepModel
 from deepspeed.plan.timeline.replay import COMPUTE, HOST, SpanFlow, StreamSpan
@@ -140,7 +139,8 @@ def predicted_streams(step: PredictedStep) -> PredictedTimeline:
     model = StepModel(step.setup)
     layout, pipeline = step.setup.layout, model.pipeline
     chunks, stages = model.chunks(), model.stages()
-    shown = _shown(pipeline, layout.accumulation, step.setup.shape.layers)
+    passes_of_a_stage = layout.accumulation * max(1, step.setup.shape.layers // pipeline.stages)
+    shown = layout.accumulation if passes_of_a_stage <= _MOST_PASSES else pipeline.enough(layout.accumulation)
     timeline = simulate(pipeline.of(shown), model.schedule_times(chunks))
     passes = {
         (place, kind): _pass(model, chunk, kind)
@@ -165,11 +165,6 @@ def predicted_streams(step: PredictedStep) -> PredictedTimeline:
         placed.flows += made.flows
         ranks[name], stages_placed[name] = made.spans, placed
     return PredictedTimeline(ranks, shown, layout.accumulation, flows_between(stages_placed))
-
-
-def _shown(pipeline: Pipeline, accumulation: int, layers: int) -> int:
-    passes = accumulation * max(1, layers // pipeline.stages)
-    return accumulation if passes <= _MOST_PASSES else pipeline.enough(accumulation)
 
 
 def _pass(model: StepModel, chunk: ChunkTimes, kind: Kind) -> PassTimeline:

@@ -175,10 +175,7 @@ class TracedWork:
 
 
 class TracedTransport:
-    """Records the transfers of a simulated transport; a mixin that stands before the transport's class.
-
-    A transfer that calls others is recorded once.
-    """
+    """Records the transfers of a transport, nested ones once; a mixin that stands before the transport's class."""
 
     trace: StepRecording  # records the transfers
     axis: str
