@@ -393,7 +393,7 @@ def test_search_from_the_command_line(capsys):
         ("--layers 2 --hidden 64 --heads 4 --vocab 128 --device a100 --fp8", "'a100' has no fp8"),
         ("--model nothing:there --predict", "decoder by its sizes"),
         ("--layers 2 --hidden 64 --heads 4 --vocab 128 --predict --context 2 --sequence 2", "keep one"),
-        ("--layers 2 --hidden 64 --heads 4 --vocab 128 --predict --context -2", "--context: expected 1 or more"),
+        ("--layers 2 --hidden 64 --heads 4 --vocab 128 --predict --context -2", "--context: expected a whole number"),
         ("--layers 2 --hidden 64 --heads 4 --vocab 128 --predict --network fast", "network"),
     ],
 )
