@@ -103,6 +103,8 @@ def progressive_layer_drop(
     ZeRO stage 3 the parameters of skipped blocks are not gathered. Names of parameters and checkpoints do not change,
     and each block stays an instance of its class.
 
+    Returns the object that draws. Programs without an engine call its ``draw(theta, step)`` before each forward.
+
     Args:
         blocks: The blocks in order: the name of a ``ModuleList`` or ``Sequential`` of the model, that module, or a list
             of modules. A block takes hidden states of any shape as its first argument and returns hidden states of that
