@@ -43,7 +43,8 @@ def test_the_libraries_find_the_package():
 
     assert is_deepspeed_available() and transformers_finds_it()
     dep_version_check("deepspeed")
-    assert importlib.metadata.version("deepspeed") == deepspeed.__version__
+    installed = importlib.metadata.version("deepspeed")  # of a checkout: with the commit at its installation
+    assert installed.partition("+")[0] == deepspeed.__version__.partition("+")[0]
     assert compare_versions("deepspeed", ">=", "0.18.6")
 
 

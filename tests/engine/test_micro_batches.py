@@ -150,17 +150,17 @@ class Counted:
     def __init__(self, engine: Any) -> None:
         self.requested = self.gathered = 0
         agreement, transport = engine._runtime.agreement, engine._runtime.buckets[0].group.gather
-        exchange, all_gather = agreement.exchange, transport.all_gather
+        collect, all_gather = agreement.collect, transport.all_gather
 
-        def counted_exchange(*arguments: Any) -> None:
+        def counted_collect(*arguments: Any, **more: Any) -> Any:
             self.requested += 1
-            exchange(*arguments)
+            return collect(*arguments, **more)
 
         def counted_gather(*arguments: Any, **more: Any) -> Any:
             self.gathered += 1
             return all_gather(*arguments, **more)
 
-        agreement.exchange, transport.all_gather = counted_exchange, counted_gather
+        agreement.collect, transport.all_gather = counted_collect, counted_gather
 
     def take(self) -> tuple[int, int]:
         """Both numbers since the last call."""

@@ -200,6 +200,7 @@ NO_TRANSPORT = {
     "autotuning.probes": "measures torch's collectives",
     "comm.speed": "measures torch's collectives",
     "data.analysis.analyzer": "a program of its own, before the training",
+    "parallel.partitioned_tensor": "gathers tensors of the program over its own groups, when it says so",
     "plan.measuring.machine": "measures a machine, in a program of its own",
 }
 """Modules that may call ``deepspeed.comm``'s form of torch's collectives, and why."""
