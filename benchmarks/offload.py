@@ -225,7 +225,7 @@ def time_speculation(count: int, layers: int) -> dict[str, Any]:
                 times[name].append(taken)
     report = {}
     for name, engine in engines.items():
-        speculation = engine.optimizer.speculation
+        speculation = engine.inspect().updater.speculation
         report[name] = {
             "forward_and_backward": min(step - update for step, update in times[name]),
             "update": min(update for _, update in times[name]),

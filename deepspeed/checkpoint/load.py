@@ -146,8 +146,8 @@ def load_by(
         for master in run_state.runtime.masters:
             master.adopt_all()
             master.bucket.remember_values()
-    elif run_state.optimizer is not None:
-        run_state.optimizer.refresh_fp32_params()
+    elif run_state.updater is not None:
+        run_state.updater.refresh_fp32_params()
     if failure is not None:
         raise failure
     for rank, text in enumerate(everyones):
@@ -302,14 +302,14 @@ def _prepare(
         raise CheckpointError(_of_another_kind(run_state, found, options, source))
     _check_fit(str(found.folder), difference, strict=strict)
     weights = WeightFiller(
-        run_state.runtime, source, matches, use_masters=run_state.use_fp32_weights or run_state.optimizer is None
+        run_state.runtime, source, matches, use_masters=run_state.use_fp32_weights or run_state.updater is None
     )
     weights.check_state()
     wanted = weights.wanted()
     optimizer = None
     if difference:
         notes.append(f"the model and the checkpoint differ (load_module_strict=False):\n{difference.table()}")
-    if run_state.optimizer is not None and options.optimizer_states and not options.module_only:
+    if run_state.updater is not None and options.optimizer_states and not options.module_only:
         optimizer = OptimizerFiller(run_state, source, state, matches)
         optimizer.check()
         wanted += optimizer.wanted()

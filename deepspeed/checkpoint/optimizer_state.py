@@ -33,9 +33,9 @@ class OptimizerFiller:
         state: TrainingState,
         matches: Mapping[str, ParameterMatch],
     ) -> None:
-        assert run_state.optimizer is not None, "there is an optimizer to fill"
-        self._zero = run_state.optimizer
-        self._optimizer = self._zero.optimizer
+        assert run_state.updater is not None, "there is an optimizer to fill"
+        self._updater = run_state.updater
+        self._optimizer = self._updater.optimizer
         self._masters = run_state.runtime.masters
         self._source = source
         self._state = state
@@ -63,7 +63,7 @@ class OptimizerFiller:
         """
         name, saved_name = type(self._optimizer).__name__, self._state.optimizer
         remedy = "Use the optimizer that saved it, or pass load_optimizer_states=False to start this one afresh"
-        flat = self._zero.flat_update
+        flat = self._updater.flat_update
         if flat is None and saved_name not in (None, name):
             raise CheckpointError(
                 f"{self._source.label} has states of the optimizer {saved_name}, which do not fit {name}. {remedy}"
@@ -126,7 +126,7 @@ class OptimizerFiller:
         labels = []
         for master in self._masters:
             labels.append([self._label(tile.logical) for tile in master.layout.tiles])
-        self._zero.cut_runs(labels)
+        self._updater.cut_runs(labels)
 
     def _label(self, name: str) -> Any:
         states = self._states_of(name)
@@ -146,9 +146,9 @@ class OptimizerFiller:
             entries = state_fills(master.layout, master.rank, self._matches)
             for run in master.runs:
                 self._fill_run(master, run, entries)
-        self._zero.skipped_in_a_row = self._state.skipped_in_a_row
+        self._updater.skipped_in_a_row = self._state.skipped_in_a_row
         self._fill_loss_scaler()
-        self._zero.count_state()
+        self._updater.count_state()
 
     def _fill_run(self, master: MasterBucket, run: MasterRun, entries: dict[str, list[FillEntry]]) -> None:
         tiles = [tile for tile, _, _ in master.tile_intervals(run.interval)]
@@ -159,7 +159,7 @@ class OptimizerFiller:
             return
         group = self._optimizer.param_groups[run.interval.param_group]
         old = self._optimizer.state.get(run.param) or {}
-        flat = self._zero.flat_update
+        flat = self._updater.flat_update
         state: dict[str, Any] = {}
         if flat is not None:
             state = old
@@ -221,7 +221,7 @@ class OptimizerFiller:
 
     def _options_left_out(self, index: int) -> list[str]:
         """Returns the options of a saved param group that the flat update of this optimizer would ignore."""
-        if self._zero.flat_update is None:
+        if self._updater.flat_update is None:
             return []
         return [key for key in NOT_FLAT if self._state.param_groups[index].get(key)]
 
@@ -246,7 +246,7 @@ class OptimizerFiller:
                     group[key] = value
 
     def _fill_loss_scaler(self) -> None:
-        scaler, saved = self._zero.loss_scaler, self._state.loss_scaler
+        scaler, saved = self._updater.loss_scaler, self._state.loss_scaler
         if scaler is None or saved is None or not getattr(scaler, "dynamic", False):
             return  # without fp16 there is none; a fixed scale is the configuration's
         if scaler.state_dict().keys() == saved.keys():

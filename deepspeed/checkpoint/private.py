@@ -27,7 +27,7 @@ def private_tensors(run_state: RunState) -> list[tuple[str, torch.Tensor]]:
 
 
 def _states(run_state: RunState) -> Sequence[PrivateState]:
-    return [] if run_state.optimizer is None else run_state.optimizer.driver.private_states()
+    return [] if run_state.updater is None else run_state.updater.driver.private_states()
 
 
 def _name(state: PrivateState) -> str:

@@ -14,7 +14,7 @@ from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.tiling.layout import DATA
 from deepspeed.zero.tiling.parts import logical_name_of
 from deepspeed.zero.tiling.tiles import Tile
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
+from deepspeed.zero.update.updater import Updater
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
@@ -25,7 +25,7 @@ class RunState:
 
     model: nn.Module  # the wrapped model
     runtime: ZeroRuntime  # its sharded parameters
-    optimizer: DeepSpeedZeroOptimizer | None  # the ZeRO optimizer, or None
+    updater: Updater | None  # updates the masters; None where nothing is trained
     lr_scheduler: Any  # the schedule, or None
     dataloader: Any  # the engine's own loader, or None
     counters: dict[str, int]  # values of :data:`COUNTERS`
@@ -45,7 +45,7 @@ class RunState:
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None:
         """The torch optimizer over runs, or None."""
-        return self.optimizer.optimizer if self.optimizer is not None else None
+        return self.updater.optimizer if self.updater is not None else None
 
     def schedule_state(self) -> dict[str, Any] | None:
         """Returns the state of the learning-rate schedule; None where there is none, or it has no state."""
@@ -58,9 +58,9 @@ class RunState:
         Ranks whose weights differ synchronize. Every rank must call it.
         """
         self.runtime.originals.restore()
-        if self.optimizer is not None:
-            self.optimizer.carry_user_writes()
-            self.optimizer.driver.synchronize()
+        if self.updater is not None:
+            self.updater.carry_user_writes()
+            self.updater.driver.synchronize()
         self.runtime.take_back_frozen()
 
     def sampler_state(self) -> dict[str, Any] | None:

@@ -239,7 +239,7 @@ def _training(
     scalars: Iterable[tuple[tuple[str, ...], dict[str, Any]]],
     merged: MergedGroups,
 ) -> dict[str, Any]:
-    zero, optimizer = run_state.optimizer, run_state.torch_optimizer
+    updater, optimizer = run_state.updater, run_state.torch_optimizer
     return {
         "counters": dict(run_state.counters),
         "world_size": run_state.dp_world_size,
@@ -247,8 +247,10 @@ def _training(
         "optimizer": type(optimizer).__name__ if optimizer is not None else None,
         "param_groups": merged.groups,
         "scalars": [[list(members), values] for members, values in scalars],
-        "loss_scaler": zero.loss_scaler.state_dict() if zero is not None and zero.loss_scaler is not None else None,
-        "skipped_in_a_row": zero.skipped_in_a_row if zero is not None else 0,
+        "loss_scaler": updater.loss_scaler.state_dict()
+        if updater is not None and updater.loss_scaler is not None
+        else None,
+        "skipped_in_a_row": updater.skipped_in_a_row if updater is not None else 0,
         "lr_scheduler": merged.schedule,
         "extra_state": {**listed.extra_state, **run_state.extra_state()},
     }

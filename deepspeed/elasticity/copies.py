@@ -310,7 +310,7 @@ def small_states(run_state: RunState, forward: ForwardStates | None = None) -> b
         run_state: The training run.
         forward: The states that forwards change, from before an interrupted step; None: the present ones.
     """
-    zero, optimizer = run_state.optimizer, run_state.torch_optimizer
+    updater, optimizer = run_state.updater, run_state.torch_optimizer
     schedule = run_state.schedule_state()
     names = run_state.group_names()
     hyperparameters = RankGroups.of(optimizer, None).hyperparameters
@@ -320,8 +320,10 @@ def small_states(run_state: RunState, forward: ForwardStates | None = None) -> b
             optimizer=type(optimizer).__name__ if optimizer is not None else None,
             groups=[{**group, "params": members} for group, members in zip(hyperparameters, names, strict=True)],
             scalars=list(_scalars(run_state)),
-            loss_scaler=zero.loss_scaler.state_dict() if zero is not None and zero.loss_scaler is not None else None,
-            skipped_in_a_row=zero.skipped_in_a_row if zero is not None else 0,
+            loss_scaler=updater.loss_scaler.state_dict()
+            if updater is not None and updater.loss_scaler is not None
+            else None,
+            skipped_in_a_row=updater.skipped_in_a_row if updater is not None else 0,
             lr_scheduler=schedule,
             forward=forward or ForwardStates.of(run_state),
         )

@@ -3,6 +3,6 @@
 from deepspeed.engine.arguments import add_config_arguments
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.initialize import initialize
-from deepspeed.zero.update.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
+from deepspeed.engine.zero_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 
 __all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer", "ZeROOptimizer", "add_config_arguments", "initialize"]

@@ -400,6 +400,10 @@ class EngineCheckpoints:
     def _by_one_island(self, what: str, save: Callable[[], bool]) -> bool:
         """Makes the outer step, then lets the first island write; the checkpoint has the ranks of that island."""
         assert self._parts.islands is not None
+        if self._parts.islands.has_updates:  # the outer step will change parameters
+            self._runtime.refuse_open_blocks(what)
+            self._runtime.refuse_offloaded(what)
+            self._runtime.free_gathered()
         self._writes_for_all = True
         try:
             return self._parts.islands.by_one(what, save) is not False

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 from abc import ABCMeta
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from functools import partial
+from typing import Any
 
 from torch import nn
 from typing_extensions import Self
@@ -19,6 +19,7 @@ from deepspeed.engine.checkpointing import EngineCheckpoints
 from deepspeed.engine.compiling import EngineCompile, gathers_between_graphs
 from deepspeed.engine.efficiency import EfficiencyAccess
 from deepspeed.engine.flops import ProfiledStep
+from deepspeed.engine.forwarding import forwarded, forwarded_attribute
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.engine.loading import EngineLoading
 from deepspeed.engine.loss_counter import LossCounter
@@ -31,52 +32,14 @@ from deepspeed.engine.reminders import hint_for, watch_other_optimizers
 from deepspeed.engine.reports import accumulation_note, state_text, summary
 from deepspeed.engine.resuming import resume_from, run_state_of
 from deepspeed.engine.train_step import TrainStep
-from deepspeed.engine.zero_settings import optimizer_class
+from deepspeed.engine.zero_optimizer import DeepSpeedZeroOptimizer, optimizer_class
 from deepspeed.engine_feature import StepInfo
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.give_base import PlainAttributes
 from deepspeed.logging import log_dist, log_dist_once
-from deepspeed.precision.policy import create_loss_scaler
 from deepspeed.profiling.timer import ThroughputTimer
+from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.zero.runtime import MicroBatch, ZeroRuntime
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def forwarded(collaborator: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Returns a method that calls ``method`` on an attribute of its object, with that method's signature and docstring.
-
-    Args:
-        collaborator: Name of the attribute.
-        method: The method of the collaborator's class.
-    """
-
-    @wraps(method)
-    def forward(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(getattr(self, collaborator), *args, **kwargs)
-
-    return forward
-
-
-def forwarded_attribute(collaborator: str, name: str, meaning: str) -> Any:
-    """Returns a property that reads and writes ``name`` of one of its object's attributes.
-
-    Args:
-        collaborator: Name of the attribute.
-        name: The name of the collaborator's attribute.
-        meaning: Its docstring.
-    """
-
-    def read(self: Any) -> Any:
-        return getattr(getattr(self, collaborator), name)
-
-    def write(self: Any, value: Any) -> None:
-        setattr(getattr(self, collaborator), name, value)
-
-    return property(read, write, doc=meaning)
-
 
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 
@@ -88,7 +51,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
     lists its own.
     """
 
-    _shows_gradients = False  # a pipeline's program has no call between backwards and the update
+    _is_scheduled = True  # a schedule runs backwards and updates; the program has no call between them
 
     def __init__(self, parts: EngineParts) -> None:
         super().__init__()
@@ -104,8 +67,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         batch_size = self._batches.train_batch_size()
         self._hooks = parts.features.hooks(parts.setup, parts.runtime, parts.groups, batch_size)
         self.compression_scheduler: Any = self._hooks.exposed.get("compression_scheduler")
-        self._updater = self._make_updater()
-        self.optimizer = parts.public_optimizer(self._updater)
+        self._updater = parts.runtime.updater
         self.basic_optimizer = parts.torch_optimizer
         self.client_optimizer = parts.client.optimizer
         self.client_lr_scheduler = parts.client.lr_scheduler
@@ -138,8 +100,6 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             self.module, gathers_between_graphs(parts.placement, parts.coordinates.zero_size)
         )
         self._offloading = EngineOffload(parts)
-        if self._updater is not None:
-            self._updater.attach_offloading(self._offloading.offload_states, self._offloading.reload_states)
         watch_other_optimizers()
         log_dist(summary(self._runtime, parts.placement, parts.coordinates, self._batches))
         steps = self.gradient_accumulation_steps()
@@ -150,6 +110,10 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         self._stopped_gc = self._root.disable_python_gc and gc.isenabled()
         if self._stopped_gc:
             gc.disable()
+        self._optimizer = self._make_optimizer()
+        self.optimizer: Any = self._optimizer
+        if self._optimizer is None and parts.placement.shard_params:
+            self.optimizer = DeepSpeedZeRoOffload.of(self._runtime)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -162,30 +126,13 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
                 f"neither the engine nor the wrapped {type(module).__name__} has {name!r}{hint_for(name)}"
             ) from None
 
-    def _make_updater(self) -> DeepSpeedZeroOptimizer | None:
-        """Returns the ZeRO optimizer, which updates the masters of the runtime; None where nothing is trained."""
-        parts, runtime = self._parts, self._runtime
+    def _make_optimizer(self) -> DeepSpeedZeroOptimizer | None:
+        """Returns the optimizer that programs use, on top of the training step; None where nothing is trained."""
+        parts = self._parts
         if parts.torch_optimizer is None:
             return None
-        assert runtime.reducer is not None
-        return optimizer_class(parts.torch_optimizer, parts.placement, parts.precision)(
-            parts.torch_optimizer,
-            runtime.masters,
-            runtime.reducer,
-            placement=parts.placement,
-            groups=runtime.groups,
-            agreement=runtime.agreement,
-            ledger=runtime.memory_tracker,
-            loss_scaler=create_loss_scaler(self._root, parts.precision),
-            clip_grad=self._root.gradient_clipping,
-            max_skipped=self._root.max_consecutive_skipped_steps,
-            skip_non_finite=parts.precision.skip_non_finite,
-            leave_backward=runtime.leave_backward,
-            before_update=lambda: self._train_step.free_for_update(),
-            backward=lambda loss, **options: self.backward(loss, **options),
-            strategies=parts.tiers.strategies,
-            driver=parts.driver,
-        )
+        kind = optimizer_class(parts.torch_optimizer, parts.placement, parts.precision)
+        return kind(self._runtime, self._train_step, self._offloading)
 
     def _make_train_step(self) -> TrainStep:
         settings = self._root.flops_profiler
@@ -193,7 +140,6 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         packs_tokens = efficiency is not None and efficiency.packs_tokens
         return TrainStep(
             self._runtime,
-            self._updater,
             self._batches,
             LossScaling(self._updater.loss_scaler if self._updater is not None else None),
             self._progress,
@@ -203,11 +149,11 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             advance_lr=self._advance_lr,
             counts=self._make_loss_counter(),
             checks_rows=not packs_tokens,
-            shows_gradients=self._shows_gradients,
+            is_scheduled=self._is_scheduled,
         )
 
     def _make_loss_counter(self) -> LossCounter:
-        return LossCounter(self._updater)
+        return LossCounter(self._runtime)
 
     def _advance_lr(self, arguments: Mapping[str, Any]) -> None:
         if self.lr_scheduler is not None:
@@ -279,9 +225,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards every gradient."""
-        self._runtime.leave_backward("engine.zero_grad")
-        if self._runtime.reducer is not None:
-            self._runtime.reducer.zero_grad()
+        self._train_step.zero_grad("engine.zero_grad")
 
     def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
         """Reduces gradients that no boundary has reduced yet. Every rank must call it."""
@@ -385,8 +329,8 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             last_first.callback(self.monitor.close)
             last_first.callback(self._progress.close)
             last_first.callback(self._parts.tiers.close)
-            if self._updater is not None:
-                last_first.callback(self._updater.destroy)
+            if self._optimizer is not None:
+                last_first.callback(self._optimizer.destroy)
             last_first.callback(self._runtime.destroy)
             if not self._runtime.is_retired:
                 last_first.callback(self._runtime.drop_open_work, together=False)
@@ -419,7 +363,7 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
         compression_scheduler: Switches the techniques of ``compression_training`` on; None for a model without.
     """
 
-    _shows_gradients = True
+    _is_scheduled = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the model; floating inputs are cast only if ``auto_cast`` (of ``fp16`` or ``bf16``) is set.

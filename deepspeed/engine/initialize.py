@@ -16,6 +16,7 @@ from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.islands import over_all_data_ranks, settle_islands
 from deepspeed.engine.optimizers import check_optimizer, choose_optimizer, refuse_cut_tensors
 from deepspeed.engine.parts import Client, EngineParts
+from deepspeed.engine.zero_optimizer import DeepSpeedZeroOptimizer
 from deepspeed.engine.zero_settings import (
     gathers_by_nodes,
     gradient_divisor,
@@ -34,7 +35,6 @@ from deepspeed.zero.group import Groups, create_groups
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime import build_runtime
 from deepspeed.zero.update.driver import driver_of
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 
 def initialize(
@@ -120,7 +120,8 @@ def build_parts(
     groups = _make_groups(setup, placement, precision, own_groups, has_warm_up=driver.has_warm_up)
     refuse_cut_tensors(optimizer, model, groups, placement)
     tiers = tiers_for(setup, placement, optimizer)
-    runtime = build_runtime(model, runtime_options(setup, placement, precision, optimizer, tiers), groups, optimizer)
+    options = runtime_options(setup, placement, precision, optimizer, tiers, driver)
+    runtime = build_runtime(model, options, groups, optimizer)
     place_buffers(setup, precision, groups)
     return EngineParts(
         client=client,

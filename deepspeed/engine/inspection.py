@@ -13,7 +13,7 @@ from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
 from deepspeed.zero.storage import MemoryTracker
 from deepspeed.zero.update.driver import UpdateDriver
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
+from deepspeed.zero.update.updater import Updater
 
 if TYPE_CHECKING:
     from deepspeed.parallel.pipe.interpreter import Interpreter
@@ -28,7 +28,7 @@ class EngineInspection:
     groups: Groups  # the ranks that share parameters, gradients and decisions
     buckets: Sequence[Bucket]  # the buckets of parameters
     memory_tracker: MemoryTracker  # bytes that are held, by kind and tier
-    updater: DeepSpeedZeroOptimizer | None  # the ZeRO optimizer, or None
+    updater: Updater | None  # updates the masters; None where nothing is trained
     driver: UpdateDriver  # the update driver: what updates exchange
     reducer: GradientReducer | None  # the buckets of gradients, and how they are reduced; None where nothing is trained
     interpreter: Interpreter | None = None  # the interpreter of a pipeline stage, or None

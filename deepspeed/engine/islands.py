@@ -44,6 +44,11 @@ class IslandTraining:
         self._outer = OuterStep(inner, self._section, self._across)
         return self._outer
 
+    @property
+    def has_updates(self) -> bool:
+        """Returns whether this island has made updates since the last outer step."""
+        return self._outer is not None and self._outer.has_updates
+
     @torch.no_grad()
     def spread(self, model: nn.Module, device: torch.device) -> None:
         """Gives all islands the parameters and buffers of the first one. Every rank must call it.

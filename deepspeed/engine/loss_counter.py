@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from deepspeed.comm.watch.wait_records import with_advice
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError, PipelineError
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
+from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.tiling.layout import DATA
 
 _FIRST_COUNT = with_advice(
     "the token counts of the first losses (engine.backward(loss, count=...))",
@@ -31,11 +32,11 @@ class LossCounter:
     """Counts the tokens (or samples) of the losses of one update, and determines what its gradients are divided by.
 
     Args:
-        updater: Makes the updates; None where nothing is trained.
+        runtime: The ZeRO runtime of the model.
     """
 
-    def __init__(self, updater: DeepSpeedZeroOptimizer | None) -> None:
-        self._updater = updater
+    def __init__(self, runtime: ZeroRuntime) -> None:
+        self._runtime = runtime
         self._mine: list[Any] = []  # tensors are read at the update, so that no backward waits for the device
         self._scale = 0.0  # the power of two; 0 before it is known
         self._is_counted: bool | None = None  # of the losses since the last update
@@ -64,9 +65,9 @@ class LossCounter:
         """
         self._note_kind(is_counted=True)
         if not self._scale:
-            assert self._updater is not None
-            counts = self._updater.gather_over_job(float(count), _FIRST_COUNT)
-            refuse_bad_counts(counts[:, None])
+            mine = torch.tensor([float(count)], dtype=torch.float64)
+            counts = self._runtime.groups.job.gather_small(mine, channel="call", label=_FIRST_COUNT)
+            refuse_bad_counts(counts)
             self._scale = _near(float(counts.mean()) * micro_batches)
         return self._scale
 
@@ -155,16 +156,17 @@ class LossCounter:
         Args:
             counts: The count of every rank of the job: 1-D, fp64.
         """
-        assert self._updater is not None
         total = float(counts.sum()) / self._copies()
         if not total:
             return 1.0  # every gradient is zero
-        return total / (self._scale * self._updater.mean_over)
+        reducer = self._runtime.reducer
+        assert reducer is not None
+        return total / (self._scale * (self._runtime.groups.by_name[DATA].divisor if reducer.policy.is_mean else 1))
 
     def _copies(self) -> int:
         """Returns the number of ranks that count the same tokens."""
-        assert self._updater is not None
-        return self._updater.copies
+        groups = self._runtime.groups
+        return groups.job.size // groups.peers.size  # they hold other parts of the model
 
     def end_update(self, rows: torch.Tensor) -> None:
         """Starts over after an update, with the power of two that fits its tokens.
@@ -172,12 +174,12 @@ class LossCounter:
         Args:
             rows: As for :meth:`divisor_of`.
         """
-        assert self._updater is not None
         counts = self._counts_of(rows)
         if counts is not None and (mean := float(counts.mean())):
             fitting = _near(mean)
             if fitting != self._scale:
-                self._updater.scale_feedback(self._scale / fitting)
+                assert self._runtime.reducer is not None
+                self._runtime.reducer.scale_feedback(self._scale / fitting)  # the unit of gradients has changed
                 self._scale = fitting
         self.clear()
 
@@ -193,12 +195,12 @@ class PipelineLossCounter(LossCounter):
     through the stages, so the first power of two comes from the sizes of the labels.
 
     Args:
-        updater: Makes the updates; None where nothing is trained.
+        runtime: The ZeRO runtime of the model.
         stages: Stages of the pipeline.
     """
 
-    def __init__(self, updater: DeepSpeedZeroOptimizer | None, stages: int) -> None:
-        super().__init__(updater)
+    def __init__(self, runtime: ZeroRuntime, stages: int) -> None:
+        super().__init__(runtime)
         self._stages = stages
 
     @override

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ class LossScaling:
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
         self._scaled = 0  # scaled losses whose backward the program will call itself
-        self._saw_unscaled = False
+        self.saw_unscaled = False  # gradients since the last update came from a loss that was not scaled
 
     @property
     def factor(self) -> float:
@@ -42,23 +41,19 @@ class LossScaling:
             if self._scaled > 0:
                 self._scaled -= 1
             else:
-                self._saw_unscaled = True
+                self.saw_unscaled = True
 
     def clear(self) -> None:
         """Forgets unscaled losses. Called when their gradients are discarded."""
-        self._saw_unscaled = False
+        self.saw_unscaled = False  # gradients since the last update came from a loss that was not scaled
 
-    def refuse_unscaled(self, discard: Callable[[], None]) -> None:
-        """Raises if gradients since the last update came from a loss that was not scaled.
-
-        Args:
-            discard: Discards the gradients; called before it raises.
+    def refuse_unscaled(self) -> None:
+        """Raises if gradients since the last update came from a loss that was not scaled, and forgets it.
 
         Raises:
             CallOrderError: A backward of this update began at a loss that was not scaled.
         """
-        if self._saw_unscaled:
-            discard()
+        if self.saw_unscaled:
             self.clear()
             raise CallOrderError(
                 "fp16: the gradients come from a loss.backward() whose loss was not scaled; small gradients would have "

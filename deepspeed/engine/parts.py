@@ -22,12 +22,10 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.tiers import OffloadTiers
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.schedulers import build_scheduler
-from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.update.driver import UpdateDriver
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 DeepSpeedOptimizerCallable: TypeAlias = Callable[[Iterable[nn.Parameter] | dict[str, Any]], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable: TypeAlias = Callable[[torch.optim.Optimizer], Any]
@@ -96,16 +94,6 @@ class EngineParts:
     def local_rank(self) -> int:
         """The number of this process on its host."""
         return local_rank_of(self.client.args)
-
-    def public_optimizer(self, updater: DeepSpeedZeroOptimizer | None) -> Any:
-        """Returns the optimizer for ``initialize`` to return; at stage 3 it has the runtime of sharded parameters."""
-        if not self.placement.shard_params:
-            return updater
-        offload = DeepSpeedZeRoOffload.of(self.runtime)
-        if updater is None:
-            return offload
-        updater.parameter_offload = offload
-        return updater
 
     def make_scheduler(self) -> Any:
         """Returns the schedule: the client's object, what its callable builds, or the configured one."""

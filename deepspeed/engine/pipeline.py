@@ -11,7 +11,8 @@ import torch
 from typing_extensions import override
 
 from deepspeed.data.loader import RepeatingLoader
-from deepspeed.engine.engine import DeepSpeedEngine, EngineBase, forwarded, forwarded_attribute
+from deepspeed.engine.engine import DeepSpeedEngine, EngineBase
+from deepspeed.engine.forwarding import forwarded, forwarded_attribute
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.engine.loss_counter import PipelineLossCounter
 from deepspeed.engine.parts import EngineParts
@@ -109,7 +110,7 @@ class PipelineEngine(EngineBase):
 
     @override
     def _make_loss_counter(self) -> PipelineLossCounter:
-        return PipelineLossCounter(self._updater, self.pipeline.num_stages)
+        return PipelineLossCounter(self._runtime, self.pipeline.num_stages)
 
     @property
     def pipeline(self) -> PipelineModule:

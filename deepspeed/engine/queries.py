@@ -16,7 +16,7 @@ from deepspeed.engine.reports import memory_rows, precision_rows
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.access.whole_buckets import iter_full
 from deepspeed.zero.runtime import ZeroRuntime
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
+from deepspeed.zero.update.updater import Updater
 
 
 class EngineQueries:
@@ -26,7 +26,7 @@ class EngineQueries:
     _batches: Batches
     _precision: PrecisionPolicy
     _runtime: ZeroRuntime
-    _updater: DeepSpeedZeroOptimizer | None
+    _updater: Updater | None
     basic_optimizer: torch.optim.Optimizer | None
     mpu: Any
 

@@ -18,21 +18,21 @@ from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.storage import StorageKind
 from deepspeed.zero.tiling.formula import MemoryFormula
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
+from deepspeed.zero.update.updater import Updater
 
 
 def memory_rows(
-    runtime: ZeroRuntime, optimizer: DeepSpeedZeroOptimizer | None, precision: PrecisionPolicy, accumulation_steps: int
+    runtime: ZeroRuntime, updater: Updater | None, precision: PrecisionPolicy, accumulation_steps: int
 ) -> list[tuple[str, int, int, str]]:
     """Returns ``(kind, counted bytes, bytes by formula, formula)`` of this rank, between two steps.
 
     Tensors off the device have rows of their own, whose kind ends in ``(host)`` or ``(file)``.
     """
-    if optimizer is not None:
-        optimizer.count_state()
+    if updater is not None:
+        updater.count_state()
     host_is_device = runtime.host_is_device
     formula = MemoryFormula(runtime.layout, runtime.placement, host_is_device=host_is_device, placed=runtime.placed)
-    states = _states_per_element(optimizer)
+    states = _states_per_element(updater)
     rows = [
         (StorageKind.COMPUTE, Tier.DEVICE, *formula.compute()),
         (StorageKind.MASTER, Tier.DEVICE, *formula.master()),
@@ -41,7 +41,7 @@ def memory_rows(
         (StorageKind.GRADIENT, Tier.DEVICE, 0, "0 between steps"),
         (StorageKind.GATHERED, Tier.DEVICE, 0, "0 between steps"),
     ]
-    private = [] if optimizer is None else optimizer.driver.private_formula(formula)
+    private = [] if updater is None else updater.driver.private_formula(formula)
     if private:
         text = " + ".join(text for nbytes, text in private if nbytes) or "0"
         rows.append((StorageKind.PRIVATE, Tier.DEVICE, sum(nbytes for nbytes, _ in private), text))
@@ -52,7 +52,7 @@ def memory_rows(
         if tier is Tier.HOST:
             rows.append((StorageKind.GRADIENT, tier, *_landed(runtime, formula, precision, accumulation_steps)))
             rows.append((StorageKind.STAGING, tier, runtime.states.staging_bytes, "buffers x bytes of one"))
-            if optimizer is not None and optimizer.speculation is not None:
+            if updater is not None and updater.speculation is not None:
                 rows.append((StorageKind.SHADOW, tier, *formula.shadow(states)))
     return [
         (_named(kind, tier), runtime.memory_tracker.live(kind, tier), number, text) for kind, tier, number, text in rows
@@ -90,13 +90,13 @@ def _kept_buckets(runtime: ZeroRuntime, precision: PrecisionPolicy, accumulation
     return sum(sizes), "bytes x Psi, kept from the first step on"
 
 
-def _states_per_element(optimizer: DeepSpeedZeroOptimizer | None) -> int:
+def _states_per_element(updater: Updater | None) -> int:
     """Returns the number of tensors that the optimizer keeps per parameter (two moments for Adam), as observed."""
-    if optimizer is None:
+    if updater is None:
         return 0
     counts = [
         sum(isinstance(value, torch.Tensor) and value.dim() > 0 for value in state.values())
-        for state in optimizer.state.values()
+        for state in updater.optimizer.state.values()
     ]
     return max(counts, default=0)
 

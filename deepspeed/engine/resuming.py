@@ -18,7 +18,7 @@ def run_state_of(engine: EngineBase) -> RunState:
     return RunState(
         model=engine.module,
         runtime=engine._runtime,
-        optimizer=engine._updater,
+        updater=engine._updater,
         lr_scheduler=engine.lr_scheduler,
         dataloader=engine.training_dataloader,
         counters={name: getattr(engine, name) for name in COUNTERS},
@@ -57,6 +57,7 @@ def resume_from(engine: EngineBase, loaded: LoadResult) -> None:
     engine._batches.count_anew()
     engine._loading.resume(engine.global_steps, engine.training_dataloader)
     engine._hooks.resume(engine.global_steps, engine.skipped_steps)
+    engine._train_step.forget_losses()  # their gradients were those of the former weights
     if engine._updater is not None:
         engine._updater.steps = engine.global_steps
     engine.loaded_checkpoint_dp_world_size = loaded.world_size

@@ -24,7 +24,7 @@ from deepspeed.logging import log_dist_once
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.torch_private import call_after_backward, differentiates_a_function
 from deepspeed.zero.runtime import MicroBatch, ZeroRuntime
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, StepReport
+from deepspeed.zero.update.updater import StepReport
 
 _Computed = TypeVar("_Computed")
 
@@ -33,11 +33,11 @@ class TrainStep:
     """Runs the forwards, backwards and updates of one model under ZeRO.
 
     ``forward``, ``backward`` and ``step`` of ``DeepSpeedEngine`` call :meth:`forward`, :meth:`backward_of_loss` and
-    :meth:`update`; for a stage of a pipeline ``PipelineCompute`` does.
+    :meth:`update`; for a stage of a pipeline ``PipelineCompute`` does. ``step`` and ``zero_grad`` of the optimizer call
+    :meth:`update_parameters` and :meth:`zero_grad`.
 
     Args:
-        runtime: The ZeRO runtime of the model.
-        updater: The ZeRO optimizer, or None where nothing is trained.
+        runtime: The ZeRO runtime of the model; it has no updater where nothing is trained.
         batches: Sizes of batches, and the count of micro-steps.
         scaling: The loss scale.
         progress: Receives times and losses.
@@ -47,7 +47,8 @@ class TrainStep:
         advance_lr: Advances the learning rates after an applied update; gets the keyword arguments of :meth:`update`.
         counts: Counts the tokens of losses; None: made here.
         checks_rows: Warn if the first training batch has another number of rows than the micro-batch.
-        shows_gradients: Let the program see and change gradients in ``parameter.grad`` between its calls.
+        is_scheduled: A schedule runs backwards and updates, as in a pipeline; the program, which has no call between
+            them, does not see gradients in ``parameter.grad``.
 
     Attributes:
         global_steps: Updates so far, skipped ones included.
@@ -65,7 +66,6 @@ class TrainStep:
     def __init__(
         self,
         runtime: ZeroRuntime,
-        updater: DeepSpeedZeroOptimizer | None,
         batches: Batches,
         scaling: LossScaling,
         progress: ProgressLog,
@@ -76,20 +76,21 @@ class TrainStep:
         advance_lr: Callable[[Mapping[str, Any]], None],
         counts: LossCounter | None = None,
         checks_rows: bool = True,
-        shows_gradients: bool = False,
+        is_scheduled: bool = False,
     ) -> None:
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.was_applied = False
         self.reduces_gradients = True
         self.defers_reduction = False
+        self.is_scheduled = is_scheduled
         self.is_destroyed = False
         self.profiled = profiled
         self._features = hooks
         self._runtime = runtime
-        self._updater = updater
+        self._updater = runtime.updater
         self._batches = batches
         self._scaling = scaling
-        self.counts = LossCounter(updater) if counts is None else counts
+        self.counts = LossCounter(runtime) if counts is None else counts
         self._progress = progress
         self._precision = precision
         self._advance_lr = advance_lr
@@ -101,11 +102,9 @@ class TrainStep:
         self._in_forward = False  # a whole training step may run inside a forward
         self._runs_backward = False
         self._program_runs_backward = False
-        runtime.attach(updater, self.open_backward)
-        if updater is not None:
-            updater.attach_losses(self._update_parameters, self._clear_losses)
+        runtime.backward_tracker.attach(self.open_backward)
         if runtime.reducer is not None:
-            runtime.reducer.program.attach(self._why_scaled, self._note_discarded, is_enabled=shows_gradients)
+            runtime.reducer.program.attach(self._why_scaled, self._note_discarded, is_enabled=not is_scheduled)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -447,7 +446,7 @@ class TrainStep:
 
         Args:
             lr_arguments: Keyword arguments for the schedule of the learning rates.
-            extra: See :meth:`DeepSpeedZeroOptimizer.update`.
+            extra: Numbers for all ranks of the job, which the report gives back; every rank must give as many.
             micro_batches: Micro-batches that a schedule has run for this update; None: steps are counted.
 
         Returns:
@@ -493,7 +492,7 @@ class TrainStep:
     def _update(self, lr_arguments: Mapping[str, Any], extra: Sequence[float]) -> StepReport:
         self._features.before_update(self.global_steps, has_run_backward=self._has_run_backward)
         uneven = self._features.uneven_batch
-        report = self._update_parameters((*extra, *(() if uneven is None else uneven.numbers())))
+        report = self.update_parameters((*extra, *(() if uneven is None else uneven.numbers())))
         if uneven is not None:
             uneven.take(report.extra)
         self.global_steps += 1
@@ -505,17 +504,47 @@ class TrainStep:
             self._advance_lr(lr_arguments)
         return report
 
-    def _update_parameters(self, extra: Sequence[float] = ()) -> StepReport:
-        """Updates the parameters by the gradients.
+    @torch.no_grad()
+    def update_parameters(self, extra: Sequence[float] = ()) -> StepReport:
+        """Updates the parameters by the gradients, without counting a step. Every rank must call it.
 
         The update divides the gradients of losses that are sums by their tokens on all ranks; those of means by 1.
+
+        Args:
+            extra: See :meth:`update`.
+
+        Raises:
+            CallOrderError: A backward is still open, or a parameter got no gradient and must have one.
+            DivergenceError: Ranks kept different orders of collectives.
+            NonFiniteError: Too many skipped steps in a row, or an overflow at the minimum loss scale.
         """
-        assert self._updater is not None
-        report = self._updater.update((*extra, *self.counts.numbers()), self.counts.divisor_of)
-        self.counts.end_update(report.extra)
+        updater, reducer = self._updater, self._runtime.reducer
+        assert updater is not None and reducer is not None
+        self._runtime.leave_backward("optimizer.step")
+        reducer.settle()
+        self.free_for_update()
+        discards = reducer.discards
+        try:
+            exchanged = updater.exchange((*extra, *self.counts.numbers()))
+            report = updater.apply(exchanged, self.counts.divisor_of(exchanged.extra))
+            self.counts.end_update(report.extra)
+        finally:
+            if reducer.discards != discards:  # after some errors too
+                self.forget_losses()
         return replace(report, extra=report.extra[:, : len(extra)])
 
-    def _clear_losses(self) -> None:
+    def zero_grad(self, call: str) -> None:
+        """Discards every gradient, reduced or not.
+
+        Args:
+            call: The method that the program called, for messages.
+        """
+        self._runtime.leave_backward(call)
+        if self._runtime.reducer is not None:
+            self._runtime.reducer.zero_grad()
+        self.forget_losses()
+
+    def forget_losses(self) -> None:
         """Forgets the losses since the last update. Called when their gradients are discarded or were used."""
         self.counts.clear()
         self._scaling.clear()
@@ -535,7 +564,7 @@ class TrainStep:
             CallOrderError: Those of some parameters only, of losses that are sums with a count.
         """
         if is_total:
-            self._clear_losses()
+            self.forget_losses()
         elif self.counts.has_sums:
             raise CallOrderError(
                 "zero_grad or grad = None of some parameters: expected all of them, since the losses have a count "
@@ -552,13 +581,16 @@ class TrainStep:
             )
 
     def free_for_update(self) -> None:
-        """Frees gathered parameters before they change. Called by the optimizer at the begin of an update.
+        """Frees gathered parameters before they change. Called before updates, and before states are loaded.
 
         Raises:
             CallOrderError: The gradients come from a loss without the loss scale, or parameters are in use.
         """
         assert self._runtime.reducer is not None
-        self._scaling.refuse_unscaled(self._runtime.reducer.clear)
+        if self._scaling.saw_unscaled:
+            self._runtime.reducer.clear()
+            self.counts.clear()
+        self._scaling.refuse_unscaled()
         self._missing_step.step()
         self._runtime.refuse_open_blocks("the update")
         self._runtime.refuse_offloaded("engine.step")

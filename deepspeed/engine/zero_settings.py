@@ -19,14 +19,13 @@ from deepspeed.engine.optimizers import needs_whole_tensors
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.offload.tiers import OffloadTiers, open_tiers
-from deepspeed.ops.elementwise import OptimizerKind, is_elementwise
 from deepspeed.precision.policy import (
     PrecisionPolicy,
     check_device,
+    create_loss_scaler,
     dtype_of_name,
     has_narrow_masters,
 )
-from deepspeed.zero.access.stage3_optimizer import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
 from deepspeed.zero.group import Groups
@@ -34,13 +33,9 @@ from deepspeed.zero.model_states import RuntimeOptions, spread_buffers
 from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.tiling.describe import OFFLOADED
 from deepspeed.zero.tiling.layout import Limits
+from deepspeed.zero.update.driver import UpdateDriver
 from deepspeed.zero.update.loop import state_itemsizes
-from deepspeed.zero.update.optimizer import (
-    BF16_Optimizer,
-    DeepSpeedZeroOptimizer,
-    FP16_Optimizer,
-    FP16_UnfusedOptimizer,
-)
+from deepspeed.zero.update.updater import UpdateOptions
 
 
 def precision_for(setup: EngineSetup) -> PrecisionPolicy:
@@ -130,26 +125,13 @@ def tiers_for(setup: EngineSetup, placement: Placement, optimizer: torch.optim.O
     )
 
 
-def optimizer_class(
-    optimizer: torch.optim.Optimizer, placement: Placement, precision: PrecisionPolicy
-) -> type[DeepSpeedZeroOptimizer]:
-    """Returns the optimizer class under the name that upstream uses at this stage; all behave the same."""
-    if placement.shard_params:
-        return DeepSpeedZeroOptimizer_Stage3
-    if placement.shard_master or precision.name not in ("fp16", "bf16"):
-        return DeepSpeedZeroOptimizer
-    if precision.name == "bf16":
-        return BF16_Optimizer
-    is_whole = is_elementwise(optimizer).kind is not OptimizerKind.ELEMENTWISE
-    return FP16_UnfusedOptimizer if is_whole else FP16_Optimizer
-
-
 def runtime_options(
     setup: EngineSetup,
     placement: Placement,
     precision: PrecisionPolicy,
     optimizer: torch.optim.Optimizer | None,
     tiers: OffloadTiers,
+    driver: UpdateDriver,
 ) -> RuntimeOptions:
     """Returns the settings of the runtime for this model and optimizer.
 
@@ -159,6 +141,7 @@ def runtime_options(
         precision: Their dtypes.
         optimizer: The torch optimizer, or None.
         tiers: The host memory and files that offload uses.
+        driver: Exchanges what updates need of other ranks.
 
     Raises:
         DeepSpeedConfigError: The optimizer needs whole tensors, which the ZeRO stage cuts.
@@ -191,6 +174,18 @@ def runtime_options(
         destination=tiers.destination,
         state_itemsizes=state_itemsizes(optimizer),
         leaves=zero.leaf_module,
+        update=None if optimizer is None else _update(root, precision, tiers, driver),
+    )
+
+
+def _update(root: Root, precision: PrecisionPolicy, tiers: OffloadTiers, driver: UpdateDriver) -> UpdateOptions:
+    return UpdateOptions(
+        strategies=tiers.strategies,
+        driver=driver,
+        loss_scaler=create_loss_scaler(root, precision),
+        clip_grad=root.gradient_clipping,
+        max_skipped=root.max_consecutive_skipped_steps,
+        skip_non_finite=precision.skip_non_finite,
     )
 
 

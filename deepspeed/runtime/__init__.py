@@ -1,10 +1,12 @@
-"""Upstream's import path for names of ``zero.update.base_optimizer``."""
+"""Upstream's import path for names of ``engine.zero_optimizer``."""
 
 from typing import TYPE_CHECKING
 
 from deepspeed.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from deepspeed.engine.zero_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
+    from deepspeed.engine.zero_optimizer import ZeROOptimizer as ZeROOptimizer
     from deepspeed.runtime import activation_checkpointing as activation_checkpointing
     from deepspeed.runtime import base_optimizer as base_optimizer
     from deepspeed.runtime import bf16_optimizer as bf16_optimizer
@@ -33,7 +35,5 @@ if TYPE_CHECKING:
     from deepspeed.runtime import weight_quantizer as weight_quantizer
     from deepspeed.runtime import zenflow as zenflow
     from deepspeed.runtime import zero as zero
-    from deepspeed.zero.update.base_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
-    from deepspeed.zero.update.base_optimizer import ZeROOptimizer as ZeROOptimizer
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

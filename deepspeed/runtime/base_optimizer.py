@@ -1,4 +1,4 @@
-"""Upstream's import path for names of ``zero.update.base_optimizer``."""
+"""Upstream's import path for names of ``engine.zero_optimizer``."""
 
-from deepspeed.zero.update.base_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
-from deepspeed.zero.update.base_optimizer import ZeROOptimizer as ZeROOptimizer
+from deepspeed.engine.zero_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
+from deepspeed.engine.zero_optimizer import ZeROOptimizer as ZeROOptimizer

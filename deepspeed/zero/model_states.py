@@ -40,6 +40,7 @@ from deepspeed.zero.tiling.formula import MemoryFormula
 from deepspeed.zero.tiling.layout import BucketLayout, Fragment, Limits, ModelLayout, UnitTile, model_layout
 from deepspeed.zero.tiling.parts import logical_name_of, tile_of
 from deepspeed.zero.update.masters import MasterBucket
+from deepspeed.zero.update.updater import UpdateOptions
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
@@ -126,6 +127,7 @@ class RuntimeOptions:
     # for every per-element optimizer state, as far as it is known beforehand, its bytes per fp32 element
     state_itemsizes: tuple[int, ...] = ()
     leaves: LeafModule | None = None  # the modules that are gathered as one unit; None: those that are marked already
+    update: UpdateOptions | None = None  # how masters are updated; None where nothing is trained
 
     @property
     def host_is_device(self) -> bool:

@@ -35,6 +35,8 @@ from deepspeed.zero.model_states import ModelStates, RuntimeOptions
 from deepspeed.zero.placement import BucketPlacement
 from deepspeed.zero.tiling.layout import ModelLayout
 from deepspeed.zero.update.masters import MasterBucket, group_indices, move_to_runs
+from deepspeed.zero.update.run_gradients import MasterRunGradients
+from deepspeed.zero.update.updater import Updater
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class ZeroRuntime:
         schedule: GatherSchedule,
         hooks: ForwardHooks,
         reducer: GradientReducer | None,
+        updater: Updater | None,
         backward_tracker: BackwardTracker,
     ) -> None:
         self.model = model
@@ -139,7 +142,7 @@ class ZeroRuntime:
         # the parameter objects that are trained, to restore those that a program replaces
         self.originals = OriginalParameters(model)
         self.handles: list[RemovableHandle] = []  # hooks on the model that are removed with this runtime
-        self.optimizer: Any = None  # the ZeRO optimizer, see :meth:`attach`; None before, and where nothing is trained
+        self.updater = updater  # updates the masters; None where nothing is trained
         self.offloaded: set[str] = set()  # kinds of states that ``offload_states`` has moved to the host
         self.open_blocks = 0  # ``GatheredParameters`` blocks that hold parameters of this model
         self.is_retired = False  # whether another engine has taken the model over
@@ -150,16 +153,6 @@ class ZeroRuntime:
         for bucket in self.buckets:
             bucket.begin_training(self)
         self._drop_untrained_gradients()
-
-    def attach(self, optimizer: Any, open_backward: Callable[[], None]) -> None:
-        """Connects the optimizer and the engine, once they exist.
-
-        Args:
-            optimizer: The ZeRO optimizer; None where nothing is trained.
-            open_backward: Called when a gradient hook fires; opens the backward if none is open.
-        """
-        self.optimizer = optimizer
-        self.backward_tracker.attach(open_backward)
 
     @property
     def layout(self) -> ModelLayout:
@@ -244,7 +237,8 @@ class ZeroRuntime:
                 self._late.append(len(self.reducer.buckets))
                 self.reducer.add(bucket, self.states.destination(bucket))
         if made:
-            self.optimizer.add_masters(made)
+            assert self.updater is not None, "what has gradients has an updater"
+            self.updater.add_masters(made)
             numel = sum(master.flat.numel() for master in made)
             log_dist(
                 f"{len(made)} bucket(s) of parameters that were frozen are trained from now on: {numel:,} elements of "
@@ -461,6 +455,18 @@ def build_runtime(
         reducer = _make_reducer(model, options.reduction, states, groups, schedule, hooks, backward_tracker)
         if agreement.serves:
             reducer.note_uneven()
+    updater = None
+    if optimizer is not None and reducer is not None and options.update is not None:
+        updater = Updater(
+            optimizer,
+            states.masters,
+            reducer,
+            options.update,
+            placement=options.placement,
+            groups=groups,
+            agreement=agreement,
+            memory_tracker=states.memory_tracker,
+        )
     runtime = ZeroRuntime(
         model,
         options,
@@ -470,6 +476,7 @@ def build_runtime(
         schedule=schedule,
         hooks=hooks,
         reducer=reducer,
+        updater=updater,
         backward_tracker=backward_tracker,
     )
     if options.placement.shard_params or states.sharded:
@@ -505,6 +512,7 @@ def _make_reducer(
         on_stray=backward_tracker.seen,
         may_block=lambda: schedule.expects_no_gather and not comm_tracker.may_communicate(),
         needs_one_order=bool(states.sharded) and any(group.gather.needs_one_order for group in groups),
+        runs=MasterRunGradients(states.masters),
     )
 
 

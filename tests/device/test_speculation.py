@@ -11,8 +11,8 @@ import pytest
 
 from deepspeed.offload.host import HostGradientDestination
 from deepspeed.zero.gradient.gradients import GradientReducer
-from deepspeed.zero.update.optimizer import StepAgreement
 from deepspeed.zero.update.speculation import ShadowMaster, SpeculativeUpdate
+from deepspeed.zero.update.step_agreement import StepAgreement
 from tests.device.support import engine_at, step
 from tests.harness.device import OrderError, simulated_device
 
@@ -49,7 +49,7 @@ def _train(stage: int, ranks: int, precision: str, accumulation: int, param: dic
         with _noted(log):
             step(engine, 2)
         step(engine, 3)
-        speculation = engine.optimizer.speculation
+        speculation = engine.inspect().updater.speculation
         engine.destroy()
     return log, speculation
 

@@ -117,7 +117,7 @@ def save(folder: str, stages: tuple[int, ...]) -> None:
         assert again.global_steps == EVERY + 1
         momenta = [
             (state.momentum.tensor, other.momentum.tensor)
-            for state, other in zip(engine.optimizer.driver.states, again.optimizer.driver.states, strict=True)
+            for state, other in zip(engine.inspect().driver.states, again.inspect().driver.states, strict=True)
         ]
         assert all(torch.equal(one, other) and bool(one.any()) for one, other in momenta)
         engine.destroy()

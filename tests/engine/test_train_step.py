@@ -16,7 +16,8 @@ from deepspeed.engine.train_step import TrainStep
 from deepspeed.engine_feature import EngineHooks
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.runtime import MicroBatch
-from deepspeed.zero.update.optimizer import StepReport
+from deepspeed.zero.update.step_agreement import StepExchange
+from deepspeed.zero.update.updater import StepReport
 
 
 class FakeRuntime:
@@ -30,17 +31,22 @@ class FakeRuntime:
         self.reducer: Any = SimpleNamespace(
             has_sums=False,
             has_arrivals=True,
+            discards=0,
+            settle=lambda: self.calls.append("settle"),
+            zero_grad=lambda: self.calls.append("zero_grad"),
             program=SimpleNamespace(attach=lambda *_arguments, **_named: None, apply=lambda: None),
             end_micro_step=lambda: self.calls.append("end of micro-step"),
             clear=lambda: self.calls.append("clear"),
         )
-        self.backward_tracker = SimpleNamespace(watch=lambda outputs: self.calls.append("watch outputs"))
+        self.backward_tracker = SimpleNamespace(
+            watch=lambda outputs: self.calls.append("watch outputs"), attach=self._attach
+        )
         self.hooks = SimpleNamespace(sees_forwards=False, pause=lambda: self.calls.append("pause hooks"))
         self.originals = SimpleNamespace(restore=lambda: None)
-        self.optimizer: Any = None
+        self.updater: Any = None
 
-    def attach(self, optimizer: Any, open_backward: Any) -> None:
-        self.optimizer, self.open_backward = optimizer, open_backward
+    def _attach(self, open_backward: Any) -> None:
+        self.open_backward = open_backward
 
     def begin_backward(self, micro_batch: MicroBatch, *, sync: bool) -> None:
         self.micro_batches.append(micro_batch)
@@ -102,13 +108,13 @@ class FakeUpdater:
         self.overflows: list[bool] = []
         self.extras: list[list[float]] = []
 
-    def attach_losses(self, update: Any, clear: Any) -> None:
-        pass
-
-    def update(self, extra: Any = (), divisor_of: Any = None) -> StepReport:
+    def exchange(self, extra: Any) -> StepExchange:
         self.extras.append(list(extra))
+        return StepExchange(1.0, [], torch.tensor([list(extra)], dtype=torch.float64))
+
+    def apply(self, exchanged: StepExchange, divisor: float) -> StepReport:
         overflow = self.overflows.pop() if self.overflows else False
-        return StepReport(1.0, overflow, torch.tensor([list(extra)], dtype=torch.float64))
+        return StepReport(1.0, overflow, exchanged.extra)
 
 
 class Made:
@@ -116,10 +122,10 @@ class Made:
 
     def __init__(self, accumulation: int = 2, *, trains: bool = True, scaler: Any = None) -> None:
         self.runtime, self.progress, self.hooks = FakeRuntime(), FakeProgress(), FakeHooks()
-        self.updater = FakeUpdater() if trains else None
+        self.updater = self.runtime.updater = FakeUpdater() if trains else None
         self.batches = Batches(BatchSizes(4 * accumulation, 4, accumulation), 1, is_counted=True)
         self.rates: list[dict[str, Any]] = []
-        parts: Any = (self.runtime, self.updater, self.batches, LossScaling(scaler), self.progress)
+        parts: Any = (self.runtime, self.batches, LossScaling(scaler), self.progress)
         precision: Any = SimpleNamespace(cast_inputs=False, compute_dtype=None, forward_context=lambda _: nullcontext())
         self.step = TrainStep(
             *parts, precision=precision, hooks=self.hooks, advance_lr=lambda given: self.rates.append(dict(given))

@@ -43,7 +43,7 @@ def chunks_of(device: str, folder: str, sub_group_size: int) -> tuple[list[int],
     engine = make_engine(
         {"offload_optimizer": {"device": device, "nvme_path": folder}, "sub_group_size": sub_group_size}
     )
-    strategy = engine.optimizer._updater._strategies[{"cpu": Tier.HOST, "nvme": Tier.FILE}[device]]
+    strategy = engine.inspect().updater._chunks._strategies[{"cpu": Tier.HOST, "nvme": Tier.FILE}[device]]
     begin, lengths = strategy.begin, []
 
     def noted(chunks: Any) -> None:

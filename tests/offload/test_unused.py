@@ -69,7 +69,7 @@ def train_uneven(settings: dict[str, Any], elsewhere: bool = False) -> list[list
 
 def count_idle_chunks(engine: Any) -> list[Any]:
     """Collects the chunks that travel although nothing in them is updated."""
-    updater, idle = engine._updater._updater, []
+    updater, idle = engine.inspect().updater._chunks, []
     update = updater._update
 
     def counted(chunk: Any, *others: Any) -> list[slice]:

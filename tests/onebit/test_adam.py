@@ -171,7 +171,7 @@ def precisions() -> None:
 
 def skip(engine: DeepSpeedEngine) -> None:
     def kept() -> list[torch.Tensor]:
-        buckets = engine.optimizer.driver.buckets
+        buckets = engine.inspect().driver.buckets
         states = [one["exp_avg"] for one in engine.optimizer.optimizer.state.values()]
         whole = [bucket.momentum.tensor for bucket in buckets if bucket.momentum is not None]
         values = [value for _, value in engine.iter_full("fp32")]
@@ -369,7 +369,7 @@ def other_unit(folder: str) -> None:
     engine = make(0, tower(seed=8), more={"precondition": False})
     engine.load_checkpoint(f"{folder}/0-4")
     assert rank() or sum("starts from zero" in line for line in lines.texts) == 1
-    assert not any(bucket.private.tensor.any() for bucket in engine.optimizer.driver.buckets)
+    assert not any(bucket.private.tensor.any() for bucket in engine.inspect().driver.buckets)
     logger.removeHandler(lines)
 
 
@@ -421,7 +421,7 @@ def goes_back(stages: tuple[int, ...]) -> None:
         for step in range(FREEZE + 2):
             train(engine, step)
         saved = copy.deepcopy(engine.optimizer.state_dict())
-        buckets = engine.optimizer.driver.buckets
+        buckets = engine.inspect().driver.buckets
         errors = [bucket.private.tensor.clone() for bucket in buckets]
         found = []
         for is_second in (False, True):

@@ -19,7 +19,7 @@ LATE |= {"local_step_scaler": 1, "local_step_clipper": GAP}
 
 
 def errors(engine: Any) -> torch.Tensor:
-    return torch.cat([bucket.private.tensor for bucket in engine.optimizer.driver.buckets])
+    return torch.cat([bucket.private.tensor for bucket in engine.inspect().driver.buckets])
 
 
 def mean(values: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -10,6 +10,12 @@ import torch
 from torch import nn
 
 from deepspeed.comm.transports.transport import Transport
+from deepspeed.config.batch import BatchSizes
+from deepspeed.engine.batches import Batches
+from deepspeed.engine.loss_scaling import LossScaling
+from deepspeed.engine.train_step import TrainStep
+from deepspeed.engine.zero_optimizer import DeepSpeedZeroOptimizer
+from deepspeed.engine_feature import EngineHooks
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
@@ -22,7 +28,7 @@ from deepspeed.zero.storage import Memory, MemoryTracker
 from deepspeed.zero.tiling.layout import Limits, bucket_layout
 from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.update.loop import UpdateStrategy
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
+from deepspeed.zero.update.updater import UpdateOptions, Updater
 
 CPU = torch.device("cpu")
 WIDTH = 8
@@ -128,6 +134,12 @@ class Rank:
     micro_batches: int
 
     @property
+    def updater(self) -> Updater:
+        """Of its masters."""
+        assert self.runtime.updater is not None
+        return self.runtime.updater
+
+    @property
     def reducer(self) -> Any:
         """Of its gradients."""
         return self.runtime.reducer
@@ -144,8 +156,9 @@ class Rank:
         for index, loss in enumerate(losses):
             self.backward(loss, index)
         self.optimizer.step()
-        assert self.optimizer.last_report is not None
-        return self.optimizer.last_report.norm
+        report = self.updater.last_report
+        assert report is not None
+        return report.norm
 
     def values(self) -> dict[str, torch.Tensor]:
         """Copies of all parameters, gathered where they are sharded; a collective."""
@@ -191,7 +204,7 @@ def rank_of(
         policy: As of :func:`policy_of`.
         group: Fields of the :class:`BucketGroup`.
         joined: Elements up to which neighboring units share a bucket, which then stays gathered.
-        **settings: Of :class:`DeepSpeedZeroOptimizer`.
+        **settings: Of :class:`UpdateOptions`.
     """
     model = stack() if model is None else model
     torch_optimizer = make(model)
@@ -210,26 +223,27 @@ def rank_of(
         param_memories=memory,
         master_memories=memory,
         destination=lambda tier, _memory_tracker: GradientDestination(tier),
+        update=UpdateOptions({Tier.DEVICE: UpdateStrategy()}, **settings),
     )
     runtime = build_runtime(model, options, groups, torch_optimizer)
-    assert runtime.reducer is not None
-    defaults: dict[str, Any] = {"loss_scaler": None, "clip_grad": 0.0, "max_skipped": 0, "skip_non_finite": False}
-    optimizer = DeepSpeedZeroOptimizer(
-        torch_optimizer,
-        runtime.masters,
-        runtime.reducer,
-        placement=placement,
-        groups=groups,
-        agreement=runtime.agreement,
-        ledger=runtime.memory_tracker,
-        leave_backward=runtime.leave_backward,
-        before_update=runtime.free_gathered,
-        backward=lambda loss, retain_graph=False: loss.backward(retain_graph=retain_graph),
-        strategies={Tier.DEVICE: UpdateStrategy()},
-        **{**defaults, **settings},
+    return Rank(transport, model, runtime, _optimizer_of(runtime, micro_batches), micro_batches)
+
+
+def _optimizer_of(runtime: ZeroRuntime, micro_batches: int) -> DeepSpeedZeroOptimizer:
+    """The optimizer of an engine, without the engine; gradients that nothing has announced are errors."""
+    unused: Any = None
+    step = TrainStep(
+        runtime,
+        Batches(BatchSizes(micro_batches, 1, micro_batches), 1, is_counted=True),
+        LossScaling(None),
+        unused,
+        precision=unused,
+        hooks=EngineHooks(),
+        advance_lr=unused,
+        is_scheduled=True,
     )
-    runtime.optimizer = optimizer
-    return Rank(transport, model, runtime, optimizer, micro_batches)
+    runtime.backward_tracker.attach(unused)
+    return DeepSpeedZeroOptimizer(runtime, step, unused)
 
 
 def reference(

@@ -77,7 +77,8 @@ class MuonFlags(EngineFeature):
     def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Groups, batch_size: int) -> EngineHooks | None:
         if not _clips(setup):
             return None
-        return QKClipHooks(setup.model, groups.peers, lambda: runtime.optimizer.optimizer)
+        assert runtime.updater is not None and isinstance(runtime.updater.optimizer, Muon)
+        return QKClipHooks(setup.model, groups.peers, runtime.updater.optimizer)
 
 
 def _refuse_stacked_convolutions(optimizer: Muon, model: nn.Module) -> None:

@@ -251,7 +251,7 @@ def _rows(projection: Any) -> int:
 class QKClipHooks(EngineHooks):
     """Passes to Muon, before each update, the weight rows to scale after it."""
 
-    def __init__(self, model: nn.Module, peers: Transport, optimizer: Any) -> None:
+    def __init__(self, model: nn.Module, peers: Transport, optimizer: Muon) -> None:
         self._records = {
             name: module.__dict__[_RECORD] for name, module in model.named_modules() if _RECORD in module.__dict__
         }
@@ -261,7 +261,7 @@ class QKClipHooks(EngineHooks):
 
     @override
     def before_update(self, global_steps: int, *, has_run_backward: bool) -> None:
-        optimizer: Muon = self._optimizer()
+        optimizer = self._optimizer
         assert optimizer.qk_clip_threshold is not None
         seen = [record.largest for record in self._records.values() if record.largest is not None]
         unknown = torch.full((1,), -torch.inf, device=seen[0].device if seen else None)
@@ -286,7 +286,7 @@ class QKClipHooks(EngineHooks):
 
     @override
     def after_update(self, global_steps: int, *, was_skipped: bool) -> None:
-        self._optimizer().scale_rows_after_step({})  # those of a skipped update are not used
+        self._optimizer.scale_rows_after_step({})  # those of a skipped update are not used
 
     @override
     def events(self) -> Sequence[tuple[str, float]]:

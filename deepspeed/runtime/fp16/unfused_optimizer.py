@@ -1,3 +1,3 @@
-"""Upstream's import path for names of ``zero.update.optimizer``."""
+"""Upstream's import path for names of ``engine.zero_optimizer``."""
 
-from deepspeed.zero.update.optimizer import FP16_UnfusedOptimizer as FP16_UnfusedOptimizer
+from deepspeed.engine.zero_optimizer import FP16_UnfusedOptimizer as FP16_UnfusedOptimizer

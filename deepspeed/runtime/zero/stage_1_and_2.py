@@ -1,5 +1,6 @@
-"""Upstream's import path for names of ``plan.memory_estimates`` and ``zero.update.optimizer``."""
+"""Upstream's import path for names of ``engine.zero_optimizer`` and ``plan.memory_estimates``."""
 
+from deepspeed.engine.zero_optimizer import DeepSpeedZeroOptimizer as DeepSpeedZeroOptimizer
 from deepspeed.plan.memory_estimates import (
     estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs,
 )
@@ -9,4 +10,3 @@ from deepspeed.plan.memory_estimates import (
 from deepspeed.plan.memory_estimates import (
     estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
 )
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer as DeepSpeedZeroOptimizer

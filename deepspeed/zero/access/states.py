@@ -83,7 +83,7 @@ class _TrainedParam:
     @property
     def loss_scale(self) -> float:
         """Factor on the gradient until the update."""
-        return 1.0 if self.runtime.optimizer is None else self.runtime.optimizer.loss_scale
+        return 1.0 if self.runtime.updater is None else self.runtime.updater.loss_scale
 
     def run(self) -> MasterRun | None:
         """Returns the master's run with this rank's part.
@@ -98,18 +98,18 @@ class _TrainedParam:
     def states(self) -> dict[str, Any]:
         """Returns the optimizer state of that run."""
         run = self.run()
-        if run is None or self.runtime.optimizer is None:
+        if run is None or self.runtime.updater is None:
             return {}
-        return self.runtime.optimizer.optimizer.state.get(run.param, {})
+        return self.runtime.updater.optimizer.state.get(run.param, {})
 
     def empty_state(self, key: str) -> torch.Tensor | None:
         """Returns this rank's part of a state where it has none of the parameter: empty, or the number itself.
 
         None if this rank has a part of the parameter, or no parameter here has such a state yet.
         """
-        if self.master.fragment(self.address.tile) is not None or self.runtime.optimizer is None:
+        if self.master.fragment(self.address.tile) is not None or self.runtime.updater is None:
             return None
-        states = self.runtime.optimizer.optimizer.state.values()
+        states = self.runtime.updater.optimizer.state.values()
         value = next((state[key] for state in states if key in state), None)
         if value is None:
             return None

@@ -115,8 +115,9 @@ def _whole(layout: BucketLayout) -> BucketLayout:
 
 def _states(runtime: ZeroRuntime, master: MasterBucket, key: str, dtype: torch.dtype) -> torch.Tensor:
     flat = torch.zeros(master.flat.numel(), dtype=dtype, device=master.flat.device)
+    assert runtime.updater is not None, "there are states"
     for run in master.runs:
-        value = runtime.optimizer.optimizer.state.get(run.param, {}).get(key)
+        value = runtime.updater.optimizer.state.get(run.param, {}).get(key)
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             flat[run.interval.start : run.interval.start + value.numel()].copy_(value.view(-1))
     return flat
@@ -175,8 +176,8 @@ def _held(runtime: ZeroRuntime, kind: str) -> list[tuple[Bucket, _TileInfo]]:
     if not runtime.buckets:
         return []
     runtime.leave_backward("iter_full")
-    if kind == "fp32" and runtime.optimizer is not None:
-        runtime.optimizer.carry_user_writes()
+    if kind == "fp32" and runtime.updater is not None:
+        runtime.updater.carry_user_writes()
     with untouched():
         return list(zip(runtime.buckets, _agree_on_contents(runtime, kind), strict=True))
 
@@ -192,8 +193,8 @@ def _walk(
 ) -> Iterator[tuple[Tile, torch.Tensor]]:
     """Walks the buckets for :func:`walk_full`; ``present`` is the result of :func:`_held`."""
     scale = 1.0
-    if kind == "grad" and runtime.optimizer is not None:
-        scale = runtime.optimizer.loss_scale
+    if kind == "grad" and runtime.updater is not None:
+        scale = runtime.updater.loss_scale
     for bucket, held in present:
         tiles = {tile for tile in held.tiles if bucket.layout.tiles[tile].name not in left_out}
         for window in tile_windows(bucket.layout, tiles, held.dtype.itemsize, bucket_bytes):
@@ -297,7 +298,7 @@ def _contents(runtime: ZeroRuntime, bucket: Bucket, kind: str) -> list[int]:
         dtype = bucket.dtype if kind == "param" or not bucket.dtype.is_floating_point else torch.float32
         return [1 + _number(dtype), *everything]
     gradients, master = runtime.gradients_of(bucket), runtime.master_of(bucket)
-    if gradients is None or master is None or runtime.optimizer is None:
+    if gradients is None or master is None or runtime.updater is None:
         return [0, *nothing]
     if kind == "grad":
         if gradients.result is None:
@@ -305,7 +306,7 @@ def _contents(runtime: ZeroRuntime, bucket: Bucket, kind: str) -> list[int]:
         return [1 + _number(gradients.result.dtype), *(int(flag) for flag in gradients.used)]
     code, flags = 0, list(nothing)
     for run in master.runs:
-        states = runtime.optimizer.optimizer.state.get(run.param, {})
+        states = runtime.updater.optimizer.state.get(run.param, {})
         value = states.get(kind)
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             code = max(code, 1 + _number(value.dtype))

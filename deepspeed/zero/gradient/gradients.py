@@ -32,7 +32,7 @@ from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient.arrival_hooks import ArrivalHooks
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
-from deepspeed.zero.gradient.program_gradients import ProgramGradients
+from deepspeed.zero.gradient.program_gradients import ProgramGradients, RunGradients
 from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
 from deepspeed.zero.gradient.trial import Trial
 from deepspeed.zero.storage import MemoryTracker
@@ -57,10 +57,6 @@ class _Backward:
     cursor: int = 0  # number of entries of ``order`` that have been sent
     # whether the host waits for a device that lags behind; False once a peer has held a bucket back
     is_patient: bool = True
-
-
-def _nothing() -> None:
-    """Does nothing: the default callback."""
 
 
 class GradientReader(Protocol):
@@ -90,6 +86,7 @@ class GradientReducer:
         may_block: Whether this rank has issued all gathers that its peers need, so that it may wait for their part of a
             reduction.
         needs_one_order: Gathers run during backward, and all ranks must issue them and reductions in one order.
+        runs: The gradients of the runs that the torch optimizer's groups list; None without an optimizer.
     """
 
     def __init__(
@@ -104,6 +101,7 @@ class GradientReducer:
         on_stray: Callable[[], None],
         may_block: Callable[[], bool],
         needs_one_order: bool = False,
+        runs: RunGradients | None = None,
     ) -> None:
         self.policy = policy
         self.is_coded = policy.begins_coded
@@ -111,7 +109,7 @@ class GradientReducer:
         # whether the next update exchanges something other than gradients, so that each rank keeps its own sum
         # unreduced
         self.keeps_own = False
-        self.on_clear: Callable[[], None] = _nothing  # called when all gradients are discarded or used
+        self.discards = 0  # how often all gradients were discarded or used
         self._overlaps = policy.overlap
         self._needs_one_order = needs_one_order
         self._has_partial_sums = False  # equal on all ranks
@@ -124,7 +122,7 @@ class GradientReducer:
             for bucket, destination in zip(buckets, destinations, strict=True)
         ]
         # what the program sees in ``.grad``, and has done to it
-        self.program = ProgramGradients(self.buckets, self.stop_reading)
+        self.program = ProgramGradients(self.buckets, self.stop_reading, runs)
         self._positions = {gradients: position for position, gradients in enumerate(self.buckets)}
         self._combines = any(bucket.group.combine is not None for bucket in buckets)
         self._combines_late = any(bucket.group.spans_stages for bucket in buckets)
@@ -562,7 +560,7 @@ class GradientReducer:
 
     def clear(self) -> None:
         """Frees all gradients."""
-        self.on_clear()
+        self.discards += 1
         self.program.clear()
         self.stop_reading()
         self._local_sums.clear()

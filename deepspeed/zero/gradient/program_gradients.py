@@ -225,7 +225,9 @@ class RunGradients(Protocol):
 class ProgramGradients:
     """Shows the gradients of one engine in ``.grad``, and takes over what the program does to them."""
 
-    def __init__(self, buckets: list[GradientBucket], before_change: Callable[[], None]) -> None:
+    def __init__(
+        self, buckets: list[GradientBucket], before_change: Callable[[], None], runs: RunGradients | None = None
+    ) -> None:
         self.buckets = buckets  # those of the reducer; the list may grow
         self.before_change = before_change  # called before a sum changes
         self.why_scaled: Callable[[], str] = str  # see :meth:`attach`
@@ -233,10 +235,6 @@ class ProgramGradients:
         self._is_enabled = False
         self._entries: list[list[_SummedGradient]] = []
         self._shown: list[_SummedGradient] = []
-        self._runs: RunGradients | None = None
-
-    def attach_runs(self, runs: RunGradients) -> None:
-        """Connects the gradients of the runs that the torch optimizer's groups list."""
         self._runs = runs
 
     def attach(self, why_scaled: Callable[[], str], on_discard: Callable[[bool], None], *, is_enabled: bool) -> None:

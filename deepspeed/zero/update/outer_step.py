@@ -102,10 +102,18 @@ class OuterStep(UpdateDriver):
         if self._since >= self._section.sync_every:
             self.step()
 
+    @property
+    def has_updates(self) -> bool:
+        """Returns whether there was an update since the last outer step."""
+        return self._since > 0
+
     @torch.no_grad()
     def step(self) -> None:
-        """Makes the outer step, if there was an update since the last one. Every rank of the job must call it."""
-        if self._since == 0:
+        """Makes the outer step, if there was an update since the last one.
+
+        Every rank of the job must call it, with no parameter gathered.
+        """
+        if not self.has_updates:
             return
         self._since = 0
         self._steps += 1

@@ -113,7 +113,7 @@ def test_a_dead_rank_ends_the_others():
 def _refusals():
     module = PipelineModule(support.layers(), num_stages=1, loss_fn=support.loss_fn)
     engine, *_ = deepspeed.initialize(model=module, config=support.config(0, 2))
-    for call in (engine, engine.backward, engine.step):
+    for call in (engine, engine.backward, engine.step, engine.optimizer.backward):
         with pytest.raises(PipelineError):
             call(torch.zeros(1))
     with pytest.raises(PipelineError, match="no_sync"), engine.no_sync():

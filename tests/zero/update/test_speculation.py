@@ -44,7 +44,7 @@ def _trained(settings: dict[str, Any], overflow_at: int, make: Callable[[], Host
         engine = make_engine(settings)
         found = collect(engine, train_some(engine, range(STEPS), overflow_at))
         engine.destroy()
-    return found, engine.optimizer.speculation
+    return found, engine.inspect().updater.speculation
 
 
 def _compare(stage: int, names: tuple[str, ...], makes: tuple[Callable[[], HostWorker], ...]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _pipeline() -> int:
         with workers_from(InlineWorker):
             engine = pipes.engine_of(2, 1, 3, {"gradient_clipping": 0.0, "zero_optimization": zero})
             losses, weights = pipes.train(engine, 3, 4), pipes.weights(engine)
-            kept = engine.optimizer.speculation.kept if speculates else 0
+            kept = engine.inspect().updater.speculation.kept if speculates else 0
             engine.destroy()
         found.append((losses, weights))
     assert_states_equal(found[1], found[0])
@@ -180,7 +180,7 @@ def _with_interference(stage: int, precision: str, folder: str, kinds: tuple[str
                 losses = losses_of(engine(make_batch(3, 0, dist.get_rank(), branch=False)))
                 engine.backward(losses.loss + losses.auxiliary)
                 if speculates:
-                    assert engine.optimizer.speculation._open
+                    assert engine.inspect().updater.speculation._open
                 _interfere(engine, what, folder)
                 engine.step()
                 train_some(engine, range(4, 6))
@@ -201,7 +201,7 @@ def _longest_pause() -> None:
         discards = []
         for step in range(12):
             train_some(engine, range(step, step + 1))
-            discards.append(engine.optimizer.speculation.discarded)
+            discards.append(engine.inspect().updater.speculation.discarded)
         engine.destroy()
     tried = [later > before for before, later in zip(discards, discards[1:], strict=False)]
     assert sum(tried) == 4, tried  # with pauses of 0, 1 and 3 updates between them

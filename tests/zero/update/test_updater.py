@@ -1,4 +1,4 @@
-"""The update (``zero.update.optimizer``), on ranks that are threads."""
+"""The update (``zero.update.updater``), on ranks that are threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.zero.update.optimizer import StepAgreement
+from deepspeed.zero.update.step_agreement import StepAgreement
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import Rank, adamw, batch, rank_of, reference, stack
 

@@ -1,0 +1,43 @@
+"""Methods and attributes of an object that are those of one of its attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def forwarded(collaborator: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Returns a method that calls ``method`` on an attribute of its object, with that method's signature and docstring.
+
+    Args:
+        collaborator: Name of the attribute.
+        method: The method of the collaborator's class.
+    """
+
+    @wraps(method)
+    def forward(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(getattr(self, collaborator), *args, **kwargs)
+
+    return forward
+
+
+def forwarded_attribute(collaborator: str, name: str, meaning: str) -> Any:
+    """Returns a property that reads and writes ``name`` of one of its object's attributes.
+
+    Args:
+        collaborator: Name of the attribute.
+        name: The name of the collaborator's attribute.
+        meaning: Its docstring.
+    """
+
+    def read(self: Any) -> Any:
+        return getattr(getattr(self, collaborator), name)
+
+    def write(self: Any, value: Any) -> None:
+        setattr(getattr(self, collaborator), name, value)
+
+    return property(read, write, doc=meaning)
