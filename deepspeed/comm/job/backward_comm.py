@@ -20,6 +20,10 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.watch.backward_notes import BackwardComm, BackwardNotes
 
 
+def _notes_of_layers() -> BackwardNotes:
+    return Job.adopt().backward  # a layer of the program may be the first to use its process group
+
+
 def _notes() -> BackwardNotes:
     return Job.current().backward
 
@@ -33,7 +37,7 @@ def note(layer: Any) -> BackwardComm:
     Returns:
         A token that the graph of that backward must keep until the exchange.
     """
-    state, expected = _notes(), BackwardComm()
+    state, expected = _notes_of_layers(), BackwardComm()
     state.to_come.add(expected)
     state.communicating.add(layer)
     state.is_uneven = True
@@ -42,7 +46,7 @@ def note(layer: Any) -> BackwardComm:
 
 def note_anywhere() -> None:
     """Records an exchange in a backward whose module is not known; from now on it applies to every model of the job."""
-    _notes().is_anywhere = True
+    _notes_of_layers().is_anywhere = True
 
 
 class BackwardCommTracker:

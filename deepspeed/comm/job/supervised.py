@@ -125,7 +125,7 @@ def _watching(group: Any, tensor: torch.Tensor | None) -> WatchedGroup | None:
     """Returns the watch of the wait; None where the host does not wait."""
     if torch.compiler.is_compiling() or is_collecting(group):
         return None
-    watched = Job.current().watched.of(group)
+    watched = Job.adopt().watched.of(group)
     if watched is None or tensor is None:
         return watched
     return watched if watched.waits_on_host and tensor.device.type == "cpu" else None
