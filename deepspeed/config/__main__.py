@@ -52,8 +52,8 @@ def _show(source: str, parsed: ParsedConfig, console: Console) -> None:
     console.print(f"[green]{escape(source)} is in order[/]", soft_wrap=True)
     for notice in parsed.notices:
         console.print(f"  - {escape(notice)}", soft_wrap=True, highlight=False)
-    for name in removed_keys(parsed.raw):
-        console.print(f"  - {escape(name)}: removed in 0.19.8, works here", soft_wrap=True, highlight=False)
+    for name, release in removed_keys(parsed.raw).items():
+        console.print(f"  - {escape(name)}: removed in {release}, works here", soft_wrap=True, highlight=False)
     table = Table(show_header=False, box=None)
     precision = "fp16" if root.fp16.enabled else "bf16" if root.bf16.enabled else "fp32"
     table.add_row("ZeRO stage", str(root.zero_optimization.stage))

@@ -16,10 +16,8 @@ from deepspeed.config.source import read_source
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.missing_features import FEATURES
 
-# The release of the original that removed sections, and the oldest one that other releases are compared with.
-_REMOVING_RELEASE = "0.19.8"
 _MISSING = {key.name: feature.instead for feature in FEATURES for key in feature.keys}
-_REMOVED_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
+_REMOVED_OPTIMIZERS = dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), "0.19.8")
 OTHER_DEFAULTS = {
     "autotuning.end_profile_step": "5",
     "autotuning.tuner_num_trials": "50",
@@ -45,19 +43,16 @@ def compared_keys(source: Any) -> list[tuple[str, str]]:
     return [(dotted(path), _comparison(path, value, problems, notices)) for path, value in paths]
 
 
-def removed_keys(data: dict[str, Any]) -> list[str]:
-    """Returns the outermost keys of a configuration that the original has removed and that work here."""
-    found: list[str] = []
+def removed_keys(data: dict[str, Any]) -> dict[str, str]:
+    """Returns the outermost keys of a configuration that the original removed and that work here, with its release."""
+    found: dict[str, str] = {}
     for path, value in _leaves(data, ()):
         known = _facts_along(path)
-        place = next((n for n, facts in enumerate(known) if facts.removed == _REMOVING_RELEASE), None)
-        if place is None and not _is_removed_optimizer(path, value):
+        release = _removing_release(path, value, known)
+        if release is None or any(facts.no_effect for facts in known) or _instead_of(path) is not None:
             continue
-        if any(facts.no_effect for facts in known) or _instead_of(path) is not None:
-            continue
-        key = dotted(path if place is None else path[: place + 1])
-        if key not in found:
-            found.append(key)
+        place = next((n for n, facts in enumerate(known) if facts.removed), len(path) - 1)
+        found.setdefault(dotted(path[: place + 1]), release)
     return found
 
 
@@ -90,12 +85,12 @@ def _comparison(path: Path, value: Any, problems: tuple[str, ...], notices: tupl
     if refusal is not None:
         return f"refused here: {refusal.partition(': ')[2]}"
     facts = known[-1] if len(known) == len(path) else None
-    removed = any(each.removed == _REMOVING_RELEASE for each in known) or _is_removed_optimizer(path, value)
+    release = _removing_release(path, value, known)
     effect = None if facts is None else facts.no_effect
-    if removed:
+    if release is not None:
         instead = _instead_of(path)
         here = "works here" if effect is None else f"no effect here: {effect}"
-        return f"removed in {_REMOVING_RELEASE}, " + (here if instead is None else f"does not exist here: {instead}")
+        return f"removed in {release}, " + (here if instead is None else f"does not exist here: {instead}")
     if effect is not None:
         return f"without effect: {effect}"
     if key in OTHER_DEFAULTS and facts is not None:
@@ -116,8 +111,11 @@ def _instead_of(path: Path) -> str | None:
     return next((_MISSING[name] for part in parts for name in (part, f"{part}.enabled") if name in _MISSING), None)
 
 
-def _is_removed_optimizer(path: Path, value: Any) -> bool:
-    return path == ("optimizer", "type") and str(value).lower() in _REMOVED_OPTIMIZERS
+def _removing_release(path: Path, value: Any, known: list[KeyInfo]) -> str | None:
+    """Returns the release of the original that removed a key or the section around it; None for one that is there."""
+    if path == ("optimizer", "type"):
+        return _REMOVED_OPTIMIZERS.get(str(value).lower())
+    return next((facts.removed for facts in known if facts.removed), None)
 
 
 def _default_text(path: Path) -> str:

@@ -158,13 +158,15 @@ def run(folder: Any) -> dict[Cell, list[tuple[list[float], list[int | None], flo
     return found
 
 
-def of_one_process(model: Tower, batches: list[torch.Tensor]) -> list[float]:
+def of_one_process(
+    model: Tower, batches: list[torch.Tensor], *, max_iter: int = 20, tol: float = 1e-3, stability: float = 1e-6
+) -> list[float]:
     """What a process finds that has the batches of all ranks, with the same settings."""
     mean, found = torch.stack([model(one) for one in batches]).mean(), []
     for number, layer in enumerate(model.layers):
         parameters = list(layer.parameters())
         gradients = torch.autograd.grad(mean, parameters, create_graph=True)
-        found.append(PowerIteration(20, 1e-3, 1e-6).dominant(gradients, parameters, seed=number)[0])
+        found.append(PowerIteration(max_iter, tol, stability).dominant(gradients, parameters, seed=number)[0])
     return found
 
 

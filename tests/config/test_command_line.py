@@ -78,7 +78,7 @@ def test_each_key_beside_the_original(tmp_path: Path, capsys: pytest.CaptureFixt
     assert lines["train_batch_size"] == lines["optimizer.params.lr"] == lines["zero_optimization.stage"] == "same"
     assert lines["elasticity.enabled"] == lines["sparse_attention.block"] == "removed in 0.19.8, works here"
     assert lines["zero_optimization.overlap_comm"].startswith("same, with another default: true at stage 3 only there")
-    assert lines["zero_optimization.legacy_stage1"].startswith("without effect: ")
+    assert lines["zero_optimization.legacy_stage1"].startswith("removed in 0.5.9, no effect here: ")
     assert lines["graph_harvesting"].startswith("removed in 0.19.8, no effect here: ")
     assert lines["amp.enabled"].startswith("removed in 0.19.8, does not exist here: ")
     assert lines["nebula.enabled"].startswith("refused here: ") and "save_checkpoint" in lines["nebula.enabled"]
