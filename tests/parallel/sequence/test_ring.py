@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence import online
@@ -21,7 +22,7 @@ from tests.harness import run_ranks
 
 def test_a_mode_that_nothing_implements_is_refused():
     with pytest.raises(DeepSpeedConfigError, match='mode "striped": expected "ulysses", "ring" or "both"'):
-        _groups_of_mode(None, None, Mesh((("sequence", 2),)), "striped")
+        _groups_of_mode(Job.adopt(), None, None, Mesh((("sequence", 2),)), "striped")
 
 
 def test_zigzag_balances_causal_work():
