@@ -110,8 +110,13 @@ def _trained(stage, accumulation, keeps, **config):
     }
     sizes = {index: bucket.layout.numel * bucket.dtype.itemsize for index, bucket in enumerate(engine._runtime.buckets)}
     found, exchanges = [], []
-    exchange = engine._runtime.agreement.exchange
-    engine._runtime.agreement.exchange = lambda *wish: (exchanges.append(step), exchange(*wish))
+    collect = engine._runtime.agreement.collect
+
+    def counted_collect(*wish, **options):
+        exchanges.append(step)
+        return collect(*wish, **options)
+
+    engine._runtime.agreement.collect = counted_collect
     theta = ProgressiveLayerDrop(FAST["theta"], FAST["gamma"])
     for step in range(7):
         for micro in range(accumulation):
