@@ -138,6 +138,12 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     cur_scale = loss_scale
 
     @property
+    def _global_grad_norm(self) -> float:
+        """The norm of the latest update, 0 before the first; programs such as BEiT and EVA read it here."""
+        report = self._updater.last_report
+        return 0.0 if report is None else report.norm
+
+    @property
     def dynamic_loss_scale(self) -> bool:
         """Returns whether the loss scale follows the gradients."""
         return bool(getattr(self.loss_scaler, "dynamic", False))

@@ -155,6 +155,7 @@ def _norm_is_unscaled(stage, clip):
     for engine in (fp32, fp16):
         engine.backward(engine(inputs(0, rank())))
         engine.step()
+    assert fp32.optimizer._global_grad_norm == fp32.get_global_grad_norm()  # as BEiT and EVA read it
     return fp32.get_global_grad_norm(), fp16.get_global_grad_norm()
 
 

@@ -91,7 +91,7 @@ def _words_of_the_code() -> set[str]:
     return {word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
 
 
-OF_OTHER_SOFTWARE = {"Auto", "PR_SET_PDEATHSIG", "cudaFree", "memfd"}
+OF_OTHER_SOFTWARE = {"Auto", "ByteSize", "PR_SET_PDEATHSIG", "cudaFree", "memfd"}
 
 
 def test_design_pages_name_what_is_there():
