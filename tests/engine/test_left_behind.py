@@ -55,6 +55,13 @@ def leaves_nothing() -> None:
     with pytest.raises(CallOrderError, match=r"'last.bias' was given the shape \(1,\)"):
         engine.step()
     engine.destroy()
+    engine = engine_of(tower(), 1)
+    for step, dtype in enumerate((torch.float64, torch.float32)):  # a gradient of the present dtype is shown
+        engine.module.to(dtype)
+        engine.backward(engine(inputs(step).to(dtype)))
+        assert engine.module.last.bias.grad.dtype == dtype
+        engine.step()
+    engine.destroy()
 
 
 def test_an_engine_leaves_nothing_behind() -> None:

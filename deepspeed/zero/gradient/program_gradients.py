@@ -42,7 +42,7 @@ class _SummedGradient:
         self.added: torch.Tensor | None = None
         self.handle: PendingGradient | None = None
         self._references = 0
-        self._device: torch.device | None = None
+        self._kind: tuple[torch.device, torch.dtype] | None = None
 
     @property
     def parameter(self) -> torch.nn.Parameter:
@@ -55,13 +55,14 @@ class _SummedGradient:
 
     def show(self, parameter: torch.nn.Parameter) -> None:
         """Puts the handle into ``.grad``."""
-        if self.handle is None or self._device != parameter.device:
+        kind = parameter.device, parameter.dtype
+        if self.handle is None or self._kind != kind:
             self.retire()
-            self._device = parameter.device
+            self._kind = kind
             shape = self.gradients.bucket.layout.tiles[self.index].shape
             self.handle = PendingGradient(self, parameter.data.new_empty(()).expand(shape))
             self._references = self._count_references()
-        if self.gradients.bucket.is_sharded:
+        if parameter.shape != self.handle.shape:  # sharded, or given another shape, which the update refuses
             set_gradient(parameter, self.handle)
         else:
             parameter.grad = self.handle
