@@ -249,9 +249,10 @@ _CONVERSIONS = frozenset({"to", "cpu", "cuda", "xpu", "float", "double", "half",
 # These need a parameter's shape and dtype and none of its values: they get those of the whole.
 _LIKE = frozenset({"empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"})
 
+_EXPORT = "export a plain copy of the model that has loaded the weights of engine.export_weights()"
 NOT_IN_A_GRAPH = (
     "ZeRO stage 3 gathers parameters here, which is no part of a compiled graph; compile without fullgraph=True, and "
-    "export a plain copy of the model that has loaded the weights of engine.export_weights()"
+    + _EXPORT
 )
 
 
@@ -472,11 +473,12 @@ def _sharded_in(value: Any) -> list[ShardedParameter]:
 
 def _refusal(address: Address | None, operation: str) -> str:
     name, shape = ("unknown", ()) if address is None else (address.name, address.shape)
+    export = f"; for torch.export, {_EXPORT}" if operation == "untyped_storage" else ""  # what it calls first
     return (
         f"{operation} on parameter {name!r} (full shape {shape}): it is sharded (ZeRO stage 3) and this call is "
         "outside the engine's forward and backward, so its values are not here. To read or change it, use "
         "`with deepspeed.zero.GatheredParameters(param, modifier_rank=...)`; to read only, "
-        "deepspeed.utils.safe_get_full_fp32_param(param)"
+        f"deepspeed.utils.safe_get_full_fp32_param(param){export}"
     )
 
 
