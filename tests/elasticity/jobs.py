@@ -126,7 +126,7 @@ class RunningJob:
         found = []
         for name in self._running.values():
             for line in (self._folder / f"{name}.err").read_text().splitlines():
-                if (match := re.search(r"^\[(\S+)\].*DEEPSPEED_ELASTIC_JOIN=(\S+)", line)) is not None:
+                if (match := re.search(r"\[([\d: -]+)\] .*DEEPSPEED_ELASTIC_JOIN=(\S+)", line)) is not None:
                     found.append((match[1], match[2]))
         return [address for _, address in sorted(found)]
 
