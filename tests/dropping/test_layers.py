@@ -111,16 +111,12 @@ def _trained(stage, accumulation, keeps, **config):
     sizes = {index: bucket.layout.numel * bucket.dtype.itemsize for index, bucket in enumerate(engine._runtime.buckets)}
     found, exchanges = [], []
     collect = engine._runtime.agreement.collect
-<<<<<<< Updated upstream
 
     def counted_collect(*wish, **options):
         exchanges.append(step)
         return collect(*wish, **options)
 
     engine._runtime.agreement.collect = counted_collect
-=======
-    engine._runtime.agreement.collect = lambda *wish: (exchanges.append(step), collect(*wish))[1]
->>>>>>> Stashed changes
     theta = ProgressiveLayerDrop(FAST["theta"], FAST["gamma"])
     for step in range(7):
         for micro in range(accumulation):
