@@ -63,10 +63,11 @@ def _value(name: str, text: str) -> Any:
         number = int(text)
     except ValueError:
         number = -1
-    if number < (0 if name == "stage" else 1) or (name == "stage" and number > 3):
+    least = 0 if name == "stage" else 1
+    if number < least or (name == "stage" and number > 3):
         limits = "0, 1, 2 or 3" if name == "stage" else "a whole number above 0"
         raise DeepSpeedConfigError(f"--sweep {name}={text}: expected {limits}")
-    check_count(name, number, f"--sweep {name}={text}")
+    check_count(name, number, f"--sweep {name}={text}", least)
     return number
 
 

@@ -140,7 +140,7 @@ def test_devices_by_the_names_of_their_makers():
     [
         (["--layers", "2"], "leave the model and the configuration out"),
         (["--predict"], "leave the model and the configuration out"),
-        (["--devices", "0"], "expected 1 or more"),
+        (["--devices", "0"], "expected a whole number of 1 or more"),
         (["--nodes", "2"], "times one node"),
         (["--network", "8xndr"], "times one node"),
     ],
