@@ -92,7 +92,7 @@ class Agreement:
         self._digest = zlib.crc32(f"{self._kind}:{list(issued)}".encode(), self._digest)
 
     def end_help(self, issued: Sequence[int]) -> None:
-        """Ends the evaluation of other ranks before the open pass, which begins again as the next one."""
+        """Counts the open pass as an evaluation that other ranks ran, and begins it again under the next number."""
         kind, self._kind = self._kind, EVALUATION
         self.end_pass(issued)
         self.begin_pass(kind)
