@@ -1,7 +1,5 @@
 """Activation checkpointing: the same numbers with less kept, in every variant."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import weakref
@@ -21,7 +19,7 @@ from deepspeed.comm.job.job import Job, axis_of
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import logger
 from tests.engine.support import SHARDED, adamw
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 checkpointing = deepspeed.checkpointing
 
@@ -394,7 +392,8 @@ def test_two_by_two_ranks_at_every_stage():
     run_ranks(_same_numbers, 4, [0, 2, 3])
 
 
-def _kept():
+@on_ranks(2)
+def test_only_parts_are_kept():
     """What is alive between forward and backward: the parts, and no whole input but the first."""
     mpu = Mpu()
     checkpointing.configure(mpu, partition_activations=True)
@@ -432,11 +431,8 @@ def _kept():
     settings_module.settings = settings_module.Settings()
 
 
-def test_only_parts_are_kept():
-    run_ranks(_kept, 2)
-
-
-def _own_heads() -> None:
+@on_ranks(2)
+def test_heads_of_a_rank_are_not_partitioned() -> None:
     """Attention of a rank's heads is recomputed with these, though activations are partitioned."""
     checkpointing.configure(Mpu(), partition_activations=True)
     found: list = []
@@ -447,7 +443,3 @@ def _own_heads() -> None:
     found[0](lambda heads: heads.square(), x * 1).sum().backward()
     assert torch.equal(x.grad, 2 * x)
     settings_module.settings = settings_module.Settings()
-
-
-def test_heads_of_a_rank_are_not_partitioned():
-    run_ranks(_own_heads, 2)

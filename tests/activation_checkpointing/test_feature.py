@@ -1,7 +1,5 @@
 """``activation_checkpointing.blocks``: less is kept, and the training is the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.pipe import PipelineModule
 from deepspeed.sequence import mean_loss
+from tests.harness import on_ranks
 from tests.harness.pool import run_ranks
 from tests.harness.toy_models import TOWER_WIDTH, Tower, causal_model
 from tests.parallel.tensor.support import VOCABULARY, adamw, ids, llama
@@ -76,15 +75,12 @@ def test_a_model_without_blocks_is_refused():
 transformers = pytest.importorskip("transformers")
 
 
-def _mode_with_blocks() -> None:
+@on_ranks(1)
+def test_a_model_keeps_its_mode() -> None:
     model = causal_model("GPT2", vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1).eval()
     config = {"train_micro_batch_size_per_gpu": 1, "activation_checkpointing": {"blocks": True}}
     deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
     assert not model.training and not model.transformer.h[0].training
-
-
-def test_a_model_keeps_its_mode():
-    run_ranks(_mode_with_blocks, 1)
 
 
 LENGTH = 12
@@ -131,17 +127,14 @@ def _trained(model: nn.Module, more: dict[str, Any]) -> tuple[list[float], dict[
     return losses, weights, squares
 
 
-def _bit_for_bit() -> None:
+@on_ranks(1)
+def test_the_same_bits_without_scores() -> None:
     for name, make in MODELS.items():
         losses, weights, kept = _trained(make(), {})
         found_losses, found_weights, found_kept = _trained(make(), KEYS)
         assert found_losses == losses, name
         assert all(torch.equal(found_weights[key], value) for key, value in weights.items()), name
         assert found_kept == 0 and (kept > 0) == ("eager" in name), (name, kept, found_kept)
-
-
-def test_the_same_bits_without_scores():
-    run_ranks(_bit_for_bit, 1)
 
 
 def _in_stages(pipe: int, more: dict[str, Any]) -> list[float]:
@@ -159,7 +152,8 @@ def test_in_a_pipeline():
     assert run_ranks(_in_stages, 2, 2, KEYS) == expected
 
 
-def _refused() -> None:
+@on_ranks(1)
+def test_what_has_no_attention_by_name_is_refused() -> None:
     for model, message in (
         (nn.Linear(3, 3), "expected a Transformers model, whose attention can be replaced, or .* found Linear"),
         (_gpt2("eager", reorder_and_upcast_attn=True), "reorder_and_upcast_attn computes attention in the layer"),
@@ -170,10 +164,6 @@ def _refused() -> None:
     ):
         with pytest.raises(DeepSpeedConfigError, match=message):
             deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=_config(**KEYS))
-
-
-def test_what_has_no_attention_by_name_is_refused():
-    run_ranks(_refused, 1)
 
 
 def _shared(more: dict[str, Any]) -> tuple[list[float], int]:

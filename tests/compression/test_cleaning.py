@@ -14,7 +14,7 @@ from deepspeed.linear.quantized_linear import QuantizedConv2d, QuantizedEmbeddin
 from deepspeed.zero.address import address_of
 from tests.compression.test_stages import HEADS, SECTION, gpt, prepared, technique, tokens
 from tests.engine.support import engine_of
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.toy_models import causal_model, masked_model, tower
 
 transformers = pytest.importorskip("transformers")
@@ -306,7 +306,8 @@ def test_heads_that_share_keys_stay():
         torch.testing.assert_close(clean(IDS).logits, expected)
 
 
-def _take_parameters_out() -> None:
+@on_ranks(1)
+def test_attributes_of_programs_go_with_the_copies() -> None:
     engine = engine_of(tower(depth=1), 1)
     model = engine.module
     former = model.first.weight
@@ -317,7 +318,3 @@ def _take_parameters_out() -> None:
     assert address_of(former) is not None and address_of(model.first.weight) is None
     assert not any(name.startswith(("ds_", "_ds_")) for name in vars(model.first.weight))
     engine.destroy()
-
-
-def test_attributes_of_programs_go_with_the_copies() -> None:
-    run_ranks(_take_parameters_out, 1)

@@ -1,7 +1,5 @@
 """Eigenvalues of blocks against those of a Hessian written out, and the bits that fall by them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +14,7 @@ from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.runtime.eigenvalue import Eigenvalue
 from tests.compression.test_stages import technique
 from tests.engine.support import adamw, engine_of, inputs, rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import Tower, tower
 
 BITS, STEPS, SAVED, EVERY = 8, 10, 5, 2
@@ -196,7 +194,8 @@ def test_ranks_measure_the_mean_loss_and_periods_follow(tmp_path: Any) -> None:
         assert values[0] == values[1] and len({tuple(value) for value in values}) > 1, "every second update"
 
 
-def _one_process() -> None:
+@on_ranks(1)
+def test_one_process_has_the_eigenvalue_of_both_batches() -> None:
     model = uneven()
     both = torch.cat([batch(CELLS[0], 0, 0, of_rank) for of_rank in range(2)])
     engine = engine_of(model, 0, quantize_training=moq(max_iter=3000, tol=1e-7), train_micro_batch_size_per_gpu=4)
@@ -207,7 +206,8 @@ def _one_process() -> None:
     engine.destroy()
 
 
-def _attending() -> None:
+@on_ranks(1)
+def test_compression_training_is_paced_too_and_fused_attention_is_named() -> None:
     class Attending(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -232,11 +232,3 @@ def _attending() -> None:
     assert len(engine.compression_scheduler.pace.eigenvalues) == 1
     assert [state.bits for state in compression_state(model)] == [7]
     engine.destroy()
-
-
-def test_one_process_has_the_eigenvalue_of_both_batches() -> None:
-    run_ranks(_one_process, 1)
-
-
-def test_compression_training_is_paced_too_and_fused_attention_is_named() -> None:
-    run_ranks(_attending, 1)

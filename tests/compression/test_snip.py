@@ -1,7 +1,5 @@
 """Pruning by SNIP with momentum: schedule, blocks and choice against loops in plain torch, at every stage."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every technique at once, at every stage, against plain torch with the formulas written out; resumed bit for bit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

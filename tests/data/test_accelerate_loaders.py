@@ -1,7 +1,5 @@
 """States of Accelerate's stateful loaders at other batch sizes, and which orders can be continued."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

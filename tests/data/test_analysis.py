@@ -1,7 +1,5 @@
 """The analyzers: what each sample measures ends in the index files, whoever has looked at it."""
 
-from __future__ import annotations
-
 import numpy
 import pytest
 import torch
@@ -11,7 +9,7 @@ from deepspeed.data.analysis import DataAnalyzer, DistributedDataAnalyzer
 from deepspeed.data.curriculum import DeepSpeedDataSampler
 from deepspeed.data.indexed import MMapIndexedDataset
 from deepspeed.errors import NotYetSupportedError
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 COUNT = 23
 LENGTHS = [3 + number * 5 % 7 for number in range(COUNT)]
@@ -131,7 +129,9 @@ def _together(folder):
         DistributedDataAnalyzer(Texts(), batch_size=4, save_path=folder / "bad", **bad).run_map_reduce()
 
 
-def _one_rank_fails(folder):
+@on_ranks(2)
+def test_a_failure_of_one_rank_is_raised_on_all(tmp_path):
+    folder = tmp_path
     import torch.distributed as dist
 
     def failing(batch):
@@ -146,10 +146,6 @@ def _one_rank_fails(folder):
     analyzer = DataAnalyzer(Texts(), 2, dist.get_rank(), batch_size=4, save_path=folder, **metrics)
     with pytest.raises(expected[0], match=expected[1]):
         analyzer.run_map_reduce()
-
-
-def test_a_failure_of_one_rank_is_raised_on_all(tmp_path):
-    run_ranks(_one_rank_fails, 2, tmp_path)
 
 
 def test_the_ranks_of_a_job(tmp_path):

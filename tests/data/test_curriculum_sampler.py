@@ -1,7 +1,5 @@
 """The sampler of curricula: what it allows when, alike on all ranks, and going on where it was."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy

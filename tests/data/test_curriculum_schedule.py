@@ -1,7 +1,5 @@
 """The published shapes of difficulty, against their reference values and a slow writing-out of the formula."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,14 +1,12 @@
 """The older ``curriculum_learning`` section: which length each training forward is handed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from tests.engine.support import engine_of
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import tower
 
 SECTION = {
@@ -83,7 +81,8 @@ def test_a_schedule_of_ones_own():
     assert run_ranks(_custom, 1)[0] == [3, 6]
 
 
-def _refused():
+@on_ranks(1)
+def test_a_model_that_takes_no_length_is_named():
     with pytest.raises(
         DeepSpeedConfigError, match="Tower.forward to take the keyword curriculum_seqlen, which it does not"
     ):
@@ -93,7 +92,3 @@ def _refused():
     engine = engine_of(tower(), 0, curriculum_learning={**SECTION, "curriculum_type": None})
     assert engine.curriculum_scheduler_legacy.get_current_difficulty() == 2
     assert engine_of(tower(), 0).curriculum_params_legacy() is None
-
-
-def test_a_model_that_takes_no_length_is_named():
-    run_ranks(_refused, 1)

@@ -1,7 +1,5 @@
 """Indexed datasets: the bytes of the published format, and what comes back of what was written."""
 
-from __future__ import annotations
-
 import pickle
 import struct
 

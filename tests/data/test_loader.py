@@ -1,7 +1,5 @@
 """The distributed loader, endless repetition, and the helpers around batches."""
 
-from __future__ import annotations
-
 from collections import Counter, namedtuple
 
 import numpy

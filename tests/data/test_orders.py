@@ -1,7 +1,5 @@
 """The order that the ranks of a DistributedSampler share, and its rest for any number of ranks."""
 
-from __future__ import annotations
-
 import random
 
 import numpy

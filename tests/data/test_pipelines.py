@@ -1,7 +1,5 @@
 """Curricula with pipelines: lengths by the batch function, samples by the configured sampler."""
 
-from __future__ import annotations
-
 import numpy
 import pytest
 import torch
@@ -14,7 +12,7 @@ from deepspeed.data.indexed import write_dataset
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.pipe import PipelineModule
 from tests.data.test_curriculum_seqlen import SECTION
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.pipe.support import VOCABULARY, config, engine_of, layers, loss_fn
 
 COUNT = 30
@@ -27,28 +25,6 @@ class Pairs(Dataset):
     def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.full((6,), number % VOCABULARY)
         return tokens, tokens
-
-
-def _lengths():
-    engine = engine_of(2, 1, 2, {"curriculum_learning": SECTION})
-    seen = []
-
-    def cut(item):
-        length = engine.curriculum_scheduler_legacy.get_current_difficulty()
-        seen.append(length)
-        return shortened(item, length)
-
-    engine.set_batch_fn(cut)
-    tokens = torch.zeros(2, 12, dtype=torch.long)
-    for _ in range(4):
-        engine.train_batch(iter([(tokens, tokens)] * 2))
-    for name, section in (
-        ("progressive_layer_drop", {"progressive_layer_drop": {"enabled": True}}),
-        ("data_efficiency.data_routing.random_ltd", {"data_efficiency": RANDOM_LTD}),
-    ):
-        with pytest.raises(DeepSpeedConfigError, match=f"{name} with a PipelineModule"):
-            engine_of(2, 1, 2, section)
-    return seen
 
 
 RANDOM_LTD = {
@@ -71,8 +47,27 @@ RANDOM_LTD = {
 }
 
 
+@on_ranks(2)
 def test_the_batch_function_cuts():
-    assert run_ranks(_lengths, 2) == [[2, 2, 4, 4, 4, 4, 6, 6]] * 2
+    engine = engine_of(2, 1, 2, {"curriculum_learning": SECTION})
+    seen = []
+
+    def cut(item):
+        length = engine.curriculum_scheduler_legacy.get_current_difficulty()
+        seen.append(length)
+        return shortened(item, length)
+
+    engine.set_batch_fn(cut)
+    tokens = torch.zeros(2, 12, dtype=torch.long)
+    for _ in range(4):
+        engine.train_batch(iter([(tokens, tokens)] * 2))
+    for name, section in (
+        ("progressive_layer_drop", {"progressive_layer_drop": {"enabled": True}}),
+        ("data_efficiency.data_routing.random_ltd", {"data_efficiency": RANDOM_LTD}),
+    ):
+        with pytest.raises(DeepSpeedConfigError, match=f"{name} with a PipelineModule"):
+            engine_of(2, 1, 2, section)
+    assert seen == [2, 2, 4, 4, 4, 4, 6, 6]
 
 
 def _samples(metric):

@@ -1,7 +1,5 @@
 """Where all ranks stand is read from a loader's state."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler

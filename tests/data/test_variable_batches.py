@@ -1,7 +1,5 @@
 """Batches by tokens, and the rate that follows their sizes."""
 
-from __future__ import annotations
-
 import logging
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The short way to an engine on the simulated device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The models of torch's allocators: sizes, splitting, joining, streams, and what a device that lags behind keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

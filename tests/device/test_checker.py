@@ -1,7 +1,5 @@
 """The checker itself: small programs that are ordered, and the same programs with the ordering left out."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Every communicator has one owner: an engine, which gives it back, or the job, in which all engines share it."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import suppress
 from typing import Any
@@ -21,7 +19,7 @@ from deepspeed.plan.decoder import Decoder, DecoderShape
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from tests.device.support import engine_at
 from tests.engine.support import inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.device import simulated_rank
 from tests.harness.toy_models import tower
 from tests.parallel.pipe import support as pipes
@@ -150,7 +148,8 @@ def _wires(engine: Any) -> set[int]:
     return {id(group) for group in engine._interpreter.channels._native.values()}
 
 
-def _after_a_failed_batch() -> None:
+@on_ranks(2, backend=None)
+def test_a_communicator_is_left_alone_after_a_batch_that_failed_on_one_rank() -> None:
     with simulated_rank():
         engines = _Engines("pipeline")
         first, second = engines.make(), engines.make()
@@ -163,11 +162,8 @@ def _after_a_failed_batch() -> None:
         engines.train(third)
 
 
-def test_a_communicator_is_left_alone_after_a_batch_that_failed_on_one_rank() -> None:
-    run_ranks(_after_a_failed_batch, 2, backend=None)
-
-
-def _after_an_odd_collective() -> None:
+@on_ranks(2, backend=None)
+def test_a_communicator_is_left_alone_after_a_collective_of_one_rank() -> None:
     with simulated_rank(), mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
         engines = _Engines("tensor")
         engine = engines.make()
@@ -180,11 +176,8 @@ def _after_an_odd_collective() -> None:
         assert new_group.call_count == before + 1
 
 
-def test_a_communicator_is_left_alone_after_a_collective_of_one_rank() -> None:
-    run_ranks(_after_an_odd_collective, 2, backend=None)
-
-
-def _parameters_without_an_engine() -> list[int]:
+@on_ranks(2, backend=None)
+def test_a_lease_owns_what_one_user_has_for_itself() -> None:
     made = []
     with simulated_rank(), mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
         for _ in range(3):
@@ -197,8 +190,4 @@ def _parameters_without_an_engine() -> list[int]:
         lists = [list(range(dist.get_world_size()))]
         with pytest.raises(CallOrderError, match="an open lease"):
             Job.adopt().process_groups.mine(lists, backend="nccl", timeout=None, why="a test")
-    return made
-
-
-def test_a_lease_owns_what_one_user_has_for_itself() -> None:
-    assert run_ranks(_parameters_without_an_engine, 2, backend=None) == [[2, 2, 2]] * 2
+    assert made == [2, 2, 2]

@@ -4,8 +4,6 @@ What a step may hold is what ``deepspeed.plan`` computes for the same configurat
 inference, which is not planned, a formula.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Communicators go from a destroyed engine to the next one, and never serve two engines at once."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.device.support import engine_at
 from tests.engine.support import inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.device import simulated_rank
 
 
@@ -54,7 +52,8 @@ def _groups_of(engine: Any) -> set[int]:
     return {id(group.gather.group), id(group.reduce.group)}
 
 
-def _several() -> None:
+@on_ranks(2, backend=None)
+def test_communicators_have_one_engine_at_a_time() -> None:
     with simulated_rank(), mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
         first, second = (engine_at(3, precision="fp32") for _ in range(2))
         assert len(_groups_of(first) | _groups_of(second)) == 4
@@ -91,7 +90,3 @@ def _several() -> None:
         assert id(broken.group) not in _groups_of(fifth) | _groups_of(sixth)
         assert new_group.call_count == 7
         _losses(fifth), _losses(sixth)
-
-
-def test_communicators_have_one_engine_at_a_time() -> None:
-    run_ranks(_several, 2, backend=None)

@@ -1,7 +1,5 @@
 """Attention over keys and values in host memory: copies run beside the computation, and the host does not wait."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How much is on its way at stage 3 on a device that lags behind its host: gathers ahead of use, and reductions."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

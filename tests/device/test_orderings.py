@@ -1,7 +1,5 @@
 """The orderings that offloading and saving rest on: with each of them the program is ordered, without it is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path

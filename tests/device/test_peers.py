@@ -1,7 +1,5 @@
 """Ranks on simulated devices that talk as over NCCL: the same values as on the CPU, and nobody waits in silence."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Page-locked memory of activations and small vectors: after the first step nothing is locked anew."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A pipeline between simulated devices: communicators of pairs, and receives that are kernels."""
 
-from __future__ import annotations
-
 from collections import deque
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Updates on the host that begin while the device still makes gradients: in which order, and after which waits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Training on the simulated device: whatever the stage and the tier, everything is ordered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks that use different parameters from some step on, over transfers that must come in one order."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch

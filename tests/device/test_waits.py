@@ -1,7 +1,5 @@
 """How often the host waits for its device in one update, and what the computation does not wait for."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

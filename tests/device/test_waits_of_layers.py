@@ -1,7 +1,5 @@
 """How often the host waits for the device: every wait empties the device's queue."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -4,8 +4,6 @@ Each cell trains, saves in the middle, resumes bit for bit, and has the losses o
 accumulation; stage 0 in fp32 is compared with plain torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Progressive layer dropping: theta, the draws, and training with dropped layers at every stage."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy

@@ -1,7 +1,5 @@
 """Random layerwise token dropping: the schedule, what a layer sees, and training at every stage."""
 
-from __future__ import annotations
-
 import copy
 from typing import NamedTuple
 

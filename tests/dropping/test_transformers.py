@@ -1,7 +1,5 @@
 """Dropped layers in models of Transformers: at stage 3, with activation checkpointing, and gone in evaluation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The shortest way to an engine, for tests of one behavior."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The methods that return values of the configuration (``engine.accessors``)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from deepspeed.engine.accessors import ConfigAccessors

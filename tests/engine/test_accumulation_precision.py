@@ -1,7 +1,5 @@
 """Many small gradients in 16 bit: the sum over micro-batches is kept in fp32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What is left of an engine that was destroyed: what it answers while it is kept, and nothing once it is dropped."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref
@@ -22,7 +20,7 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 from tests.engine.support import SHARDED, engine_of, inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.toy_models import tower
 
 
@@ -56,7 +54,8 @@ def _trained_and_destroyed(stage: int) -> tuple[weakref.ref[torch.nn.Module], tu
     return weakref.ref(model), held
 
 
-def _many() -> None:
+@on_ranks(2)
+def test_engines_one_after_the_other_leave_nothing_behind() -> None:
     for stage in (1, 2, 3):
         held = []
         for _ in range(3):
@@ -68,11 +67,8 @@ def _many() -> None:
         assert held[1] == held[2], (stage, dist.get_rank(), held)
 
 
-def test_engines_one_after_the_other_leave_nothing_behind():
-    run_ranks(_many, 2)
-
-
-def _answers() -> None:
+@on_ranks(2)
+def test_a_destroyed_engine_can_still_be_read() -> None:
     """A destroyed engine that is kept tells its states, and of a second engine on its model."""
     for stage in (0, 1, 2, 3):
         model = tower()
@@ -97,11 +93,8 @@ def _answers() -> None:
         again.destroy()
 
 
-def test_a_destroyed_engine_can_still_be_read():
-    run_ranks(_answers, 2)
-
-
-def _raises_that_it_is_destroyed() -> None:
+@on_ranks(1)
+def test_a_destroyed_engine_that_is_gone_is_named() -> None:
     for stage in (0, 2):
         model = tower()
         engine = engine_of(model, stage)
@@ -123,11 +116,8 @@ def _raises_that_it_is_destroyed() -> None:
             safe_set_full_optimizer_state(parameter, torch.zeros_like(parameter), "exp_avg")
 
 
-def test_a_destroyed_engine_that_is_gone_is_named():
-    run_ranks(_raises_that_it_is_destroyed, 1)
-
-
-def _part_of_a_graph() -> None:
+@on_ranks(2)
+def test_a_graph_keeps_no_shard_that_it_has_not_gone_through() -> None:
     """What a graph has gone through stays with it, but not what it never came to."""
     model = tower()
     engine = engine_of(model, 3, zero=SHARDED)
@@ -143,7 +133,3 @@ def _part_of_a_graph() -> None:
     left = [label for label, bucket in buckets if bucket() is not None]
     assert left, "the graph's own"
     assert all("first" in label or "layers.0" in label for label in left), left
-
-
-def test_a_graph_keeps_no_shard_that_it_has_not_gone_through():
-    run_ranks(_part_of_a_graph, 2)

@@ -4,8 +4,6 @@ Elsewhere in the tests a library lets the event loops wait for locks (``tests/ha
 the order in which messages arrive, and its ``LD_PRELOAD`` leaves malloc's settings alone.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch.distributed as dist
 
 from deepspeed.accelerator.cpu import keep_freed_memory
 from tests.engine.support import adamw, engine_of, inputs
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.event_loops import LIBRARY
 from tests.harness.toy_models import tower
 
@@ -37,13 +35,6 @@ def _losses(stage: int) -> list[float]:
     return found
 
 
-def _train() -> dict[int, list[float]]:
-    assert "LD_PRELOAD" not in os.environ
-    if sys.platform == "linux":
-        assert LIBRARY not in Path("/proc/self/maps").read_text() and keep_freed_memory()
-    return {stage: _losses(stage) for stage in range(4)}
-
-
 def _plain(ranks: int) -> list[float]:
     model = tower()
     optimizer, found = adamw(model), []
@@ -56,8 +47,12 @@ def _plain(ranks: int) -> list[float]:
     return found
 
 
+@on_ranks(3, fresh="interpreter")
 def test_training_without_the_preloaded_library_is_as_in_plain_torch() -> None:
     expected = _plain(3)
-    for by_stage in run_ranks(_train, 3, fresh="interpreter"):
-        for stage, losses in by_stage.items():
-            assert losses == pytest.approx(expected, rel=1e-4), stage
+    assert "LD_PRELOAD" not in os.environ
+    if sys.platform == "linux":
+        assert LIBRARY not in Path("/proc/self/maps").read_text() and keep_freed_memory()
+    by_stage = {stage: _losses(stage) for stage in range(4)}
+    for stage, losses in by_stage.items():
+        assert losses == pytest.approx(expected, rel=1e-4), stage

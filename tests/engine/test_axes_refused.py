@@ -1,14 +1,12 @@
 """Sections that would undo each other's work on ranks that share layers or sequences are refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.parallel.tensor.support import adamw, llama
 
 SPARSE = {"sparse_attention": {"mode": "fixed", "block": 4, "apply_to": "model"}}
@@ -32,7 +30,8 @@ CELLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_each_is_refused_before_the_model_is_touched() -> None:
     for section, axis, words in CELLS:
         model = llama(attn_implementation="sdpa")
         before = [type(module) for module in model.modules()]
@@ -40,7 +39,3 @@ def _refused() -> None:
         with pytest.raises(DeepSpeedConfigError, match=words):
             deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=settings)
         assert [type(module) for module in model.modules()] == before
-
-
-def test_each_is_refused_before_the_model_is_touched() -> None:
-    run_ranks(_refused, 2)

@@ -1,13 +1,11 @@
 """When a micro-step ends in an update: accumulation, the override, the optimizer's own step, zero_grad."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from deepspeed.errors import CallOrderError
 from tests.engine.support import adamw, engine_of, inputs, rank
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks
 from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
 
@@ -151,17 +149,15 @@ BODIES = [
 ]
 
 
-def _all_stages(body):
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.strip("_"))
+@on_ranks(2)
+def test_at_every_stage(body):
     for stage in range(4):
         body(stage)
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.strip("_"))
-def test_at_every_stage(body):
-    run_ranks(_all_stages, 2, body)
-
-
-def _misuse():
+@on_ranks(2)
+def test_misuse_is_named_and_harmless():
     engine = engine_of(tower(), 3)
     with pytest.raises(CallOrderError, match="shape"):
         engine.backward(engine(inputs(0)).reshape(1) * torch.ones(3))
@@ -170,7 +166,3 @@ def _misuse():
     engine.backward(engine(inputs(0)))
     engine.step()
     assert engine.global_steps == 1
-
-
-def test_misuse_is_named_and_harmless():
-    run_ranks(_misuse, 2)

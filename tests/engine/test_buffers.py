@@ -1,7 +1,5 @@
 """Buffers take rank 0's values, whatever their strides and dtypes; a checkpoint brings them back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.engine.support import WIDTH, engine_of, inputs
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 
 class Strided(nn.Module):
@@ -33,7 +31,9 @@ class Strided(nn.Module):
         return (self.layer(x) + self.repeated[:, 0]).square().mean()
 
 
-def spread(folder: Path) -> None:
+@on_ranks(2)
+def test_rank_0_gives_buffers_of_any_strides(tmp_path: Path) -> None:
+    folder = tmp_path
     expected = dict(Strided(0.0).named_buffers())
     engine = engine_of(Strided(100.0 * dist.get_rank()), 2)
     for name, buffer in engine.module.named_buffers():
@@ -51,21 +51,14 @@ def spread(folder: Path) -> None:
     engine.destroy()
 
 
-def test_rank_0_gives_buffers_of_any_strides(tmp_path: Path) -> None:
-    run_ranks(spread, 2, tmp_path)
-
-
-def spread_over_islands() -> None:
+@on_ranks(2)
+def test_the_first_island_gives_buffers_of_any_strides() -> None:
     expected = dict(Strided(0.0).named_buffers())
     islands = {"size": 1, "sync_every": 2}
     engine = engine_of(Strided(100.0 * dist.get_rank()), 1, communication_compression={"islands": islands})
     for name, buffer in engine.module.named_buffers():
         assert torch.equal(buffer, expected[name]), name
     engine.destroy()
-
-
-def test_the_first_island_gives_buffers_of_any_strides() -> None:
-    run_ranks(spread_over_islands, 2)
 
 
 class Rotated(nn.Module):

@@ -1,7 +1,5 @@
 """The client's optimizer stays the client's: same object, same group dicts, schedulers and earlier state go on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from deepspeed.engine import initialize
 from deepspeed.errors import CallOrderError
 from tests.engine.support import SHARDED, adamw, engine_of, inputs, rank
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.toy_models import awkward, losses_of, make_batch, param_groups, tower
 from tests.zero.reading import full_masters, full_params, full_states
 
@@ -21,7 +19,10 @@ def _config(stage, **more):
     return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "zero_optimization": zero, **more}
 
 
-def _objects(stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_objects_schedulers_and_rates(stage):
+    """Parameters that no group holds are left alone."""
     model = tower()
     groups = [{"params": list(model.layers.parameters()), "note": "mine"}, {"params": list(model.last.parameters())}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-5)
@@ -49,37 +50,32 @@ def _objects(stage):
     assert_states_equal({k: v for k, v in full_params(engine).items() if k in frozen}, frozen)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_objects_schedulers_and_rates(stage):
-    """Parameters that no group holds are left alone."""
-    run_ranks(_objects, 2, stage)
-
-
-def _schedule_given_as_callable(stage):
-    model = tower()
-    config = _config(stage, optimizer={"type": "AdamW", "params": {"lr": 0.01}})
-    engine, _, _, schedule = initialize(
-        model=model, model_parameters=model.parameters(), lr_scheduler=lambda o: StepLR(o, 1, 0.1), config=config
-    )
-    assert isinstance(schedule, StepLR)
-    engine.backward(engine(inputs(0)))
-    engine.step()
-    assert engine.get_lr() == [pytest.approx(0.001)]
-    model = tower()
-    engine, *_ = initialize(
-        model=model, optimizer=lambda params: torch.optim.SGD(params, lr=0.5), config=_config(stage)
-    )
-    assert isinstance(engine.basic_optimizer, torch.optim.SGD) and engine.get_lr() == [0.5]
-
-
+@on_ranks(2)
 def test_callables():
     for stage in (0, 3):
-        run_ranks(_schedule_given_as_callable, 2, stage)
+        model = tower()
+        config = _config(stage, optimizer={"type": "AdamW", "params": {"lr": 0.01}})
+        engine, _, _, schedule = initialize(
+            model=model, model_parameters=model.parameters(), lr_scheduler=lambda o: StepLR(o, 1, 0.1), config=config
+        )
+        assert isinstance(schedule, StepLR)
+        engine.backward(engine(inputs(0)))
+        engine.step()
+        assert engine.get_lr() == [pytest.approx(0.001)]
+        model = tower()
+        engine, *_ = initialize(
+            model=model, optimizer=lambda params: torch.optim.SGD(params, lr=0.5), config=_config(stage)
+        )
+        assert isinstance(engine.basic_optimizer, torch.optim.SGD) and engine.get_lr() == [0.5]
 
 
-def _earlier_state(stage, kind, ranks):
-    """Three steps in plain torch, then three under the engine: as six in plain torch."""
+@pytest.mark.parametrize("kind", ["Adagrad", "SGD", "AdamW"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_state_from_before_is_carried_over(ranks, stage, kind):
+    """The model has scalar, empty and unused parameters, and one whose gradients began later (its step count lags)."""
 
+    # Three steps in plain torch, then three under the engine: as six in plain torch.
     def optimizer_of(model):
         groups = param_groups(model)
         if kind == "Adagrad":
@@ -117,14 +113,8 @@ def _earlier_state(stage, kind, ranks):
                 torch.testing.assert_close(states[name][key], value, rtol=1e-4, atol=1e-6, msg=f"{name} {key}")
 
 
-@pytest.mark.parametrize("kind", ["Adagrad", "SGD", "AdamW"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_state_from_before_is_carried_over(stage, kind):
-    """The model has scalar, empty and unused parameters, and one whose gradients began later (its step count lags)."""
-    run_ranks(_earlier_state, 2, stage, kind, 2)
-
-
-def _arguments():
+@on_ranks(2)
+def test_model_parameters_in_every_form():
     """``model_parameters`` in every form that scripts use."""
     config = _config(2, optimizer={"type": "SGD", "params": {"lr": 0.1}})
     forms = {
@@ -152,11 +142,8 @@ def _arguments():
     assert optimizer is None and torch.isfinite(engine(inputs(0)))
 
 
-def test_model_parameters_in_every_form():
-    run_ranks(_arguments, 2)
-
-
-def _subset():
+@on_ranks(2)
+def test_parameters_outside_the_groups():
     """Parameters that require gradients but belong to no group stay as they are and keep no gradient memory."""
     for stage in range(4):
         model = tower()
@@ -173,11 +160,8 @@ def _subset():
         assert all(p.grad is None for p in model.parameters())
 
 
-def test_parameters_outside_the_groups():
-    run_ranks(_subset, 2)
-
-
-def _changed_groups():
+@on_ranks(2)
+def test_groups_that_change_after_initialize_are_refused():
     """What is added to the groups later would never be trained: it was taken in silence."""
     for stage in range(4):
         model = tower()
@@ -197,10 +181,6 @@ def _changed_groups():
         engine.step()
         assert bool((full_params(engine)["last.bias"] != before["last.bias"]).all())
         engine.destroy()
-
-
-def test_groups_that_change_after_initialize_are_refused():
-    run_ranks(_changed_groups, 2)
 
 
 def _lambda_schedule():
@@ -240,18 +220,16 @@ def test_schedulers_keep_their_base_rates():
     run_ranks(_arguments_of_the_schedule, 1)
 
 
-def _rates_by_step():
+@on_ranks(1)
+def test_accessors():
     engine = engine_of(tower(), 1)
     engine.optimizer.set_lr(0.25)
     assert engine.get_lr() == [0.25] and engine.optimizer.get_lr() == 0.25
     assert engine.get_mom() == [(0.9, 0.999)]
 
 
-def test_accessors():
-    run_ranks(_rates_by_step, 1)
-
-
-def _step_hooks() -> None:
+@on_ranks(1)
+def test_step_hooks_are_called() -> None:
     calls: list[str] = []
     model = tower()
     optimizer = adamw(model)
@@ -263,7 +241,3 @@ def _step_hooks() -> None:
         engine.step()
     assert calls == ["before", "after"] * 2
     engine.destroy()
-
-
-def test_step_hooks_are_called() -> None:
-    run_ranks(_step_hooks, 1)

@@ -1,7 +1,5 @@
 """The section ``communication_compression``: what it makes of gradients and weights, when, and what it logs."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -17,7 +15,7 @@ from deepspeed.logging import logger
 from deepspeed.zero.gradient.trial import UPDATES, Trial
 from tests.config.support import only_problem, problems
 from tests.engine.support import engine_of, inputs, rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import tower
 
 
@@ -31,7 +29,7 @@ class Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
 
-    def __enter__(self) -> Lines:
+    def __enter__(self):
         logger.addHandler(self)
         return self
 
@@ -60,7 +58,8 @@ def weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.iter_full("fp32")}
 
 
-def phases() -> None:
+@on_ranks(2)
+def test_codes_begin_at_their_step() -> None:
     with Lines() as lines:
         engine, plain = compressed(2, {"gradients": "sign", "start_step": 2}), compressed(2, {})
     texts = lines.about("communication_compression")
@@ -89,11 +88,8 @@ def phases() -> None:
     assert rank() or len(lines.about("training ends before update 10, the first with")) == 1
 
 
-def test_codes_begin_at_their_step() -> None:
-    run_ranks(phases, 2)
-
-
-def early_codes() -> None:
+@on_ranks(2)
+def test_early_updates_may_have_another_codec() -> None:
     """Until start_step they are sent with the codec of warm_up, bit for bit as with that codec from the start."""
     both = {"gradients": "sign", "start_step": 2, "warm_up": "int8"}
     for stage in (0, 2):
@@ -117,11 +113,8 @@ def early_codes() -> None:
         first.destroy()
 
 
-def test_early_updates_may_have_another_codec() -> None:
-    run_ranks(early_codes, 2)
-
-
-def weights_too() -> None:
+@on_ranks(2)
+def test_weights_are_sent_as_codes_at_stage_3() -> None:
     engine = compressed(3, {"weights": "int8", "gradients": "int8"})
     assert engine._runtime.reducer.buckets[0].feedback is None  # int8 goes without
     with counted() as traffic:
@@ -133,20 +126,13 @@ def weights_too() -> None:
     assert isinstance(sharded[0]._compute_transport.codec, Int8Codec)
 
 
-def test_weights_are_sent_as_codes_at_stage_3() -> None:
-    run_ranks(weights_too, 2)
-
-
-def alone() -> None:
+@on_ranks(1)
+def test_one_rank_logs_that_nothing_is_sent() -> None:
     with Lines() as lines:
         engine = compressed(2, {"gradients": "int4"})
     assert len(lines.about("nothing is sent")) == 1
     run_step(engine, 0)
     engine.destroy()
-
-
-def test_one_rank_logs_that_nothing_is_sent() -> None:
-    run_ranks(alone, 1)
 
 
 def test_contradictions_are_refused_by_name() -> None:

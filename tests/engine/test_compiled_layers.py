@@ -1,7 +1,5 @@
 """Layers that the program has compiled (``nn.Module.compile``) on ranks that share sequences, layers or experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ import torch.distributed as dist
 
 import deepspeed
 from tests.ecosystem.support import needs_transformers
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.parallel.sequence.llama import llama
 
 pytestmark = needs_transformers
@@ -24,7 +22,9 @@ AXES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def _trains(axes: list[Any]) -> None:
+@pytest.mark.parametrize("axes", [AXES[::3], pytest.param(AXES[1:3], marks=pytest.mark.slow)])
+@on_ranks(2, timeout=180)
+def test_compiled_layers_on_every_axis(axes: list[Any]) -> None:
     tokens = torch.randint(1, 23, (2, 16), generator=torch.Generator().manual_seed(0))
     for kind, axis in axes:
         model, plain = llama(**kind), llama(**kind)
@@ -49,8 +49,3 @@ def _trains(axes: list[Any]) -> None:
         assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5), axis
         engine.destroy()
         deepspeed.utils.groups.set_mesh(None)
-
-
-@pytest.mark.parametrize("axes", [AXES[::3], pytest.param(AXES[1:3], marks=pytest.mark.slow)])
-def test_compiled_layers_on_every_axis(axes):
-    run_ranks(_trains, 2, axes, timeout=180)

@@ -4,8 +4,6 @@ After one update a run whose gradients travel as codes is no further from one wh
 the codec loses of them; what codes must not touch is equal to the bit.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -17,7 +15,7 @@ from torch import nn
 
 from deepspeed.engine import DeepSpeedEngine
 from tests.engine.support import engine_of, inputs, rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 ROWS, USED_ROWS, WIDTH = 20, 11, 9
 # Of the norm of what a rank sends: how much a codec may lose on the way there; on the way back as much again.
@@ -94,7 +92,13 @@ def settings_of_cells() -> Iterator[tuple[int, dict[str, Any], bool]]:
         yield stage, cell, holds_back
 
 
-def cells(codec: str) -> None:
+def _copy(cell: dict[str, Any]) -> dict[str, Any]:
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in cell.items()}
+
+
+@pytest.mark.parametrize("codec", ["sign", "int8", "int4"])
+@on_ranks(2)
+def test_each_combination_stays_within_its_bound(codec: str) -> None:
     for stage, cell, holds_back in settings_of_cells():
         what = f"{codec}, stage {stage}, {cell}, no_sync {holds_back}"
         plain, coded = make(stage, None, **_copy(cell)), make(stage, codec, **_copy(cell))
@@ -116,16 +120,9 @@ def cells(codec: str) -> None:
         coded.destroy()
 
 
-def _copy(cell: dict[str, Any]) -> dict[str, Any]:
-    return {name: dict(value) if isinstance(value, dict) else value for name, value in cell.items()}
-
-
-@pytest.mark.parametrize("codec", ["sign", "int8", "int4"])
-def test_each_combination_stays_within_its_bound(codec: str) -> None:
-    run_ranks(cells, 2, codec)
-
-
-def alike(stages: tuple[int, ...]) -> None:
+@on_ranks(2)
+def test_an_unused_parameter_counts_as_zeros_and_overlap_changes_nothing() -> None:
+    stages = (0, 2, 3)
     for stage in stages:
         runs = {
             "as it is": make(stage, "sign"),
@@ -146,12 +143,10 @@ def alike(stages: tuple[int, ...]) -> None:
             engine.destroy()
 
 
-def test_an_unused_parameter_counts_as_zeros_and_overlap_changes_nothing() -> None:
-    run_ranks(alike, 2, (0, 2, 3))
-
-
-def neighbors(kinds: tuple[str, ...]) -> None:
+@on_ranks(4)
+def test_groups_of_neighbors() -> None:
     """Groups of ranks (hpZ, MiCS), and weights as codes: the same weights everywhere, and close to exact."""
+    kinds = ("zero_hpz_partition_size", "mics_shard_size")
     for kind, weights_as in itertools.product(kinds, (None, "int8")):
         zero = {kind: 2}
         section = {"error_feedback": True, "weights": weights_as}
@@ -167,7 +162,3 @@ def neighbors(kinds: tuple[str, ...]) -> None:
         assert 0 < apart < (0.2 if weights_as else 0.05) * moved, f"{kind}, {weights_as}: {apart / moved:.4f}"
         coded.destroy()
         plain.destroy()
-
-
-def test_groups_of_neighbors() -> None:
-    run_ranks(neighbors, 4, ("zero_hpz_partition_size", "mics_shard_size"))

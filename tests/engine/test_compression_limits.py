@@ -1,20 +1,17 @@
 """Gradients that are not finite or all zeros, tensors of one element, and phases that begin at awkward moments."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from deepspeed.engine import DeepSpeedEngine, initialize
 from deepspeed.logging import logger
 from tests.engine.support import WIDTH, inputs, rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.onebit.test_adam import Lines
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -81,7 +78,10 @@ def weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.iter_full("fp32")}
 
 
-def attacks(names: list[str], folder: str) -> None:
+@on_ranks(1, 3, timeout=180)
+def test_what_is_not_finite_changes_nothing_and_phases_continue(tmp_path: Path) -> None:
+    names = list(WAYS)
+    folder = str(tmp_path)
     for name in names:
         engine = make(name)
         first = weights(engine)
@@ -110,13 +110,10 @@ def attacks(names: list[str], folder: str) -> None:
         again.destroy()
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_what_is_not_finite_changes_nothing_and_phases_continue(ranks: int, tmp_path: Path) -> None:
-    run_ranks(attacks, ranks, list(WAYS), str(tmp_path), timeout=180)
-
-
-def held_back(names: list[str]) -> None:
+@on_ranks(2)
+def test_accumulation_with_no_sync() -> None:
     """no_sync is accumulation: at stages without sharded gradients bit for bit."""
+    names = ["sign later", "int4", "1-bit Adam", "1-bit Adam, sharded", "1-bit LAMB", "0/1 Adam"]
     for name in names:
         found = []
         for holds_back in (False, True):
@@ -127,10 +124,6 @@ def held_back(names: list[str]) -> None:
             engine.destroy()
         for key, value in found[0].items():
             assert torch.equal(value, found[1][key]), (name, key)
-
-
-def test_accumulation_with_no_sync() -> None:
-    run_ranks(held_back, 2, ["sign later", "int4", "1-bit Adam", "1-bit Adam, sharded", "1-bit LAMB", "0/1 Adam"])
 
 
 def moved(folder: str, saves: bool) -> None:

@@ -1,12 +1,10 @@
 """Forwards without gradients between, and in the middle of, training steps change nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from tests.engine.support import engine_of, inputs, rank
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks
 from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
 
@@ -54,7 +52,9 @@ def _train(stage, how, zero, accumulation=2):
     return full_masters(engine), values
 
 
-def _compare(stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_evaluation_leaves_no_trace(stage):
     for zero in LIMITS if stage == 3 else LIMITS[:1]:
         plain, _ = _train(stage, None, zero)
         for how in ("no_grad", "inference_mode", "eval", "module", "thrown away"):
@@ -63,12 +63,9 @@ def _compare(stage):
             assert len(set(values)) == 3, f"evaluation sees every update: {how}, {zero}"
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_evaluation_leaves_no_trace(stage):
-    run_ranks(_compare, 2, stage)
-
-
-def _two_forwards(stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_two_forwards_before_their_backwards(stage):
     """Two forwards before their backwards, in either order; the gradients add up all the same."""
     results = []
     for order in ((0, 1), (1, 0)):
@@ -88,12 +85,13 @@ def _two_forwards(stage):
     assert_states_equal(results[1], results[0], rtol=1e-5, atol=1e-7)
 
 
+def _sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_forwards_before_their_backwards(stage):
-    run_ranks(_two_forwards, 2, stage)
-
-
-def _retained(stage):
+@on_ranks(2)
+def test_retain_graph(stage):
     """The same graph twice: twice the gradient."""
     once, twice = (engine_of(tower(), stage, optimizer=_sgd) for _ in range(2))
     loss = once(inputs(0, rank()))
@@ -106,16 +104,9 @@ def _retained(stage):
     assert_states_equal(full_masters(twice), full_masters(once), rtol=1e-6, atol=1e-8)
 
 
-def _sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_retain_graph(stage):
-    run_ranks(_retained, 2, stage)
-
-
-def _outside_loss(stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_loss_of_two_forwards(stage):
     """Part of the loss is computed from what forward returned, outside of it."""
     engine, plain = engine_of(tower(), stage), tower()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-5, weight_decay=0.1)
@@ -128,8 +119,3 @@ def _outside_loss(stage):
         optimizer.step()
     for name, value in full_masters(engine).items():
         torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_loss_of_two_forwards(stage):
-    run_ranks(_outside_loss, 2, stage)

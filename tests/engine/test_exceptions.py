@@ -1,7 +1,5 @@
 """An exception in forward or backward costs that micro-batch, nothing else: the next steps are right."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -10,7 +8,7 @@ from deepspeed.errors import CallOrderError, DivergenceError
 from deepspeed.utils import safe_get_full_grad
 from deepspeed.zero import GatheredParameters
 from tests.engine.support import engine_of, inputs, rank
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.toy_models import Tower, tower
 from tests.zero.reading import full_masters
 
@@ -104,9 +102,13 @@ def test_also_in_the_first_step_and_with_the_users_own_backward(stage):
     run_ranks(_check, 2, stage, 1, (0, "backward", True), (2, "backward", True))
 
 
-def _fail_in_the_second_micro_batch(stage, overlap):
-    """What the first micro-batch left survives, unless a part of the failed one was added to it already."""
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_earlier_micro_batches(stage, overlap):
+    """The failed one never counts. Where its finished buckets are in the sum already, the sum starts from zero."""
 
+    # What the first micro-batch left survives, unless a part of the failed one was added to it already.
     def train(what):
         torch.manual_seed(3)
         model = FusedTower()
@@ -129,13 +131,6 @@ def _fail_in_the_second_micro_batch(stage, overlap):
         assert_states_equal(found, whole)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_earlier_micro_batches(stage, overlap):
-    """The failed one never counts. Where its finished buckets are in the sum already, the sum starts from zero."""
-    run_ranks(_fail_in_the_second_micro_batch, 2, stage, overlap)
-
-
 def _train_with_a_failing_rank(stage, failing_micro, where, after, **config):
     """In step 2 rank 1 alone fails, and repeats its micro-batch or leaves it out. Masters after 4 steps."""
     torch.manual_seed(3)
@@ -152,14 +147,11 @@ def _train_with_a_failing_rank(stage, failing_micro, where, after, **config):
     return full_masters(engine)
 
 
-def _one_rank_repeats(stage):
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(2)
+def test_one_rank_may_repeat_what_had_not_been_sent(stage):
     undisturbed = _train(stage, 2, None, "backward", False)
     assert_states_equal(_train_with_a_failing_rank(stage, 0, "backward", "repeat"), undisturbed)
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_one_rank_may_repeat_what_had_not_been_sent(stage):
-    run_ranks(_one_rank_repeats, 2, stage)
 
 
 def _one_rank_is_refused(*how, **config):
@@ -185,7 +177,8 @@ def test_one_rank_that_leaves_a_micro_batch_out_is_found():
         assert "different numbers of forwards and backwards" in text
 
 
-def _fails_inside_no_sync():
+@on_ranks(2)
+def test_a_failure_inside_no_sync_keeps_what_was_reduced():
     """It throws away this rank's own sum at most, not what earlier micro-batches reduced."""
     model = FusedTower()
     engine = engine_of(model, 2, accumulation=4, zero={**_ZERO, "reduce_bucket_size": 256})
@@ -198,10 +191,6 @@ def _fails_inside_no_sync():
         engine(inputs(2, rank()))
     found = [safe_get_full_grad(parameter) for parameter in model.parameters()]
     assert all(torch.equal(one, other) for one, other in zip(found, reduced, strict=True))
-
-
-def test_a_failure_inside_no_sync_keeps_what_was_reduced():
-    run_ranks(_fails_inside_no_sync, 2)
 
 
 def _gather_all(engine, _folder):
@@ -224,8 +213,11 @@ CALLS = {
 }
 
 
-def _call_after_failure(stage, folder):
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_any_call_may_come_after_a_failed_backward(stage, tmp_path):
     """A failed backward before every step, with another call between the two; none of them is in the result."""
+    folder = str(tmp_path)
 
     def train(calls):
         torch.manual_seed(3)
@@ -248,12 +240,9 @@ def _call_after_failure(stage, folder):
     assert_states_equal(train(True), train(False))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_any_call_may_come_after_a_failed_backward(stage, tmp_path):
-    run_ranks(_call_after_failure, 2, stage, str(tmp_path))
-
-
-def _save_after_one_rank_failed(folder):
+@on_ranks(2)
+def test_a_save_after_one_rank_alone_failed_is_refused_everywhere(tmp_path):
+    folder = str(tmp_path)
     engine = engine_of(model := FusedTower(), 3, zero=_ZERO)
     engine.backward(engine(inputs(0, rank())))
     engine.step()
@@ -265,12 +254,10 @@ def _save_after_one_rank_failed(folder):
             engine.backward(engine(inputs(99, rank())))
 
 
-def test_a_save_after_one_rank_alone_failed_is_refused_everywhere(tmp_path):
-    run_ranks(_save_after_one_rank_failed, 2, str(tmp_path))
-
-
-def _call_in_backward(folder):
+@on_ranks(1)
+def test_calls_inside_a_backward_are_refused(tmp_path):
     """What runs is not dropped, and a forward in it is recomputation, through the engine too."""
+    folder = str(tmp_path)
     engine, plain = engine_of(tower(), 3), tower()
     refused = []
 
@@ -287,10 +274,6 @@ def _call_in_backward(folder):
     plain(inputs(0)).backward()
     for name, parameter in engine.module.named_parameters():
         assert_states_equal(safe_get_full_grad(parameter), plain.get_parameter(name).grad)
-
-
-def test_calls_inside_a_backward_are_refused(tmp_path):
-    run_ranks(_call_in_backward, 1, str(tmp_path))
 
 
 def test_the_tower_without_fuse_is_the_tower():

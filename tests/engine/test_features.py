@@ -1,7 +1,5 @@
 """Which features an engine has: asked for by configuration, by axes of the mesh and by marks."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

@@ -1,7 +1,5 @@
 """The line that an engine logs when it is made, and the warning about a dtype that the device emulates."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

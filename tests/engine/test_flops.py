@@ -1,7 +1,5 @@
 """The MFU of the step line."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """An engine that nobody refers to is freed with everything below it: memory, threads, sockets of its process group."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -8,7 +8,7 @@ import torch
 import deepspeed
 from deepspeed.engine.hybrid import merged
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import causal_model
 
 transformers = pytest.importorskip("transformers")
@@ -56,7 +56,18 @@ def prompt(rank):
     return torch.arange(5, 13).view(2, 4)[:, : 4 - rank]
 
 
-def every_way(stage, pins):
+@pytest.mark.parametrize(
+    ("stage", "pins"),
+    [
+        pytest.param(0, True, marks=pytest.mark.slow),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        (2, True),
+        (3, True),
+        (3, False),
+    ],
+)
+@on_ranks(2, timeout=300)
+def test_text_and_training(stage, pins):
     """Losses with and without generation between the steps; text against the plain model's with the same weights."""
     plain = start(make(), stage)
     losses = [train(plain, step) for step in range(3)]
@@ -81,20 +92,6 @@ def every_way(stage, pins):
     module = engine.module
     engine.destroy()
     assert "generate" not in vars(module)
-
-
-@pytest.mark.parametrize(
-    ("stage", "pins"),
-    [
-        pytest.param(0, True, marks=pytest.mark.slow),
-        pytest.param(1, True, marks=pytest.mark.slow),
-        (2, True),
-        (3, True),
-        (3, False),
-    ],
-)
-def test_text_and_training(stage, pins):
-    run_ranks(every_way, 2, stage, pins, timeout=300)
 
 
 def with_peft(stage):
@@ -186,7 +183,8 @@ class Words:
     pad_token_id, eos_token_id = 0, 2
 
 
-def rollouts():
+@on_ranks(2)
+def test_rollouts():
     from deepspeed.runtime.rollout import HybridEngineRollout, RolloutRequest, SamplingConfig
 
     engine = start(make(), 3, enabled=True)
@@ -219,16 +217,9 @@ def rollouts():
         HybridEngineRollout(start(make(), 0), Words())
 
 
-def test_rollouts():
-    run_ranks(rollouts, 2)
-
-
-def refusals():
+@on_ranks(1)
+def test_bad_input_raises():
     with pytest.raises(DeepSpeedConfigError, match="Linear has no method generate"):
         start(torch.nn.Linear(2, 2), 0, enabled=True)
     with pytest.raises(DeepSpeedConfigError, match="inference_tp_size: 2: layers are cut"):
         start(make(), 0, enabled=True, inference_tp_size=2)
-
-
-def test_bad_input_raises():
-    run_ranks(refusals, 1)

@@ -1,7 +1,5 @@
 """What is configured and would do nothing is reported: in a warning, or in an error that names the setting."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -20,7 +18,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from tests.engine.support import engine_of
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.device import simulated_device
 from tests.harness.toy_models import tower
 
@@ -106,14 +104,11 @@ def test_neighbors_beside_experts_are_named() -> None:
                 engine_of(model, 3, zero={key: 2})
 
 
-def _degrees_beside_a_mesh() -> None:
+@on_ranks(2)
+def test_sizes_that_do_not_divide_name_their_setting() -> None:
     mesh = JobMesh(None, (1, 2), None, default_timeout())
     over_sequence = Root(expert_parallel=ExpertParallel(enabled=True, autoep_size=2))
     assert mesh.mesh(over_sequence).size("sequence") == 2
     root = Root(expert_parallel=ExpertParallel(enabled=True, autoep_size=3))
     with pytest.raises(DeepSpeedConfigError, match=r"expert_parallel.autoep_size 3: expected a divisor of the 1 data"):
         mesh.mesh(root)
-
-
-def test_sizes_that_do_not_divide_name_their_setting() -> None:
-    run_ranks(_degrees_beside_a_mesh, 2)

@@ -1,7 +1,5 @@
 """Islands that train by themselves between outer steps: equal to the published outer step, on every rank."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.moe.layer import MoE
 from deepspeed.zero.storage import StorageKind
 from tests.engine.support import engine_of, inputs, rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.toy_models import tower
 
 SIZE, EVERY, LR, MOMENTUM = 2, 2, 0.7, 0.9
@@ -63,7 +61,9 @@ class Reference:
                 model.load_state_dict(self.anchor.state_dict())
 
 
-def cells(stages: tuple[int, ...]) -> None:
+@on_ranks(4)
+def test_equals_the_outer_step_by_hand() -> None:
+    stages = (0, 2, 3)
     for stage in stages:
         for wire, far in FAR.items():
             reference, engine = Reference(2), make(stage, wire, seed=3 + rank())  # all get the first rank's values
@@ -84,11 +84,8 @@ def cells(stages: tuple[int, ...]) -> None:
             engine.destroy()
 
 
-def test_equals_the_outer_step_by_hand() -> None:
-    run_ranks(cells, 4, (0, 2, 3))
-
-
-def alone() -> None:
+@on_ranks(2)
+def test_islands_of_one_rank() -> None:
     """Each rank is an island."""
     for stage in (0, 2, 3):
         engine = make(stage, section={"islands": {"size": 1, "sync_every": 2}})
@@ -99,11 +96,10 @@ def alone() -> None:
         engine.destroy()
 
 
-def test_islands_of_one_rank() -> None:
-    run_ranks(alone, 2)
-
-
-def save(folder: str, stages: tuple[int, ...]) -> None:
+@on_ranks(4)
+def test_checkpoints_are_of_a_meeting(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    stages = (0, 3)
     for stage in stages:
         engine = make(stage, section={"gradients": "int4"})
         for step in range(EVERY + 1):
@@ -128,24 +124,9 @@ def save(folder: str, stages: tuple[int, ...]) -> None:
         plain.destroy()
 
 
-def test_checkpoints_are_of_a_meeting(tmp_path: Path) -> None:
-    run_ranks(save, 4, str(tmp_path), (0, 3))
-
-
-def refusals() -> None:
-    for key, match in (({"size": 3}, "does not divide"), ({"size": 2}, "not a multiple of")):
-        zero = {"zero_hpz_partition_size": 4} if "multiple" in match else {}
-        with pytest.raises(DeepSpeedConfigError, match=match):
-            engine_of(tower(), 3, zero=zero, communication_compression={"islands": key})
-    replicated = nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=1))
-    engine_of(replicated, 0, communication_compression={"islands": {"size": 2}}).destroy()
-    for size in (1, 2):  # experts of one rank would have got the values of those of another
-        model = nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2))
-        with pytest.raises(DeepSpeedConfigError, match="islands with experts that are spread over ranks"):
-            engine_of(model, 0, communication_compression={"islands": {"size": size}})
-
-
-def grids() -> None:
+@pytest.mark.slow
+@on_ranks(8)
+def test_neighbors_on_islands() -> None:
     """Islands of four ranks, two of which share parameters, beside islands whose four ranks do."""
     found = []
     for zero in ({}, {"zero_hpz_partition_size": 2}, {"mics_shard_size": 2}):
@@ -161,10 +142,15 @@ def grids() -> None:
         torch.testing.assert_close(found[0], other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_neighbors_on_islands() -> None:
-    run_ranks(grids, 8)
-
-
+@on_ranks(4)
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    run_ranks(refusals, 4)
+    for key, match in (({"size": 3}, "does not divide"), ({"size": 2}, "not a multiple of")):
+        zero = {"zero_hpz_partition_size": 4} if "multiple" in match else {}
+        with pytest.raises(DeepSpeedConfigError, match=match):
+            engine_of(tower(), 3, zero=zero, communication_compression={"islands": key})
+    replicated = nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=1))
+    engine_of(replicated, 0, communication_compression={"islands": {"size": 2}}).destroy()
+    for size in (1, 2):  # experts of one rank would have got the values of those of another
+        model = nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2))
+        with pytest.raises(DeepSpeedConfigError, match="islands with experts that are spread over ranks"):
+            engine_of(model, 0, communication_compression={"islands": {"size": size}})

@@ -1,7 +1,5 @@
 """What an engine must not leave behind, and what a user may not do to a parameter in a flat buffer."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -11,7 +9,7 @@ from torch import nn
 from deepspeed.errors import CallOrderError
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_grad
 from tests.engine.support import WIDTH, engine_of, inputs
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.toy_models import tower
 
 
@@ -27,7 +25,8 @@ class Returning(nn.Module):
         return self.layer(x).square().mean(), self.scale
 
 
-def leaves_nothing() -> None:
+@on_ranks(1)
+def test_an_engine_leaves_nothing_behind() -> None:
     for _ in range(2):
         engine = engine_of(tower(), 1, disable_python_gc=True)
         assert not gc.isenabled()
@@ -64,10 +63,6 @@ def leaves_nothing() -> None:
     engine.destroy()
 
 
-def test_an_engine_leaves_nothing_behind() -> None:
-    run_ranks(leaves_nothing, 1)
-
-
 class Halves(nn.Module):
     """The second half gets no gradient."""
 
@@ -79,7 +74,8 @@ class Halves(nn.Module):
         return self.used(x).square().mean()
 
 
-def given_gradients() -> None:
+@on_ranks(2)
+def test_a_gradient_set_by_the_user_counts_also_where_backward_gave_none() -> None:
     for stage in (0, 1, 3):
         engine = engine_of(Halves(), stage, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0))
         engine.backward(engine(inputs(0)))
@@ -90,7 +86,3 @@ def given_gradients() -> None:
         after = [safe_get_full_fp32_param(parameter) for parameter in (weight, bias)]
         assert torch.equal(after[0], before[0] - 1.0) and torch.equal(after[1], before[1])
         engine.destroy()
-
-
-def test_a_gradient_set_by_the_user_counts_also_where_backward_gave_none() -> None:
-    run_ranks(given_gradients, 2)

@@ -1,7 +1,5 @@
 """Engines come and go, save beside training, and load by processes of their own, while ranks hold connections."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading
@@ -16,7 +14,7 @@ import deepspeed
 from deepspeed.comm.host.message_queue import MessageQueue
 from deepspeed.comm.job.job import Job
 from deepspeed.pipe import PipelineModule
-from tests.harness.pool import run_ranks
+from tests.harness import on_ranks
 
 
 def _config(stage: int, count: int = 1) -> dict[str, Any]:
@@ -42,24 +40,23 @@ def _piped() -> None:
     engine.destroy()
 
 
-def _many() -> tuple[list[int], list[int]]:
+@on_ranks(2, fresh=True)
+def test_engines_come_and_go() -> None:
     files, threads = [], []
     for number in range(50):
         _piped() if number % 3 == 2 else _trained((0, 3)[number % 3])
         gc.collect()
         files.append(len(os.listdir("/proc/self/fd")))
         threads.append(len(os.listdir("/proc/self/task")))
-    return files, threads
+    counts = files, threads
+    for count in counts:
+        assert max(count[40:]) <= max(count[10:20]), counts
 
 
-def test_engines_come_and_go():
-    for counts in run_ranks(_many, 2, fresh=True):
-        for count in counts:
-            assert max(count[40:]) <= max(count[10:20]), counts
-
-
-def _beside(folder: str) -> set[str]:
+@on_ranks(2, fresh=True)
+def test_saves_beside_training_and_loaders_leave_it_alone(tmp_path) -> None:
     """Which threads use mail while a checkpoint is written beside training, from a loader with processes of its own."""
+    folder = str(tmp_path)
     used = set()
     for name in ("post", "take"):
         plain = getattr(MessageQueue, name)
@@ -81,8 +78,4 @@ def _beside(folder: str) -> set[str]:
                 engine.save_checkpoint(folder, async_save=True)
     engine.wait_for_checkpoint()
     engine.load_checkpoint(folder)
-    return used
-
-
-def test_saves_beside_training_and_loaders_leave_it_alone(tmp_path):
-    assert run_ranks(_beside, 2, str(tmp_path), fresh=True) == [{"MainThread"}] * 2
+    assert used == {"MainThread"}

@@ -1,7 +1,5 @@
 """The first ``initialize`` of a plain model loads nothing that neither its configuration nor it asks for."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """engine.backward(sum, count=tokens): any split of the same samples gives the update of plain torch."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -14,7 +12,7 @@ from deepspeed.engine.loss_counter import mean_of_sum
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError
 from tests.ecosystem.support import needs_transformers
 from tests.engine.support import engine_of, rank
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks
 from tests.zero.reading import full_masters
 
 SAMPLES, LENGTH, WIDTH, STEPS = 12, 7, 6, 3
@@ -73,7 +71,8 @@ def _train(stage, accumulation, clipping=0.0, cuts=None, **config):
     return engine
 
 
-def _splits():
+@on_ranks(1, 2)
+def test_any_split_of_the_samples_gives_one_update():
     for clipping in (0.0, 0.05):
         plain = _plain(clipping)
         for stage, accumulation, cuts in ((0, 1, None), (1, 3, None), (2, 2, [1]), (3, 2, [4])):
@@ -84,12 +83,8 @@ def _splits():
     assert_states_equal(full_masters(sums), _plain(0.0), rtol=2e-2, atol=4e-3)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_any_split_of_the_samples_gives_one_update(ranks):
-    run_ranks(_splits, ranks)
-
-
-def _misuse():
+@on_ranks(1)
+def test_misuse_is_named():
     engine = engine_of(_model(), 1, accumulation=2)
     x, labels = _batch(0)
     engine.backward(_sum(engine, x, labels)[0], count=5)
@@ -104,11 +99,8 @@ def _misuse():
         engine.backward(engine(x), gradients=torch.ones(SAMPLES, LENGTH, 5), count=1)
 
 
-def test_misuse_is_named():
-    run_ranks(_misuse, 1)
-
-
-def _mixed():
+@on_ranks(1)
+def test_losses_with_and_without_a_count_are_not_mixed():
     """A loss without a count next to one with a count, by whichever call."""
     x, labels = _batch(0)
     for stage in (0, 3):
@@ -132,11 +124,8 @@ def _mixed():
         engine.backward(_sum(engine, x, labels)[0], count=5)
 
 
-def test_losses_with_and_without_a_count_are_not_mixed():
-    run_ranks(_mixed, 1)
-
-
-def _only_rank_0_counts():
+@on_ranks(2)
+def test_ranks_that_disagree_on_a_count_are_named():
     x, labels = _batch(0)
     engine = engine_of(_model(), 1)
     for _ in range(2):  # the first counted loss gathers; later ones meet in the update
@@ -147,11 +136,8 @@ def _only_rank_0_counts():
         engine.step()
 
 
-def test_ranks_that_disagree_on_a_count_are_named():
-    run_ranks(_only_rank_0_counts, 2)
-
-
-def _bad_count():
+@on_ranks(2)
+def test_a_bad_count_of_one_rank_is_an_error_on_every_rank():
     """A count that is none on rank 1 alone; each time, the first loss and a later one."""
     x, labels = _batch(0)
     for bad in (math.nan, torch.tensor(math.nan), torch.tensor(math.inf), -3, torch.tensor(-1.0)):
@@ -173,11 +159,8 @@ def _bad_count():
         assert all(value.isfinite().all() for value in full_masters(engine).values())
 
 
-def test_a_bad_count_of_one_rank_is_an_error_on_every_rank():
-    run_ranks(_bad_count, 2)
-
-
-def _only_rank_0_counts_first():
+@on_ranks(2)
+def test_a_rank_that_alone_counts_its_first_loss_raises():
     x, labels = _batch(0)
     engine = engine_of(_model(), 1)
     with pytest.raises(DivergenceError) as caught:
@@ -190,21 +173,14 @@ def _only_rank_0_counts_first():
     assert str(caught.value).endswith("Pass count on every rank, 0 where a rank has no tokens, or on none")
 
 
-def test_a_rank_that_alone_counts_its_first_loss_raises():
-    run_ranks(_only_rank_0_counts_first, 2)
-
-
-def _scales():
+@on_ranks(1)
+def test_the_power_of_two_follows_the_tokens_of_the_update_before():
     engine, found = engine_of(_model(), 2), []
     for tokens in (5, 70, 70):
         engine.backward(_sum(engine, *_batch(0))[0], count=tokens)
         found.append(engine._train_step.counts._scale)
         engine.step()
-    return found
-
-
-def test_the_power_of_two_follows_the_tokens_of_the_update_before():
-    assert run_ranks(_scales, 1) == [[4.0, 4.0, 64.0]]
+    assert found == [4.0, 4.0, 64.0]
 
 
 class _Failing(torch.autograd.Function):
@@ -235,7 +211,9 @@ def _abandon(engine, way, folder):
         engine.load_checkpoint(folder)
 
 
-def _thrown_away(folder):
+@on_ranks(2)
+def test_tokens_go_where_their_gradients_go(tmp_path):
+    folder = str(tmp_path)
     plain = _plain(0.0)
     for stage in (1, 3):
         for way in ("an exception", "optimizer.zero_grad", "load_checkpoint", "optimizer.step"):
@@ -251,10 +229,6 @@ def _thrown_away(folder):
             assert_states_equal(full_masters(engine), plain, rtol=1e-5, atol=1e-6)
 
 
-def test_tokens_go_where_their_gradients_go(tmp_path):
-    run_ranks(_thrown_away, 2, str(tmp_path))
-
-
 AXES = [
     {"sequence_parallel_size": 2},
     {"sequence_parallel_size": 2, "sequence_parallel": {"loss": "own_share"}},
@@ -262,7 +236,9 @@ AXES = [
 ]
 
 
-def _axes():
+@needs_transformers
+@on_ranks(2)
+def test_sequence_and_tensor_ranks_give_the_same_update():
     """Each rank sums over its own part of the sequences; ranks that share layers all have the same sum."""
     import deepspeed
     from tests.parallel.sequence.llama import llama, padded_batch
@@ -292,11 +268,6 @@ def _axes():
         for name, value in engine.iter_full("fp32"):
             torch.testing.assert_close(value, expected.get_parameter(name).detach(), rtol=1e-5, atol=1e-6, msg=name)
         engine.destroy()
-
-
-@needs_transformers
-def test_sequence_and_tensor_ranks_give_the_same_update():
-    run_ranks(_axes, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

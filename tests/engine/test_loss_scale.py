@@ -1,14 +1,12 @@
 """The fp16 loss scale: torch's sequence, hysteresis, the floor, and the forgotten engine.scale."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from deepspeed.errors import CallOrderError, NonFiniteError
 from tests.engine.support import engine_of, inputs, rank
 from tests.engine.test_overflow import Poisoned
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
 
@@ -63,7 +61,9 @@ def test_a_static_scale_stays():
     assert run_ranks(_scales, 1, 2, [0, 1, 0, 1], loss_scale=64) == [[64, 64, 64, 64]]
 
 
-def _floor(stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_an_overflow_at_the_floor_raises_on_every_rank(stage):
     engine = engine_of(
         Poisoned(), stage, fp16={"enabled": True, "initial_scale_power": 2, "min_loss_scale": 2, "hysteresis": 1}
     )
@@ -78,15 +78,13 @@ def _floor(stage):
             engine.step()
         scales.append(engine.optimizer.loss_scale)
     assert_states_equal(full_masters(engine), before)
-    return scales
+    assert scales == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_overflow_at_the_floor_raises_on_every_rank(stage):
-    assert run_ranks(_floor, 2, stage) == [[2.0, 2.0]] * 2
-
-
-def _forgotten(stage):
+@on_ranks(2)
+def test_a_forgotten_engine_scale_raises_at_the_first_step(stage):
+    """And what the unscaled backward left is gone, so the next step is right."""
     engine = engine_of(tower(), stage, fp16={"enabled": True, "initial_scale_power": 8})
     before = full_masters(engine)
     engine(inputs(0, rank())).backward()
@@ -103,13 +101,8 @@ def _forgotten(stage):
     assert_states_equal(right, full_masters(other))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_forgotten_engine_scale_raises_at_the_first_step(stage):
-    """And what the unscaled backward left is gone, so the next step is right."""
-    run_ranks(_forgotten, 2, stage)
-
-
-def _forgotten_later():
+@on_ranks(1)
+def test_forgetting_it_in_a_later_micro_batch():
     """Forgetting it in the second micro-batch counts as well; engine.scale for one loss does not cover another."""
     engine = engine_of(tower(), 1, accumulation=2, fp16={"enabled": True, "initial_scale_power": 8})
     engine.scale(engine(inputs(0))).backward()
@@ -119,11 +112,8 @@ def _forgotten_later():
         engine.step()
 
 
-def test_forgetting_it_in_a_later_micro_batch():
-    run_ranks(_forgotten_later, 1)
-
-
-def _forgotten_and_discarded():
+@on_ranks(1)
+def test_discarded_gradients_of_an_unscaled_loss_are_no_error():
     engine = engine_of(tower(), 1, fp16={"enabled": True, "initial_scale_power": 8})
     engine(inputs(0)).backward()
     engine.zero_grad()
@@ -132,19 +122,12 @@ def _forgotten_and_discarded():
     assert engine.was_step_applied()
 
 
-def test_discarded_gradients_of_an_unscaled_loss_are_no_error():
-    run_ranks(_forgotten_and_discarded, 1)
-
-
-def _unchanged_elsewhere():
+@on_ranks(1)
+def test_without_fp16_nothing_is_scaled():
     engine = engine_of(tower(), 1, bf16={"enabled": True})
     loss = engine(inputs(0))
     assert engine.scale(loss) is loss
     assert engine.optimizer.loss_scale == 1.0 and engine.optimizer.dynamic_loss_scale is False
-
-
-def test_without_fp16_nothing_is_scaled():
-    run_ranks(_unchanged_elsewhere, 1)
 
 
 def _norm_is_unscaled(stage, clip):

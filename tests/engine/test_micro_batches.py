@@ -1,7 +1,5 @@
 """Forwards and backwards in any legal order, part by part: what a schedule does gives what the plain order gives."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +11,7 @@ from torch import nn
 from deepspeed.errors import CallOrderError
 from deepspeed.zero import MicroBatch
 from tests.engine.support import engine_of, inputs, rank
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.toy_models import Layer, tower
 from tests.zero.reading import full_masters
 
@@ -85,7 +83,16 @@ def chain_engine(stage: int, **zero: Any) -> Any:
     return engine_of(Chain().double(), stage, zero=section, accumulation=MICRO_BATCHES)
 
 
-def interleaved(stage: int, zero: dict[str, Any]) -> None:
+NOTHING_KEPT = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [(0, {}), (1, {}), (2, {"overlap_comm": True}), (3, {}), (3, NOTHING_KEPT)],
+    ids=["0", "1", "2", "3", "3-nothing-kept"],
+)
+@on_ranks(2)
+def test_any_legal_order_gives_what_the_plain_one_gives(stage: int, zero: dict[str, Any]) -> None:
     """Other orders in every update, and one seed more than one update."""
     one_by_one = chain_engine(stage, **zero)
     engine = chain_engine(stage, **zero)
@@ -96,24 +103,13 @@ def interleaved(stage: int, zero: dict[str, Any]) -> None:
     assert_states_equal(full_masters(engine), full_masters(one_by_one), rtol=1e-9, atol=1e-12)
 
 
-NOTHING_KEPT = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-
-
-@pytest.mark.parametrize(
-    ("stage", "zero"),
-    [(0, {}), (1, {}), (2, {"overlap_comm": True}), (3, {}), (3, NOTHING_KEPT)],
-    ids=["0", "1", "2", "3", "3-nothing-kept"],
-)
-def test_any_legal_order_gives_what_the_plain_one_gives(stage: int, zero: dict[str, Any]) -> None:
-    run_ranks(interleaved, 2, stage, zero)
-
-
 def refused(engine: Any, micro: str, *arguments: Any, **more: Any) -> None:
     with pytest.raises(CallOrderError, match=micro):
         engine.backward(*arguments, **more)
 
 
-def mistakes_of_a_driver() -> None:
+@on_ranks(1)
+def test_a_driver_that_announces_something_else_raises() -> None:
     engine = engine_of(tower(), 2, accumulation=2)
     first, last = MicroBatch(0, is_first=True, is_last=False), MicroBatch(1, is_first=False, is_last=True)
     loss, one = engine(inputs(0)), torch.ones(())
@@ -138,10 +134,6 @@ def mistakes_of_a_driver() -> None:
         engine.backward(engine(inputs(number)))
         engine.step()
         assert engine.global_steps == 1 + number
-
-
-def test_a_driver_that_announces_something_else_raises() -> None:
-    run_ranks(mistakes_of_a_driver, 1)
 
 
 class Counted:

@@ -1,14 +1,12 @@
 """no_sync at every stage: nothing travels inside, and the result is that of reducing each micro-batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from deepspeed.comm.base.counters import counted
 from deepspeed.errors import CallOrderError
 from tests.engine.support import engine_of, inputs, rank
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks
 from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
 
@@ -38,17 +36,16 @@ def _compare(stage):
     return quiet
 
 
-def _all_stages():
+@on_ranks(2)
+def test_equal_to_reducing_each_micro_batch_and_the_same_bits_at_every_stage():
     results = [_compare(stage) for stage in range(4)]
     for other in results[1:]:
         assert_states_equal(other, results[0])
 
 
-def test_equal_to_reducing_each_micro_batch_and_the_same_bits_at_every_stage():
-    run_ranks(_all_stages, 2)
-
-
-def _last_one_inside(stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_the_step_reduces_what_no_backward_did(stage):
     """Even the boundary's backward may be inside: the step reduces what is left."""
     plain, _ = _train(stage, False, accumulation=1)
     engine = engine_of(tower(), stage)
@@ -60,12 +57,9 @@ def _last_one_inside(stage):
     assert_states_equal(full_masters(engine), plain)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_step_reduces_what_no_backward_did(stage):
-    run_ranks(_last_one_inside, 2, stage)
-
-
-def _reduce_by_hand(stage):
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_reduction_by_hand(stage):
     engine = engine_of(tower(), stage)
     engine.enable_backward_allreduce = False
     plain, _ = _train(stage, False, accumulation=1)
@@ -76,12 +70,8 @@ def _reduce_by_hand(stage):
     assert_states_equal(full_masters(engine), plain)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_reduction_by_hand(stage):
-    run_ranks(_reduce_by_hand, 2, stage)
-
-
-def _parameter_only_inside():
+@on_ranks(2)
+def test_gradients_from_inside_count_where_the_last_backward_has_none():
     """A parameter that has a gradient only inside no_sync is updated as well."""
     engine = engine_of(tower(), 2, accumulation=2)
     for micro in range(2):
@@ -97,15 +87,8 @@ def _parameter_only_inside():
     assert all(moved.values()), moved
 
 
-def test_gradients_from_inside_count_where_the_last_backward_has_none():
-    run_ranks(_parameter_only_inside, 2)
-
-
-def _nested():
+@on_ranks(2)
+def test_nesting_is_refused():
     engine = engine_of(tower(), 1)
     with engine.no_sync(), pytest.raises(CallOrderError, match="nest"), engine.no_sync():
         raise AssertionError("not reached")
-
-
-def test_nesting_is_refused():
-    run_ranks(_nested, 2)

@@ -1,7 +1,5 @@
 """``offload_states`` and ``reload_states``: training continues bit for bit, memory leaves and comes back."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -13,7 +11,7 @@ from deepspeed.engine import offloading
 from deepspeed.errors import CallOrderError
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.zero.storage import Tier
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.toy_models import make_batch
 from tests.offload.training import Trained, collect, config, make_engine, train_some
 
@@ -83,7 +81,8 @@ def test_parameters_whose_masters_are_offloaded() -> None:
     run_ranks(host_and_back, 2, every)
 
 
-def waits_for_copies() -> None:
+@on_ranks(1)
+def test_copies_are_over_when_a_move_returns() -> None:
     """The host reads what is away at once, and what came back leaves locked pages that nobody else keeps."""
     waits: list[str] = []
     engine = make_engine(config(0, precision="bf16"))
@@ -96,10 +95,6 @@ def waits_for_copies() -> None:
         engine.reload_states(non_blocking=True)
         assert len(waits) == 2
     engine.destroy()
-
-
-def test_copies_are_over_when_a_move_returns() -> None:
-    run_ranks(waits_for_copies, 1)
 
 
 def test_single_kinds() -> None:
@@ -131,14 +126,11 @@ def test_pending_gradients(ranks: int) -> None:
     run_ranks(pending_gradients, ranks, config(3, precision="bf16", accumulation=2))
 
 
-def wrong_arguments() -> None:
+@on_ranks(1)
+def test_wrong_arguments() -> None:
     engine = make_engine(config(2))
     with pytest.raises(ValueError, match="host memory only"):
         engine.offload_states(device=OffloadDeviceEnum.nvme)
     with pytest.raises(ValueError, match="unknown"):
         engine.offload_states(include=["weights"])
     engine.destroy()
-
-
-def test_wrong_arguments() -> None:
-    run_ranks(wrong_arguments, 1)

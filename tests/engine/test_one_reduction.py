@@ -1,7 +1,5 @@
 """Several backwards before one update, reduced once; and torch.func through the engine. Compared with plain torch."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -13,7 +11,7 @@ from torch.autograd import forward_ad
 from deepspeed.comm.base.counters import counted
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from tests.engine.support import engine_of, inputs, rank
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks
 from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
 
@@ -73,15 +71,12 @@ CASES = {
 }
 
 
-def _every_stage():
+@on_ranks(2)
+def test_backwards_in_a_block_are_reduced_once_and_equal_plain_torch():
     for stage, cases in CASES.items():
         for kind, accumulation, outside in cases:
             found = _train(kind, stage, accumulation, outside)
             assert_states_equal(found, _plain(kind, accumulation), rtol=1e-5, atol=1e-6)
-
-
-def test_backwards_in_a_block_are_reduced_once_and_equal_plain_torch():
-    run_ranks(_every_stage, 2)
 
 
 def _gan(stage):
@@ -114,16 +109,14 @@ def _gan(stage):
         assert_states_equal(full_masters(engine), dict(part.named_parameters()), rtol=1e-5, atol=1e-6)
 
 
-def _gan_at_every_stage():
+@on_ranks(2)
+def test_a_gan_of_two_engines():
     for stage in range(4):
         _gan(stage)
 
 
-def test_a_gan_of_two_engines():
-    run_ranks(_gan_at_every_stage, 2)
-
-
-def _misuse():
+@on_ranks(2)
+def test_misuse_is_named():
     engine = engine_of(tower(), 2)
     with engine.coalesce_grad_reduction():
         engine.backward(engine(inputs(0, 0, rank())))
@@ -133,10 +126,6 @@ def _misuse():
             raise AssertionError("not reached")
     engine.step()
     assert engine.global_steps == 1
-
-
-def test_misuse_is_named():
-    run_ranks(_misuse, 2)
 
 
 def _transforms(stage):
@@ -186,16 +175,14 @@ def _transforms(stage):
     assert_states_equal(full_masters(engine), dict(plain.named_parameters()), rtol=1e-5, atol=1e-6)
 
 
-def _transforms_at_every_stage():
+@on_ranks(2)
+def test_function_transforms_through_the_engine():
     for stage in range(4):
         _transforms(stage)
 
 
-def test_function_transforms_through_the_engine():
-    run_ranks(_transforms_at_every_stage, 2)
-
-
-def _recorded():
+@on_ranks(2)
+def test_modules_are_recorded_as_graphs_or_refused_in_a_sentence():
     """Modules as graphs: as before below stage 3; there a sentence, and a plain copy with the exported weights."""
     plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     x = torch.randn(2, 4)
@@ -222,7 +209,3 @@ def _recorded():
             expected = engine(x)
             if dist.get_rank() == 0:
                 torch.testing.assert_close(ways["export"](plain)(x), expected)
-
-
-def test_modules_are_recorded_as_graphs_or_refused_in_a_sentence():
-    run_ranks(_recorded, 2)

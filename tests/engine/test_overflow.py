@@ -1,7 +1,5 @@
 """A gradient that is not finite: the step is skipped on all ranks, nothing changes, one line shows where."""
 
-from __future__ import annotations
-
 import logging
 import re
 from contextlib import contextmanager
@@ -14,7 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from deepspeed.engine import initialize
 from deepspeed.errors import NonFiniteError
 from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, inputs, rank
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.toy_models import Tower
 from tests.zero.reading import full_masters, full_params, full_states
 
@@ -145,16 +143,14 @@ def test_skips_in_a_row_end_the_training(stage):
     assert "rank" in texts[0] and "max_consecutive_skipped_steps" in texts[0]
 
 
-def _never(stage):
+@on_ranks(1)
+def test_zero_means_never():
+    stage = 1
     engine = engine_of(Poisoned(), stage, bf16={"enabled": True}, max_consecutive_skipped_steps=0)
     for number in range(105):
         engine.backward(engine(inputs(number, rank()), float("inf")))
         engine.step()
-    return engine.skipped_steps
-
-
-def test_zero_means_never():
-    assert run_ranks(_never, 1, 1) == [105]
+    assert engine.skipped_steps == 105
 
 
 def test_a_hundred_by_default():
@@ -166,13 +162,10 @@ def test_a_hundred_by_default():
     assert default() == 100
 
 
-def _unchecked():
+@on_ranks(2)
+def test_the_check_can_be_switched_off():
     """check_grad_overflow false: the user wants no check, so the step is applied whatever comes."""
     engine = engine_of(Poisoned(), 1, bf16={"enabled": True, "check_grad_overflow": False})
     engine.backward(engine(inputs(0, rank()), float("nan") if rank() else 1.0))
     engine.step()
-    return engine.optimizer.overflow, full_masters(engine)["factor"].isnan().all().item()
-
-
-def test_the_check_can_be_switched_off():
-    assert run_ranks(_unchecked, 2) == [(False, True)] * 2
+    assert (engine.optimizer.overflow, full_masters(engine)["factor"].isnan().all().item()) == (False, True)

@@ -1,7 +1,5 @@
 """``engine.precision_report()`` against the dtypes that are really there, for every mode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,13 +4,11 @@ The moment shows in what travels: the transport is asked for gradients that are 
 division afterwards.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from deepspeed.comm.host.gloo import GlooTransport
 from tests.engine.support import engine_of, inputs, rank
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks
 from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
 
@@ -51,11 +49,7 @@ def _compare(stage, ranks):
         assert_states_equal(other, plain, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6)
 
 
-def _all_stages(ranks):
+@on_ranks(2, 3)
+def test_the_step_is_the_same_and_the_division_moves(ranks):
     for stage in range(4):
         _compare(stage, ranks)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_step_is_the_same_and_the_division_moves(ranks):
-    run_ranks(_all_stages, ranks, ranks)

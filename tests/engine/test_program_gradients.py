@@ -1,7 +1,5 @@
 """What a program does to gradients by torch's calls between backwards is done as in plain torch, or refused there."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +14,7 @@ from deepspeed.errors import CallOrderError, DivergenceError
 from deepspeed.logging import logger
 from deepspeed.utils import safe_get_full_grad
 from tests.engine.support import SHARDED, engine_of, inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.errors import RanksFailed
 from tests.harness.toy_models import TOWER_WIDTH as WIDTH
 from tests.zero.reading import full_params
@@ -308,7 +306,9 @@ class _Penalized:
             (forward(inputs(1, one)) / len(ranks)).backward()
 
 
-def _penalized(stages: list[int]) -> None:
+@on_ranks(2)
+def test_backward_through_parameters_alone() -> None:
+    stages = [0, 1, 2]
     world = dist.get_world_size()
     for graph in (False, True):
         model = Net()
@@ -330,11 +330,9 @@ def _penalized(stages: list[int]) -> None:
             engine.destroy()
 
 
-def test_backward_through_parameters_alone() -> None:
-    run_ranks(_penalized, 2, [0, 1, 2])
-
-
-def _mistakes(stage: int) -> None:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_what_is_refused(stage: int) -> None:
     model = Net()
     made: list[torch.optim.Optimizer] = []
     engine = engine_of(model, stage, optimizer=lambda of: made.append(sgd(of)) or made[0])
@@ -367,12 +365,9 @@ def _mistakes(stage: int) -> None:
     assert all(run.grad is None for group in made[0].param_groups for run in group["params"])
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_what_is_refused(stage: int) -> None:
-    run_ranks(_mistakes, 2, stage)
-
-
-def _differs(stages: list[int]) -> None:
+@on_ranks(2)
+def test_a_call_on_some_ranks_only() -> None:
+    stages = [0, 1, 2, 3]
     for stage in stages:
         model = Net()
         engine = engine_of(model, stage, optimizer=sgd)
@@ -384,11 +379,9 @@ def _differs(stages: list[int]) -> None:
         engine.destroy()
 
 
-def test_a_call_on_some_ranks_only() -> None:
-    run_ranks(_differs, 2, [0, 1, 2, 3])
-
-
-def _counted(stage: int) -> None:
+@on_ranks(2)
+def test_losses_with_a_count() -> None:
+    stage = 2
     model, plain = Net(), Net()
     engine, optimizer = engine_of(model, stage, optimizer=sgd), sgd(plain)
     engine.backward(engine(inputs(0)) * 5, count=5)
@@ -403,10 +396,6 @@ def _counted(stage: int) -> None:
     model.last.zero_grad()
     with pytest.raises(CallOrderError, match="count"):
         engine.backward(engine(inputs(0)) * 5, count=5)
-
-
-def test_losses_with_a_count() -> None:
-    run_ranks(_counted, 2, 2)
 
 
 def _hooked(kind: str, accumulation: int, stage: int) -> None:

@@ -1,7 +1,5 @@
 """Forms of published configurations train what plain torch trains, whatever limit of 0 or idle section they have."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -1,7 +1,5 @@
 """What cannot work is refused at initialize, with the reason and the remedy, and the model is left as it was."""
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any
@@ -15,7 +13,7 @@ from deepspeed.engine import initialize
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import logger
 from tests.engine.support import adamw, engine_of, inputs
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
 
@@ -158,7 +156,8 @@ def test_no_optimizer_at_all():
             run_ranks(_without_optimizer, 1, stage)
 
 
-def _classes_of_optimizers() -> None:
+@on_ranks(1)
+def test_classes_that_programs_check_optimizers_for() -> None:
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -180,11 +179,9 @@ def _classes_of_optimizers() -> None:
         engine.destroy()
 
 
-def test_classes_that_programs_check_optimizers_for():
-    run_ranks(_classes_of_optimizers, 1)
-
-
-def _unassigned(folder: str) -> None:
+@on_ranks(1)
+def test_loaders_whose_position_no_checkpoint_has(tmp_path) -> None:
+    folder = str(tmp_path)
     texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
@@ -204,10 +201,6 @@ def _unassigned(folder: str) -> None:
     engine.load_checkpoint(folder, load_optimizer_states=False)
     engine.deepspeed_io(data)
     assert texts == []
-
-
-def test_loaders_whose_position_no_checkpoint_has(tmp_path):
-    run_ranks(_unassigned, 1, str(tmp_path))
 
 
 def _mistakes() -> list[str]:
@@ -257,7 +250,8 @@ def test_lazy_modules_are_refused_by_name() -> None:
         initialize(model=torch.nn.Sequential(torch.nn.LazyLinear(3)), config={"train_batch_size": 1})
 
 
-def _cut_by_torch():
+@on_ranks(1)
+def test_zero_init_refuses_a_parameter_that_torch_has_cut():
     """One DTensor in the model, as parallelize_module leaves it behind."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -267,7 +261,3 @@ def _cut_by_torch():
     module.weight = torch.nn.Parameter(distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)]))
     with pytest.raises(NotYetSupportedError, match="is a DTensor"):
         zero.Init(module=module)
-
-
-def test_zero_init_refuses_a_parameter_that_torch_has_cut():
-    run_ranks(_cut_by_torch, 1)

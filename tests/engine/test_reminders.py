@@ -1,7 +1,5 @@
 """Mistakes of the first hour: a step that nobody calls, an optimizer that updates nothing, inputs of another dtype."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from typing import Any
@@ -13,7 +11,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger
 from tests.engine.support import adamw, engine_of, inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.toy_models import tower
 
 
@@ -99,13 +97,10 @@ def other_dtypes(stage: int, section: str, dtype: torch.dtype) -> None:
     assert casting(inputs(0)).dtype == dtype
 
 
-def every_mistake() -> None:
+@on_ranks(2)
+def test_mistakes_of_the_first_hour_are_named() -> None:
     forgotten_step()
     second_optimizer()
     one_hook_for_all_engines()
     other_dtypes(0, "fp16", torch.float16)
     other_dtypes(3, "bf16", torch.bfloat16)
-
-
-def test_mistakes_of_the_first_hour_are_named() -> None:
-    run_ranks(every_mistake, 2)

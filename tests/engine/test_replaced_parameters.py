@@ -1,7 +1,5 @@
 """Parameters that others replace after ``initialize``: their values are trained, or a warning is logged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +10,7 @@ from torch import nn
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.zero import runtime
 from tests.engine.support import engine_of, inputs
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks
 from tests.harness.toy_models import tower
 
 
@@ -23,7 +21,10 @@ def train(engine: DeepSpeedEngine, *steps: int) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
 
 
-def assigned(stages: tuple[int, ...], folder: Path) -> None:
+@on_ranks(2)
+def test_values_that_were_assigned_are_trained(tmp_path: Path) -> None:
+    stages = (0, 1, 2)
+    folder = tmp_path
     for stage in stages:
         results = []
         for assign in (False, True):
@@ -40,11 +41,9 @@ def assigned(stages: tuple[int, ...], folder: Path) -> None:
         assert_states_equal(results[1], results[0])
 
 
-def test_values_that_were_assigned_are_trained(tmp_path: Path) -> None:
-    run_ranks(assigned, 2, (0, 1, 2), tmp_path)
-
-
-def given_other_memory(stages: tuple[int, ...]) -> None:
+@on_ranks(2)
+def test_values_in_other_memory_are_trained() -> None:
+    stages = (0, 1, 2)
     for stage in stages:
         results = []
         for in_place in (True, False):
@@ -61,11 +60,8 @@ def given_other_memory(stages: tuple[int, ...]) -> None:
         assert_states_equal(results[1], results[0])
 
 
-def test_values_in_other_memory_are_trained() -> None:
-    run_ranks(given_other_memory, 2, (0, 1, 2))
-
-
-def not_taken_back() -> None:
+@on_ranks(1)
+def test_what_cannot_be_taken_back_raises() -> None:
     engine = engine_of(tower(), 0)
     engine.module.last = nn.Linear(9, 5)  # a module of its own is none of the engine's business
     engine.module.first.bias = nn.Parameter(torch.zeros(1))
@@ -74,7 +70,3 @@ def not_taken_back() -> None:
         engine(inputs(0))
     assert len(texts) == 1 and "'first.bias' was replaced by another one, of shape (1,)" in texts[0]
     engine.destroy()
-
-
-def test_what_cannot_be_taken_back_raises() -> None:
-    run_ranks(not_taken_back, 1)

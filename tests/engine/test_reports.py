@@ -1,7 +1,5 @@
 """What an engine logs about itself."""
 
-from __future__ import annotations
-
 import torch
 
 from deepspeed.config import parse

@@ -1,13 +1,11 @@
 """Several engines in one process, as for a generator and a discriminator: each trains as it would alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from deepspeed.errors import CallOrderError
 from tests.engine.support import SHARDED, adamw, engine_of, inputs, rank
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks
 from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
 
@@ -20,7 +18,9 @@ def _alone(stage, seed):
     return full_masters(engine)
 
 
-def _together(stages):
+@pytest.mark.parametrize("stages", [(3, 3), (0, 3, 2), (1, 1)], ids=str)
+@on_ranks(2)
+def test_interleaved(stages):
     expected = [_alone(stage, seed) for seed, stage in enumerate(stages)]
     engines = [engine_of(tower(seed=seed), stage) for seed, stage in enumerate(stages)]
     for step in range(3):
@@ -33,12 +33,8 @@ def _together(stages):
         assert_states_equal(full_masters(engine), wanted)
 
 
-@pytest.mark.parametrize("stages", [(3, 3), (0, 3, 2), (1, 1)], ids=str)
-def test_interleaved(stages):
-    run_ranks(_together, 2, stages)
-
-
-def _joint_loss():
+@on_ranks(2)
+def test_one_loss_through_two_engines():
     """One loss through two engines: both see the backward, through whichever it was called."""
     stages = (3, 3)
     engines = [engine_of(tower(seed=seed), stage) for seed, stage in enumerate(stages)]
@@ -59,11 +55,8 @@ def _joint_loss():
             torch.testing.assert_close(value, model.get_parameter(name).data, rtol=1e-5, atol=1e-6)
 
 
-def test_one_loss_through_two_engines():
-    run_ranks(_joint_loss, 2)
-
-
-def _one_after_another():
+@on_ranks(2)
+def test_a_model_is_wrapped_again():
     """A destroyed engine leaves nothing behind on the model: it can be wrapped again."""
     model = tower()
     first = engine_of(model, 1)
@@ -84,11 +77,8 @@ def _one_after_another():
     assert second.global_steps == 1
 
 
-def test_a_model_is_wrapped_again():
-    run_ranks(_one_after_another, 2)
-
-
-def _teacher():
+@on_ranks(2)
+def test_a_frozen_teacher():
     """An engine without optimizer at stage 3 beside one that learns from it."""
     teacher = engine_of(tower(seed=8), 3, optimizer=None)
     student = engine_of(tower(), 3)
@@ -106,7 +96,3 @@ def _teacher():
     for name, value in full_masters(student).items():
         torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
     assert all(tuple(p.shape) == (0,) for p in teacher.module.parameters())
-
-
-def test_a_frozen_teacher():
-    run_ranks(_teacher, 2)

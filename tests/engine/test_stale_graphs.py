@@ -1,17 +1,16 @@
 """A backward through values that have changed since their forward is an error, as with plain torch."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.engine.support import engine_of, inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.toy_models import tower
 
 LIMITS = ({}, {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0})
 
 
-def _stale():
+@on_ranks(2)
+def test_a_backward_after_the_update_of_its_weights():
     for stage, zero in ((0, {}), (2, {}), *((3, limits) for limits in LIMITS)):
         engine = engine_of(tower(), stage, zero=zero)
         for _ in range(2):
@@ -27,7 +26,3 @@ def _stale():
         engine.backward(early)
         engine.step()
         engine.destroy()
-
-
-def test_a_backward_after_the_update_of_its_weights():
-    run_ranks(_stale, 2)

@@ -1,14 +1,12 @@
 """A whole training step inside the engine's forward, as Lightning's manual optimization runs it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks
 
 
 class Net(nn.Module):
@@ -87,7 +85,9 @@ def _weights(engine):
     return values
 
 
-def _compare(stages):
+@on_ranks(2)
+def test_the_place_of_the_step_changes_nothing():
+    stages = [0, 2, 3]
     for stage in stages:
         outside = _engine(stage)
         expected = _train(outside, inside=False, calls="root")
@@ -97,11 +97,8 @@ def _compare(stages):
             assert_states_equal(_weights(engine), _weights(outside))
 
 
-def test_the_place_of_the_step_changes_nothing():
-    run_ranks(_compare, 2, [0, 2, 3])
-
-
-def _exception_inside():
+@on_ranks(2)
+def test_an_exception_after_the_inner_backward_leaves_a_usable_engine():
     engine, undisturbed = _engine(3), _engine(3)
     expected = _train(undisturbed, inside=True, calls="root")
 
@@ -114,7 +111,3 @@ def _exception_inside():
         engine(_batch(0))
     engine.zero_grad()
     assert _train(engine, inside=True, calls="root") == expected
-
-
-def test_an_exception_after_the_inner_backward_leaves_a_usable_engine():
-    run_ranks(_exception_inside, 2)

@@ -1,7 +1,5 @@
 """``engine.train_step``: the order of calls in a forward, a backward and an update, with a runtime that notes them."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

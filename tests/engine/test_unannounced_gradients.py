@@ -1,7 +1,5 @@
 """A ``.grad`` that no hook announced counts: zero-bubble schedules compute weights' gradients by ``autograd.grad``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """``ignore_unused_parameters: false``: decided at the update, on all ranks alike, for what is trained now."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,7 @@ from torch import nn
 
 from deepspeed.errors import CallOrderError
 from tests.engine.support import WIDTH, engine_of, inputs
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 
 class Branches(nn.Module):
@@ -51,10 +49,8 @@ def strict(stage: int) -> None:
     engine.destroy()
 
 
-def strict_at_each(stages: tuple[int, ...]) -> None:
+@on_ranks(2)
+def test_unused_parameters_are_refused_alike_on_all_ranks() -> None:
+    stages = (1, 2, 3)
     for stage in stages:
         strict(stage)
-
-
-def test_unused_parameters_are_refused_alike_on_all_ranks() -> None:
-    run_ranks(strict_at_each, 2, (1, 2, 3))

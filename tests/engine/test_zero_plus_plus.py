@@ -1,7 +1,5 @@
 """ZeRO++: what ranks compute with, what becomes of their gradients in two steps, and what travels between groups."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -16,7 +14,7 @@ from deepspeed.config import parse
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError
 from tests.engine.support import SHARDED, engine_of, inputs, rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import tower
 
 BLOCK = 256
@@ -57,7 +55,9 @@ class Looking(nn.Module):
         return self.frozen(x).float().square().mean()
 
 
-def weights(precisions: list[str]) -> None:
+@on_ranks(2, 3)
+def test_everybody_computes_with_the_same_decoded_weights(ranks: int) -> None:
+    precisions = list(PRECISIONS) if ranks == 2 else ["bf16"]
     for name in precisions:
         for frozen_only in (False, True) if name == "bf16" else (False,):
             key = "zero_quantized_nontrainable_weights" if frozen_only else "zero_quantized_weights"
@@ -86,11 +86,6 @@ def weights(precisions: list[str]) -> None:
                 if key.startswith("frozen"):
                     assert torch.equal(value, dict(fresh.named_parameters())[key].to(value.dtype))
             engine.destroy()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_everybody_computes_with_the_same_decoded_weights(ranks: int) -> None:
-    run_ranks(weights, ranks, list(PRECISIONS) if ranks == 2 else ["bf16"])
 
 
 # -- qgZ and LoCo ------------------------------------------------------------------------------------------------------
@@ -259,17 +254,14 @@ def sent_between_groups(neighbors: int, zero: dict[str, Any]) -> float:
     return by_axis.get("replicate") or by_axis["data"] * (ranks - neighbors) / (ranks - 1)
 
 
-def traffic_between_groups() -> None:
+@on_ranks(4)
+def test_between_groups_a_quarter_is_sent_of_stage_3() -> None:
     plain = sent_between_groups(2, {})
     keys = ("zero_quantized_weights", "zero_quantized_gradients")
     less = sent_between_groups(2, {"zero_hpz_partition_size": 2, **dict.fromkeys(keys, True)})
     assert less <= 0.27 * plain, f"{less / plain:.3f}"
     near = sent_between_groups(2, {"zero_hpz_partition_size": 2})
     assert near > 0.27 * plain  # so it is not the neighbors alone
-
-
-def test_between_groups_a_quarter_is_sent_of_stage_3() -> None:
-    run_ranks(traffic_between_groups, 4)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

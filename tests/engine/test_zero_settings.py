@@ -1,7 +1,5 @@
 """From the configuration's words to the settings of the runtime."""
 
-from __future__ import annotations
-
 import pytest
 
 from deepspeed.comm.job.mpu import RankCoordinates

@@ -7,7 +7,7 @@ import torch
 
 import deepspeed
 from deepspeed.errors import CallOrderError, CheckpointError, DeepSpeedConfigError
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import causal_model
 
 transformers = pytest.importorskip("transformers")
@@ -202,8 +202,10 @@ def test_an_engine_that_was_destroyed_raises():
         deepspeed.init_inference("gpt2")
 
 
-def on_two_ranks(family):
+@on_ranks(2, timeout=300)
+def test_two_ranks():
     """Cut and quantized models, and sharded ones, on two ranks."""
+    family = "Llama"
     plain = tokens(make(family))
     found = {"cut": torch.equal(tokens(deepspeed.init_inference(make(family), dtype="fp32", mp_size=2)), plain)}
     whole = deepspeed.init_inference(make(family), dtype="int8")(**prompts()).logits.float()
@@ -223,13 +225,8 @@ def on_two_ranks(family):
     found["holds"] = sum(p.numel() for p in engine.module.parameters())
     engine = deepspeed.init_inference(make(family), dtype="int8", zero=zero)
     found["sharded, quantized"] = float((engine(**prompts()).logits.float() - whole).norm() / whole.norm())
-    return found
-
-
-def test_two_ranks():
-    for found in run_ranks(on_two_ranks, 2, "Llama", timeout=300):
-        assert found["cut"] and found["policy"] and found["sharded"] and found["holds"] == 0
-        assert found["quantized"] < 0.05 and found["sharded, quantized"] == 0
+    assert found["cut"] and found["policy"] and found["sharded"] and found["holds"] == 0
+    assert found["quantized"] < 0.05 and found["sharded, quantized"] == 0
 
 
 def _rotary(zero):

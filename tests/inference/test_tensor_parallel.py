@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError, DivergenceError
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -176,8 +176,10 @@ def test_files_of_more_families(tmp_path):
     run_ranks(through_files, 4, tuple(SHAPES), str(tmp_path), timeout=600)
 
 
-def cannot_write(folder):
+@on_ranks(2)
+def test_a_file_that_cannot_be_written_raises_on_all_ranks(tmp_path):
     """A rank cannot write one of its files, as a folder has its name."""
+    folder = str(tmp_path)
     for rank, name in ((1, "tp_01_00.safetensors"), (0, "ds_inference_config.json")):
         path = f"{folder}/{rank}"
         if dist.get_rank() == rank:
@@ -187,11 +189,8 @@ def cannot_write(folder):
             deepspeed.init_inference(make("llama"), dtype="fp32", mp_size=2, save_mp_checkpoint_path=path)
 
 
-def test_a_file_that_cannot_be_written_raises_on_all_ranks(tmp_path):
-    run_ranks(cannot_write, 2, str(tmp_path))
-
-
-def refused():
+@on_ranks(2)
+def test_bad_input_raises():
     plain = make("llama").state_dict()
 
     def fails_with(words, **config):
@@ -219,7 +218,3 @@ def refused():
     different = prompts(dist.get_rank())
     with pytest.raises(DivergenceError, match="given different batches: 'attention_mask' differs"):
         engine(**different)
-
-
-def test_bad_input_raises():
-    run_ranks(refused, 2)

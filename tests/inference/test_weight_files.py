@@ -1,7 +1,5 @@
 """Which of the stored values of a training checkpoint inference reads."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -7,7 +7,7 @@ import deepspeed
 from deepspeed.comm.base.counters import counted
 from deepspeed.offload.files import FileMemory
 from deepspeed.offload.host import HostMemory
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import causal_model
 from tests.inference.test_tensor_parallel import Counted, tokens
 from tests.inference.test_tensor_parallel import make as make_family
@@ -122,17 +122,14 @@ def offloaded(section):
         return found
 
 
-def on_the_host():
+@on_ranks(1)
+def test_offload_that_would_only_copy_is_left_out():
     engine = engine_of("bf16", None)
     left_out = deepspeed.init_inference(
         make(), {"dtype": "bf16", "zero": {"stage": 3, "offload_param": {"device": "cpu"}}}
     )
     assert torch.equal(engine(prompt()).logits, left_out(prompt()).logits)
     assert all(p.numel() for p in left_out.module.parameters()), "one rank, no device: nothing is copied"
-
-
-def test_offload_that_would_only_copy_is_left_out():
-    run_ranks(on_the_host, 1)
 
 
 @pytest.mark.parametrize("tier", ["host", "file", "cached file"])
@@ -143,8 +140,10 @@ def test_fewer_bytes_come_from_host_and_files(tier, tmp_path):
     assert_shares(run_ranks(offloaded, 1, section)[0])
 
 
-def from_files(folder):
+@on_ranks(2, timeout=180)
+def test_each_rank_reads_its_slices(tmp_path):
     """Each rank reads its slices of a model on meta; also where files have experts one by one; then few bits."""
+    folder = str(tmp_path)
     for family in ("llama", "mixtral"):
         place = f"{folder}/{family}"
         whole = make_family(family)
@@ -164,7 +163,3 @@ def from_files(folder):
     plain = deepspeed.init_inference(make_family("llama"), dtype="int8")
     assert torch.equal(engine(prompt()).logits, plain(prompt()).logits)
     engine.destroy()
-
-
-def test_each_rank_reads_its_slices(tmp_path):
-    run_ranks(from_files, 2, str(tmp_path), timeout=180)

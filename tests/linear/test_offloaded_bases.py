@@ -1,7 +1,5 @@
 """Frozen bases in host memory: training is what it is without, and the bytes are where configured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,7 +17,7 @@ from deepspeed.offload.host import HostMemory
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 from deepspeed.zero.tiling.describe import describe, put_in_group
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.device import OrderError, simulated_device
 
 WIDTH, DEPTH = 64, 4
@@ -130,13 +128,11 @@ def of_a_model_that_was_built_sharded() -> None:
     plain.destroy()
 
 
-def thin(folder: str) -> None:
+@on_ranks(2)
+def test_ranks_train_as_without(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     same_as_without([(0, 1, None, 0.5), (1, 2, 8, 0.0), (3, 1, None, 0.25)], folder)
     of_a_model_that_was_built_sharded()
-
-
-def test_ranks_train_as_without(tmp_path: Path) -> None:
-    run_ranks(thin, 2, str(tmp_path))
 
 
 def test_one_rank_trains_as_without(tmp_path: Path) -> None:

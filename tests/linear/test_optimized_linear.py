@@ -16,7 +16,7 @@ from deepspeed.linear import (
     QuantizedLinear,
     init_lora,
 )
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.toy_models import causal_model
 
 EIGHT = QuantizationConfig(q_bits=8)
@@ -195,13 +195,11 @@ def refused():
         )
 
 
-def thin(folder):
+@on_ranks(2)
+def test_bases_that_ranks_share(tmp_path):
+    folder = str(tmp_path)
     shared([(0, 2, False), (1, 2, True), (3, 1, True)], folder)
     refused()
-
-
-def test_bases_that_ranks_share(tmp_path):
-    run_ranks(thin, 2, str(tmp_path))
 
 
 @pytest.mark.slow

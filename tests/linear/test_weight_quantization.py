@@ -8,7 +8,7 @@ import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.inference.quantization.quantization import _init_group_wise_weight_quantization
 from deepspeed.linear import QuantizedLinear, quantize_model
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 ALL = {"quantized_initialization": {"num_bits": 8}}
 
@@ -41,7 +41,8 @@ def make():
     return Net()
 
 
-def under_init():
+@on_ranks(1, 2)
+def test_the_section_quantizes():
     """Built under ``zero.Init``, built plainly, quantized beforehand: one and the same model afterwards."""
     ids = torch.arange(12).view(2, 6)
     expected = make()
@@ -70,8 +71,3 @@ def under_init():
         deepspeed.initialize(model=make(), config=config(**ALL, **part))
     with pytest.raises(DeepSpeedConfigError, match="group_dim=0: expected 1"):
         deepspeed.initialize(model=make(), config=config(quantized_initialization={"num_bits": 8, "group_dim": 0}))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_section_quantizes(ranks):
-    run_ranks(under_init, ranks)

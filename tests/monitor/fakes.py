@@ -1,7 +1,5 @@
 """Small modules by the names of the two services, with the calls that their monitors make."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Each monitor alone: what it writes where, what it logs when it cannot."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

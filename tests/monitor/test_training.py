@@ -1,7 +1,5 @@
 """What a training writes: the names and units that dashboards expect, from rank 0 only."""
 
-from __future__ import annotations
-
 import csv
 import logging
 import re
@@ -24,7 +22,7 @@ from deepspeed.logging import logger
 from deepspeed.monitor import monitor
 from deepspeed.monitor.monitor import MonitorMaster
 from tests.engine.support import engine_of, inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import tower
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4}}
@@ -302,14 +300,11 @@ def test_only_what_is_outside_of_a_pipelines_schedule_is_data_loading(monkeypatc
     assert lines._report.outside_share(clock[0]) == (1 / 2 if every == 1 else 3 / 11)
 
 
-def _without_the_package() -> None:
+@on_ranks(1)
+def test_a_missing_package_is_named_before_an_earlier_engine_loses_the_model() -> None:
     model = tower()
     engine = engine_of(model, 1)
     monitor.find_spec = lambda _package: None
     with pytest.raises(DeepSpeedConfigError, match="expected the package wandb"):
         engine_of(model, 1, wandb={"enabled": True})
     assert not engine._runtime.is_retired, "nothing was changed"
-
-
-def test_a_missing_package_is_named_before_an_earlier_engine_loses_the_model() -> None:
-    run_ranks(_without_the_package, 1)

@@ -1,7 +1,5 @@
 """Every legal pair of tiers at every stage trains bit for bit as without offload, at one and two ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Offload with what it must work with: checkpoints, other optimizers, several engines, changing parameters, memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +9,39 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.errors import RanksFailed
 from tests.harness.toy_models import awkward, param_groups
 from tests.offload.test_cells import offload
 from tests.offload.training import collect, config, make_engine, train, train_some
 
 
-def across_checkpoint(saving: dict[str, Any], loading: dict[str, Any], folder: str) -> None:
-    """Saves in the middle with one placement, continues with another."""
-    straight = make_engine(saving)
-    train_some(straight, range(2))
-    straight.save_checkpoint(folder)
-    train_some(straight, range(2, 4))
-    expected = collect(straight, [])
-    straight.destroy()
-    engine = make_engine(loading)
-    train_some(engine, range(7, 8))  # something that loading must undo
-    path, _ = engine.load_checkpoint(folder)
-    assert path is not None
-    train_some(engine, range(2, 4))
-    got = collect(engine, [])
-    engine.destroy()
-    assert_states_equal(got.masters, expected.masters)
-    assert_states_equal(got.compute, expected.compute)
-    for mine, theirs in zip(got.states, expected.states, strict=True):
-        assert_states_equal(mine, theirs)
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@on_ranks(2)
 def test_checkpoints(precision: str, tmp_path: Path) -> None:
+    """Saves in the middle with one placement, continues with another."""
     plain = config(3, precision=precision)
     host = config(3, precision=precision, **offload("cpu", "cpu", tmp_path / "files"))
     filed = config(3, precision=precision, **offload("nvme", "nvme", tmp_path / "files", pipelined=True))
     for number, (saving, loading) in enumerate(((plain, filed), (filed, host), (host, plain))):
-        run_ranks(across_checkpoint, 2, saving, loading, str(tmp_path / str(number)))
+        folder = str(tmp_path / str(number))
+        straight = make_engine(saving)
+        train_some(straight, range(2))
+        straight.save_checkpoint(folder)
+        train_some(straight, range(2, 4))
+        expected = collect(straight, [])
+        straight.destroy()
+        engine = make_engine(loading)
+        train_some(engine, range(7, 8))  # something that loading must undo
+        path, _ = engine.load_checkpoint(folder)
+        assert path is not None
+        train_some(engine, range(2, 4))
+        got = collect(engine, [])
+        engine.destroy()
+        assert_states_equal(got.masters, expected.masters)
+        assert_states_equal(got.compute, expected.compute)
+        for mine, theirs in zip(got.states, expected.states, strict=True):
+            assert_states_equal(mine, theirs)
 
 
 def with_optimizer(kind: str, settings: dict[str, Any]) -> list[torch.Tensor]:

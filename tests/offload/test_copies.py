@@ -3,8 +3,6 @@
 Streams and events are left out (there are none here); which buffer holds what, when, is the same code.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +19,7 @@ from deepspeed.offload.pinned import PAGE, host_tensor, page_buffer
 from deepspeed.offload.streams import CopyHandle, CopyStream
 from deepspeed.zero.storage import MemoryTracker, StorageKind, Tier
 from deepspeed.zero.update.masters import MasterBucket
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.toy_models import make_batch
 from tests.offload.test_cells import offload
 from tests.offload.training import Trained, collect, config, make_engine, train, train_some
@@ -75,8 +73,10 @@ def test_copies(stage: int, ranks: int, device: str, tmp_path: Path) -> None:
             assert held > 0
 
 
-def dropped(settings: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_dropped_gradients() -> None:
     """Gradients that are thrown away between two steps leave nothing behind."""
+    settings = config(2, precision="bf16", accumulation=3, offload_optimizer={"device": "cpu"})
     results = []
     for wasted in (0, 2):
         with Elsewhere():
@@ -89,10 +89,6 @@ def dropped(settings: dict[str, Any]) -> None:
             results.append(collect(engine, []).masters)
             engine.destroy()
     assert_states_equal(results[1], results[0])
-
-
-def test_dropped_gradients() -> None:
-    run_ranks(dropped, 2, config(2, precision="bf16", accumulation=3, offload_optimizer={"device": "cpu"}))
 
 
 def test_buffers_have_exact_size_and_alignment() -> None:

@@ -1,7 +1,5 @@
 """Files of offloaded states: whose they are, when they go, what failures say, and that all views of them agree."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

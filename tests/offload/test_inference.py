@@ -1,7 +1,5 @@
 """ZeRO-Inference: a model larger than the device's budget generates the same tokens as an unsharded one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.zero.storage import MemoryTracker, StorageKind, Tier
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 WIDTH, LAYERS, VOCABULARY = 32, 6, 50
 
@@ -131,11 +129,9 @@ def test_what_lies_in_the_page_cache_is_used_there(ranks: int, tmp_path: Any) ->
     assert not list(tmp_path.iterdir())
 
 
-def too_large(section: dict[str, Any] | None) -> None:
+@on_ranks(1)
+def test_without_offload_it_does_not_fit() -> None:
+    section = None
     whole = 2 * sum(p.numel() for p in Writer().parameters())
     with Budget(whole // 2), pytest.raises(MemoryError, match="compute parameters"):
         deepspeed.initialize(model=Writer(), config=settings(section, 10**6))
-
-
-def test_without_offload_it_does_not_fit() -> None:
-    run_ranks(too_large, 1, None)

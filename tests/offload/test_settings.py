@@ -1,7 +1,5 @@
 """What the settings of offload say is what happens: chunks, requests, threads, and where files are."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
@@ -15,7 +13,7 @@ from deepspeed.logging import logger
 from deepspeed.offload import file_io
 from deepspeed.offload.pinned import PAGE
 from deepspeed.zero.placement import Tier
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 WIDTH = 160  # a square of it is 6 and a bit chunks of 4096 elements
 
@@ -58,17 +56,15 @@ def chunks_of(device: str, folder: str, sub_group_size: int) -> tuple[list[int],
     return lengths, masters
 
 
-def sub_groups(folder: str) -> None:
+@on_ranks(2)
+def test_sub_group_size_bounds_the_chunks(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     for device in ("cpu", "nvme"):
         whole, expected = chunks_of(device, folder, 10**9)
         small, masters = chunks_of(device, folder, 5000)
         assert max(small) == 8192, "rounded up to whole pages"
         assert sum(small) == sum(whole) and len(small) > 2 * len(whole)
         assert torch.equal(masters, expected)
-
-
-def test_sub_group_size_bounds_the_chunks(tmp_path: Path) -> None:
-    run_ranks(sub_groups, 2, str(tmp_path))
 
 
 def requests(folder: str) -> None:
@@ -125,7 +121,8 @@ def test_requests_threads_and_place(tmp_path: Path) -> None:
     assert not list((tmp_path / "swap" / "below").iterdir())
 
 
-def host_update() -> None:
+@on_ranks(1)
+def test_the_host_update_starts_no_threads() -> None:
     """The update of host memory runs on the threads that torch was given and on no others."""
     assert torch.get_num_threads() == 1
     engine = make_engine({"offload_optimizer": {"device": "cpu"}})
@@ -134,7 +131,3 @@ def host_update() -> None:
     step(engine)
     assert set(os.listdir("/proc/self/task")) == before
     engine.destroy()
-
-
-def test_the_host_update_starts_no_threads() -> None:
-    run_ranks(host_update, 1)

@@ -1,7 +1,5 @@
 """Parameters without a gradient stay as they are, whatever else of their bucket is updated, in every tier."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One short training that every test of offload runs, with and without it, and what is compared."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

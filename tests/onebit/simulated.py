@@ -1,7 +1,5 @@
 """The published algorithms by definition: all ranks in one process, one tensor operation for a line of the papers."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

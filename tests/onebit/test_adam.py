@@ -1,7 +1,5 @@
 """1-bit Adam step by step against the publication, in one process with as many workers."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math
@@ -22,7 +20,7 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.onebit import OneBitAdam
 from deepspeed.zero.storage import StorageKind
 from tests.engine.support import inputs, rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import tower
 from tests.onebit import simulated
 
@@ -132,41 +130,18 @@ def test_the_warm_up_is_our_adam_bit_for_bit() -> None:
     run_ranks(warm_up, 2, (0, 2))
 
 
-def first_step() -> None:
+@on_ranks(2)
+def test_the_first_step_is_a_step() -> None:
     engine = make(0)
     before = {name: value.clone() for name, value in engine.iter_full("fp32")}
     train(engine, 0)
     assert all(not torch.equal(before[name], value) for name, value in engine.iter_full("fp32"))
 
 
-def test_the_first_step_is_a_step() -> None:
-    run_ranks(first_step, 2)
-
-
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
 }
-
-
-def precisions() -> None:
-    """In 16 bits it follows the simulation in fp32 as far as their rounding goes; an overflow changes nothing."""
-    for name, section in PRECISIONS.items():
-        for stage in (0, 2):
-            engine = make(stage, **section)
-            messages = simulated.messages_of(engine, 2)
-            simulation = simulated.OneBitAdam(tower(), messages, freeze=FREEZE, lr=LR, eps=EPS, precondition=True)
-            for step in range(STEPS):
-                train(engine, step)
-                simulation.step(simulation.gradients(losses(step, 1)))
-            first = dict(tower().named_parameters())
-            moved = sum((simulation.at[n] - first[n]).square().sum() for n in first).sqrt().item()
-            off = sum((v - simulation.at[n]).square().sum() for n, v in engine.iter_full("fp32")).sqrt().item()
-            assert off < 0.25 * moved, (name, stage, off, moved)
-            assert same_on_all_ranks([value.tolist() for _, value in engine.iter_full("param")])
-            if name == "fp16":
-                skip(engine)
-            engine.destroy()
 
 
 def skip(engine: DeepSpeedEngine) -> None:
@@ -187,8 +162,25 @@ def skip(engine: DeepSpeedEngine) -> None:
     assert not all(torch.equal(one, other) for one, other in zip(before, kept(), strict=True))
 
 
+@on_ranks(2)
 def test_16_bits_and_an_overflow() -> None:
-    run_ranks(precisions, 2)
+    """In 16 bits it follows the simulation in fp32 as far as their rounding goes; an overflow changes nothing."""
+    for name, section in PRECISIONS.items():
+        for stage in (0, 2):
+            engine = make(stage, **section)
+            messages = simulated.messages_of(engine, 2)
+            simulation = simulated.OneBitAdam(tower(), messages, freeze=FREEZE, lr=LR, eps=EPS, precondition=True)
+            for step in range(STEPS):
+                train(engine, step)
+                simulation.step(simulation.gradients(losses(step, 1)))
+            first = dict(tower().named_parameters())
+            moved = sum((simulation.at[n] - first[n]).square().sum() for n in first).sqrt().item()
+            off = sum((v - simulation.at[n]).square().sum() for n, v in engine.iter_full("fp32")).sqrt().item()
+            assert off < 0.25 * moved, (name, stage, off, moved)
+            assert same_on_all_ranks([value.tolist() for _, value in engine.iter_full("param")])
+            if name == "fp16":
+                skip(engine)
+            engine.destroy()
 
 
 class Sparse(nn.Module):
@@ -207,50 +199,6 @@ class Sparse(nn.Module):
         h = self.embedding(rows).mean(dim=1)
         out = self.last(h).square().mean()
         return out + self.seldom(h).square().mean() if seldom else out
-
-
-def masked(folder: str) -> None:
-    """Masked rows do not move, nor do parameters without a gradient; one used on one rank counts zeros on the other."""
-    mask = torch.ones(10, 9)
-    mask[5:] = 0
-
-    def client(model: Sparse) -> torch.optim.Optimizer:
-        rest = [*model.last.parameters(), *model.seldom.parameters(), *model.never.parameters()]
-        groups = [{"params": [model.embedding.weight], "exp_avg_mask": mask}, {"params": rest}]
-        return OneBitAdam(groups, lr=LR, freeze_step=FREEZE, eps=EPS, precondition=False)
-
-    for stage in (0, 2):
-        model = Sparse()
-        engine = make(stage, model, client=client)
-        simulation = simulated.OneBitAdam(Sparse(), simulated.messages_of(engine, 2), freeze=FREEZE, lr=LR, eps=EPS)
-        never = [name for name in simulation.at if name.startswith("never")]
-        simulation.masks = {"embedding.weight": mask}
-        for message in simulation.messages:
-            assert len(message.names) == 7
-        before = {name: value.clone() for name, value in engine.iter_full("fp32")}
-        for step in range(STEPS):
-            engine.backward(engine(batch(step, 0, rank()), rank() == 0))
-            engine.step()
-            found = dict(engine.iter_full("fp32"))
-            assert torch.equal(found["embedding.weight"][5:], before["embedding.weight"][5:])
-            assert all(torch.equal(found[name], before[name]) for name in never)
-            by_rank = simulation.gradients(lambda m, r, s=step: m(batch(s, 0, r), r == 0))
-            for name in ("seldom.weight", "seldom.bias"):
-                by_rank[1][name] = torch.zeros_like(by_rank[0][name])
-            if step < FREEZE:
-                simulation.step(by_rank)
-            else:
-                zeros = {name: torch.zeros_like(simulation.at[name]) for name in never}
-                kept = {n: simulation.at[n].detach().clone() for n in never}
-                errors = leave_out(simulation, never)
-                simulation.step([{**one, **zeros} for one in by_rank])
-                put_back(simulation, errors, kept)
-            for name, value in found.items():
-                torch.testing.assert_close(value, simulation.at[name].detach(), rtol=1e-4, atol=2e-5)
-        engine.save_checkpoint(f"{folder}/masked-{stage}")
-        engine.load_checkpoint(f"{folder}/masked-{stage}")  # the mask is the program's, not the checkpoint's
-        assert torch.equal(engine.optimizer.param_groups[0]["exp_avg_mask"], mask)
-        engine.destroy()
 
 
 def leave_out(simulation: simulated.OneBitAdam, names: list[str]) -> list[Any]:
@@ -303,8 +251,50 @@ def test_a_first_gradient_after_the_warm_up() -> None:
     run_ranks(late, 2)
 
 
+@on_ranks(2)
 def test_masks_and_parameters_without_a_gradient(tmp_path: Path) -> None:
-    run_ranks(masked, 2, str(tmp_path))
+    """Masked rows do not move, nor do parameters without a gradient; one used on one rank counts zeros on the other."""
+    folder = str(tmp_path)
+    mask = torch.ones(10, 9)
+    mask[5:] = 0
+
+    def client(model: Sparse) -> torch.optim.Optimizer:
+        rest = [*model.last.parameters(), *model.seldom.parameters(), *model.never.parameters()]
+        groups = [{"params": [model.embedding.weight], "exp_avg_mask": mask}, {"params": rest}]
+        return OneBitAdam(groups, lr=LR, freeze_step=FREEZE, eps=EPS, precondition=False)
+
+    for stage in (0, 2):
+        model = Sparse()
+        engine = make(stage, model, client=client)
+        simulation = simulated.OneBitAdam(Sparse(), simulated.messages_of(engine, 2), freeze=FREEZE, lr=LR, eps=EPS)
+        never = [name for name in simulation.at if name.startswith("never")]
+        simulation.masks = {"embedding.weight": mask}
+        for message in simulation.messages:
+            assert len(message.names) == 7
+        before = {name: value.clone() for name, value in engine.iter_full("fp32")}
+        for step in range(STEPS):
+            engine.backward(engine(batch(step, 0, rank()), rank() == 0))
+            engine.step()
+            found = dict(engine.iter_full("fp32"))
+            assert torch.equal(found["embedding.weight"][5:], before["embedding.weight"][5:])
+            assert all(torch.equal(found[name], before[name]) for name in never)
+            by_rank = simulation.gradients(lambda m, r, s=step: m(batch(s, 0, r), r == 0))
+            for name in ("seldom.weight", "seldom.bias"):
+                by_rank[1][name] = torch.zeros_like(by_rank[0][name])
+            if step < FREEZE:
+                simulation.step(by_rank)
+            else:
+                zeros = {name: torch.zeros_like(simulation.at[name]) for name in never}
+                kept = {n: simulation.at[n].detach().clone() for n in never}
+                errors = leave_out(simulation, never)
+                simulation.step([{**one, **zeros} for one in by_rank])
+                put_back(simulation, errors, kept)
+            for name, value in found.items():
+                torch.testing.assert_close(value, simulation.at[name].detach(), rtol=1e-4, atol=2e-5)
+        engine.save_checkpoint(f"{folder}/masked-{stage}")
+        engine.load_checkpoint(f"{folder}/masked-{stage}")  # the mask is the program's, not the checkpoint's
+        assert torch.equal(engine.optimizer.param_groups[0]["exp_avg_mask"], mask)
+        engine.destroy()
 
 
 def check_resume(build: Callable[[int], DeepSpeedEngine], at: int, folder: str) -> None:
@@ -379,7 +369,8 @@ def test_a_checkpoint_continues(tmp_path: Path) -> None:
     run_ranks(elsewhere, 3, str(tmp_path), (0, 2))
 
 
-def spoken() -> None:
+@on_ranks(2)
+def test_a_run_without_compression_logs_it() -> None:
     lines = Lines()
     logger.addHandler(lines)
     for freeze, steps, expected in ((9, 3, True), (2, 4, False)):
@@ -393,10 +384,6 @@ def spoken() -> None:
         assert bool(texts) is (expected and rank() == 0)
         lines.texts.clear()
     logger.removeHandler(lines)
-
-
-def test_a_run_without_compression_logs_it() -> None:
-    run_ranks(spoken, 2)
 
 
 def refused() -> None:
@@ -415,7 +402,9 @@ def test_what_is_refused() -> None:
     run_ranks(refused, 1)
 
 
-def goes_back(stages: tuple[int, ...]) -> None:
+@on_ranks(2)
+def test_a_loaded_state_dict_has_the_momentum_of_the_next_step() -> None:
+    stages = (0, 1, 2)
     for stage in stages:
         engine = make(stage)
         for step in range(FREEZE + 2):
@@ -435,7 +424,3 @@ def goes_back(stages: tuple[int, ...]) -> None:
         for first, second in zip(*found, strict=True):
             assert torch.equal(first, second), stage
         engine.destroy()
-
-
-def test_a_loaded_state_dict_has_the_momentum_of_the_next_step() -> None:
-    run_ranks(goes_back, 2, (0, 1, 2))

@@ -4,8 +4,6 @@ The first compressed update of a run is no further from one without compression 
 ranks that hold the same still do, and what cannot be combined is refused at ``initialize`` by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +18,7 @@ from deepspeed.sequence import mean_loss
 from deepspeed.zero.tiling.describe import CUT
 from tests.ecosystem.support import needs_transformers
 from tests.engine.support import inputs, rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.toy_models import tower
 from tests.parallel.expert.test_parity import Net, distinguished, tokens
 from tests.parallel.sequence import llama as sequences
@@ -139,7 +137,13 @@ def first_update(axis: str, stage: int) -> tuple[dict[str, torch.Tensor], dict[s
     return before, after
 
 
-def codes(axis: str) -> None:
+CELLS = [pytest.param(axis, marks=[pytest.mark.slow] if axis == "sequence" else []) for axis in AXES]
+
+
+@needs_transformers
+@pytest.mark.parametrize("axis", CELLS)
+@on_ranks(4, timeout=240)
+def test_codes_on_every_axis(axis: str) -> None:
     plain: dict[int, Any] = {}
     for name, stage, more, zero, far in CODECS:
         what = f"{axis}, {name}"
@@ -158,7 +162,10 @@ def codes(axis: str) -> None:
         coded.destroy()
 
 
-def family(axis: str) -> None:
+@needs_transformers
+@pytest.mark.parametrize("axis", CELLS)
+@on_ranks(4, timeout=240)
+def test_the_family_on_every_axis(axis: str) -> None:
     for name, stage, more in FAMILY:
         what = f"{axis}, {name}, stage {stage}"
         section = {"type": name, "params": {"lr": 0.01, "eps": 1e-3, **more}}
@@ -193,18 +200,3 @@ def family(axis: str) -> None:
         assert any(not torch.equal(value, before[key]) for key, value in after.items()), what
         assert all(bool(value.isfinite().all()) for value in after.values()), what
         engine.destroy()
-
-
-CELLS = [pytest.param(axis, marks=[pytest.mark.slow] if axis == "sequence" else []) for axis in AXES]
-
-
-@needs_transformers
-@pytest.mark.parametrize("axis", CELLS)
-def test_codes_on_every_axis(axis: str) -> None:
-    run_ranks(codes, 4, axis, timeout=240)
-
-
-@needs_transformers
-@pytest.mark.parametrize("axis", CELLS)
-def test_the_family_on_every_axis(axis: str) -> None:
-    run_ranks(family, 4, axis, timeout=240)

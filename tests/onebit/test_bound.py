@@ -1,7 +1,5 @@
 """What travels in units of updates is bounded by what Adam could move, whatever gradients a frozen variance meets."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -11,7 +9,7 @@ from torch import nn
 
 from deepspeed.ops.onebit.phases import largest_update
 from tests.engine.support import rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.toy_models import tower
 from tests.onebit import simulated
 from tests.onebit.test_adam import batch, engine_with
@@ -46,7 +44,8 @@ def test_a_momentum_that_remembers_longer_than_the_variance_has_no_bound() -> No
     assert largest_update((0.9, 0.8), 0.0) == math.inf
 
 
-def unbounded() -> None:
+@on_ranks(1, 2)
+def test_no_bound_and_a_learning_rate_of_zero() -> None:
     """Steps of a learning rate of 0 move nothing, and those after them move on."""
     params = {"lr": LR, "eps": EPS, "betas": [0.9, 0.8], **LATE["ZeroOneAdam"]}
     engine = engine_with(tower(), 0, None, {"optimizer": {"type": "ZeroOneAdam", "params": params}})
@@ -63,11 +62,6 @@ def unbounded() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_no_bound_and_a_learning_rate_of_zero(ranks: int) -> None:
-    run_ranks(unbounded, ranks)
-
-
 NUMEL = 4000
 
 
@@ -82,7 +76,8 @@ class Given(nn.Module):
         return (self.w * gradient).sum()
 
 
-def rare() -> None:
+@on_ranks(1, 2)
+def test_a_gradient_larger_than_the_frozen_variance() -> None:
     """Eight elements get, once and on one rank, 10,000 times the gradient that their frozen variance knows."""
     for name, more in LATE.items():
         section = {"type": name, "params": {"lr": LR, "eps": 1e-12, "betas": list(BETAS), **more}}
@@ -107,12 +102,8 @@ def rare() -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_gradient_larger_than_the_frozen_variance(ranks: int) -> None:
-    run_ranks(rare, ranks)
-
-
-def surge() -> None:
+@on_ranks(1, 2, 3)
+def test_equals_the_definition_where_the_bound_holds(ranks: int) -> None:
     """Gradients of everything grow after the freeze: step by step as by definition, where the bound holds them."""
     ranks = torch.distributed.get_world_size()
     for name, more in LATE.items():
@@ -145,8 +136,3 @@ def surge() -> None:
             bounded += sum(message.cut for message in messages)
         assert bounded > 100
         engine.destroy()
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_equals_the_definition_where_the_bound_holds(ranks: int) -> None:
-    run_ranks(surge, ranks)

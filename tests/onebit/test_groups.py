@@ -1,7 +1,5 @@
 """Param groups of very different learning rates in one message, which has one scale."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -10,7 +8,7 @@ from torch import nn
 
 from deepspeed.ops.onebit import ZeroOneAdam
 from tests.engine.support import rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.onebit.test_adam import engine_with
 
 NUMEL, FREEZE, STEPS = 400, 24, 64
@@ -89,7 +87,8 @@ def test_each_group_moves_with_its_own_learning_rate() -> None:
     run_ranks(at_the_requested_rate, 1)
 
 
-def falls() -> None:
+@on_ranks(2)
+def test_steps_fall_with_the_learning_rate() -> None:
     """A learning rate falls to a tenth and to a hundredth at once; so do the steps, whatever is still owed."""
     late, signs = 80, torch.zeros(len(RATES), NUMEL)
     for freeze, factor in ((1000, 0.1), (late, 0.01)):
@@ -108,7 +107,3 @@ def falls() -> None:
                     moved = (after[name] - before[name]).square().mean().sqrt().item() / rate
                     assert 0.1 < moved < 1.5, (freeze, factor, step, name, moved)
         engine.destroy()
-
-
-def test_steps_fall_with_the_learning_rate() -> None:
-    run_ranks(falls, 2)

@@ -1,7 +1,5 @@
 """1-bit LAMB step by step against the publication, in one process with as many workers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.ops.lamb import FusedLamb
 from tests.engine.support import rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import tower
 from tests.onebit import simulated
 from tests.onebit.test_adam import check_resume, engine_with, losses, train
@@ -25,7 +23,9 @@ def make(stage: int, seed: int = 3, **settings: Any) -> DeepSpeedEngine:
     return engine_with(tower(seed=seed), stage, settings.pop("client", None), section, **settings)
 
 
-def cells(stages: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("ranks", "stages"), [(1, (0,)), (2, (0, 2)), (3, (0, 1))])
+@on_ranks()
+def test_equals_the_publication_step_by_step(ranks: int, stages: tuple[int, ...]) -> None:
     ranks = torch.distributed.get_world_size()
     for stage in stages:
         for accumulation, clip in ((1, 0.0), (2, 0.05)):
@@ -48,12 +48,8 @@ def cells(stages: tuple[int, ...]) -> None:
             engine.destroy()
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(1, (0,)), (2, (0, 2)), (3, (0, 1))])
-def test_equals_the_publication_step_by_step(ranks: int, stages: tuple[int, ...]) -> None:
-    run_ranks(cells, ranks, stages)
-
-
-def warm_up() -> None:
+@on_ranks(2)
+def test_the_warm_up_is_our_lamb_bit_for_bit() -> None:
     def lamb(model: torch.nn.Module) -> torch.optim.Optimizer:
         return FusedLamb(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1, bias_correction=False)
 
@@ -63,10 +59,6 @@ def warm_up() -> None:
             train(engine, step)
         first, second = (dict(engine.iter_full("fp32")) for engine in engines)
         assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_the_warm_up_is_our_lamb_bit_for_bit() -> None:
-    run_ranks(warm_up, 2)
 
 
 def resume(folder: str, stages: tuple[int, ...]) -> None:

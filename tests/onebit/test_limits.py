@@ -1,14 +1,11 @@
 """Models that are awkward for messages of whole buckets: tied, frozen, of odd sizes, used on one rank alone."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 from torch import nn
 
 from deepspeed.engine import DeepSpeedEngine
 from tests.engine.support import inputs, rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.onebit.test_adam import engine_with
 
 WAYS = [
@@ -44,7 +41,8 @@ def train(engine: DeepSpeedEngine, *, dense: bool) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.iter_full("fp32")}
 
 
-def awkward() -> None:
+@on_ranks(2, 3)
+def test_what_one_rank_does_not_use_counts_as_zeros() -> None:
     for name, stage, more in WAYS:
         found = []
         section = {"optimizer": {"type": name, "params": {"lr": 0.01, "eps": 1e-3, **more}}}
@@ -59,8 +57,3 @@ def awkward() -> None:
             found.append(after)
             engine.destroy()
         assert all(torch.equal(value, found[1][key]) for key, value in found[0].items()), (name, stage)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_one_rank_does_not_use_counts_as_zeros(ranks: int) -> None:
-    run_ranks(awkward, ranks)

@@ -1,7 +1,5 @@
 """The norm of a mean gradient that no rank has."""
 
-from __future__ import annotations
-
 import torch
 
 from deepspeed.comm.transports.transport import LocalTransport

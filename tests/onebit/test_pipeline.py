@@ -1,13 +1,11 @@
 """1-bit Adam on stages of a pipeline with tied weights: the same as without stages, and of one norm everywhere."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
 from tests.engine.support import same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.pipe.support import engine_of, train, weights
 
 COUNT, STEPS = 2, 5
@@ -58,7 +56,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def others() -> None:
+@on_ranks(4)
+def test_the_rest_of_the_family_on_stages() -> None:
     """The rest of the family on stages: ranks of a stage agree, both ends of a tie too, and the loss falls."""
     for name, params in OTHERS.items():
         section = {"type": name, "params": {"lr": 1e-2, "eps": 1e-3, **params}}
@@ -68,7 +67,3 @@ def others() -> None:
         tied = {key: value.tolist() for key, value in weights(engine).items() if "embed" in key or "tied" in key}
         assert tied and same_on_all_ranks(tied), name
         engine.destroy()
-
-
-def test_the_rest_of_the_family_on_stages() -> None:
-    run_ranks(others, 4)

@@ -1,14 +1,12 @@
 """0/1 Adam: ranks that are brought together between two exchanges, for a save, lose nothing by it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.engine.support import rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.onebit.test_adam import engine_with
 from tests.onebit.test_groups import Given, weights
 from tests.onebit.test_zero_one import STEPS, make, train
@@ -28,8 +26,10 @@ def mean(values: dict[str, torch.Tensor]) -> torch.Tensor:
     return flat / torch.distributed.get_world_size()
 
 
-def loses_nothing(folder: str) -> None:
+@on_ranks(2)
+def test_a_save_between_exchanges_loses_nothing(tmp_path: Path) -> None:
     """Saves after 1, 8 and 15 of 16 steps."""
+    folder = str(tmp_path)
     found = []
     for saves in ((), (1, 8, 15)):
         params = {"betas": [0.9, 0.999], **LATE}
@@ -54,12 +54,10 @@ def loses_nothing(folder: str) -> None:
     assert 0.97 < saved.mean() / plain.mean() < 1.03
 
 
-def test_a_save_between_exchanges_loses_nothing(tmp_path: Path) -> None:
-    run_ranks(loses_nothing, 2, str(tmp_path))
-
-
-def only_weights(folder: str) -> None:
+@on_ranks(2)
+def test_weights_loaded_alone_count(tmp_path: Path) -> None:
     """Weights that are loaded without states are where the next step begins, in an interval and between two."""
+    folder = str(tmp_path)
     for at in (7, 8):
         engine = make()
         for step in range(at):
@@ -75,7 +73,3 @@ def only_weights(folder: str) -> None:
             moved = (value - saved[name]).abs().max().item()
             assert 0 < moved < 0.01, (at, name, moved)
         engine.destroy()
-
-
-def test_weights_loaded_alone_count(tmp_path: Path) -> None:
-    run_ranks(only_weights, 2, str(tmp_path))

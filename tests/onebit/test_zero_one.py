@@ -1,7 +1,5 @@
 """0/1 Adam step by step against the publication, in one process with as many workers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.onebit.zero_one import LR_EXCHANGED, LR_OWED, LR_SUM, updates_of_variance
 from tests.engine.support import WIDTH, inputs, rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import tower
 from tests.onebit import simulated
 from tests.onebit.test_adam import engine_with, losses, train
@@ -34,7 +32,8 @@ def test_the_keys_in_checkpoints_keep_their_spelling() -> None:
     assert (LR_EXCHANGED, LR_SUM, LR_OWED) == ("lr_travelled", "lr_since_exchange", "lr_owed")
 
 
-def cells() -> None:
+@on_ranks(1, 2, 3)
+def test_equals_the_publication_step_by_step(ranks: int) -> None:
     ranks = torch.distributed.get_world_size()
     for accumulation, clip, published in ((1, 0.0, True), (2, 0.05, False)):
         engine = make(accumulation=accumulation, gradient_clipping=clip, published=published)
@@ -71,12 +70,8 @@ def cells() -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_equals_the_publication_step_by_step(ranks: int) -> None:
-    run_ranks(cells, ranks)
-
-
-def as_adamw() -> None:
+@on_ranks(1, 2)
+def test_the_first_steps_are_those_of_adamw() -> None:
     """As long as each step updates the variance, steps are AdamW's bit for bit."""
     for precondition in (True, False):
         for correct in (True, False):
@@ -96,22 +91,14 @@ def as_adamw() -> None:
             adamw.destroy()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_first_steps_are_those_of_adamw(ranks: int) -> None:
-    run_ranks(as_adamw, ranks)
-
-
-def bf16() -> None:
+@on_ranks(2)
+def test_in_16_bits_ranks_come_together() -> None:
     engine = make(bf16={"enabled": True})
     for step in range(8):
         train(engine, step)
     assert same_on_all_ranks([value.tolist() for _, value in engine.iter_full("param")])
     train(engine, 8)
     assert not same_on_all_ranks([value.tolist() for _, value in engine.iter_full("param")])
-
-
-def test_in_16_bits_ranks_come_together() -> None:
-    run_ranks(bf16, 2)
 
 
 def resume(folder: str) -> None:
@@ -187,10 +174,7 @@ def test_what_is_used_seldom_comes_together_too(tmp_path: Path) -> None:
     run_ranks(seldom, 2, str(tmp_path))
 
 
-def refused() -> None:
+@on_ranks(1)
+def test_stages_that_cut_masters_are_refused() -> None:
     with pytest.raises(DeepSpeedConfigError, match="OneBitAdam"):
         make(stage=1)
-
-
-def test_stages_that_cut_masters_are_refused() -> None:
-    run_ranks(refused, 1)

@@ -1,7 +1,5 @@
 """Clipping by global norm, alone and over model-parallel ranks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Building modules with a dtype and a device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

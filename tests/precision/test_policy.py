@@ -1,7 +1,5 @@
 """Which dtype each tensor has."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 
 import pytest

@@ -6,8 +6,6 @@
     python -m tests.random_programs 0:250 --log programs.log
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import traceback

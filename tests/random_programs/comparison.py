@@ -1,7 +1,5 @@
 """Compares the values of the ranks with those of plain torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

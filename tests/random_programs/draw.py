@@ -1,7 +1,5 @@
 """Draws a program from a seed. Leaves out combinations that the documents exclude."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An engine for one phase of a program: its configuration, its groups of ranks, its model and its optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """A layer of experts in plain torch, with the parameter names of ``deepspeed.moe.layer.MoE``."""
 
-from __future__ import annotations
-
 import copy
 import math
 

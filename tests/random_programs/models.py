@@ -1,7 +1,5 @@
 """The models: awkward ones of our own, whole or for ranks, and tiny ones of the Transformers library."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Translates parameter names of a rank's engine to those of the whole model."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The same program in one process of plain torch: every data rank's batches go through one whole model."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """A training program as data: a model, an optimizer, and phases that each have a layout of ranks and some actions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

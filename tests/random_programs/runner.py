@@ -1,7 +1,5 @@
 """Runs a phase of a program on its ranks; each rank returns its values under the keys of the oracle."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

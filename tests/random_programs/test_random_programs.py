@@ -1,7 +1,5 @@
 """Random training programs give the results of plain torch, or raise one of the package's errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

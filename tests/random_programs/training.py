@@ -1,7 +1,5 @@
 """Code that the engine and the oracle share: losses, param groups, optimizers and the effects of actions."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Iterable, Mapping

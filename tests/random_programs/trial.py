@@ -1,7 +1,5 @@
 """Runs one program on its ranks and returns how it ended."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import tempfile

@@ -1,7 +1,5 @@
 """Initial values of parameters and contents of batches; both depend on names and numbers only."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@
     python -m tests.random_stacks calls 0:250 --log calls.log
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """Runs a list of calls on an engine and logs what each returns, as numbers that do not depend on the sharding."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

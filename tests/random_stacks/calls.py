@@ -1,7 +1,5 @@
 """Calls of the engine in any order: each stage returns what stage 0 returns."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole configurations: a resumed run equals the straight one bit for bit, and every stage equals stage 0."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

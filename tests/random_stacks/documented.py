@@ -1,7 +1,5 @@
 """Differences that the documents state: what shows them, and why they are no faults."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

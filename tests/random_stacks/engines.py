@@ -1,7 +1,5 @@
 """Engines for stacks: compressed models, param groups, optimizers of the program or of the configuration."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -3,8 +3,6 @@
 The number of a program is that of a key, in the order of the schema.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

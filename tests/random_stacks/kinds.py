@@ -1,7 +1,5 @@
 """The kinds of stacks, and one attempt at a seed."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import tempfile

@@ -3,8 +3,6 @@
 Ranks without axes also continue from their checkpoint, at another stage.
 """
 
-from __future__ import annotations
-
 import json
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """Draws sections of a configuration. Combinations that are refused by name are drawn too: refusing must be clear."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

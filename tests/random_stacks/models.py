@@ -1,7 +1,5 @@
 """Models of odd sizes: a stack of blocks, alone, in a pipeline, with experts, and a Llama."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Compares a run that is saved and resumed with the straight one, and with plain stage 0."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

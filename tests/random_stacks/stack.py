@@ -1,7 +1,5 @@
 """A drawn program as data, and how the ends of one are reported."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Random stacks of features keep what they must, or raise one of the package's errors."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls that only read, save or move states, between micro-batches: training goes on bit for bit as without them."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

@@ -4,8 +4,6 @@ The batch stays 12 samples. Each rank takes its micro-batches of it, so the mean
 number of ranks.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """One rank of ZeRO without an engine: the runtime and the optimizer over any transport."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the engine holds, as whole named tensors. Every rank must call these."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

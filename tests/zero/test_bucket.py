@@ -1,7 +1,5 @@
 """The life of one bucket (``zero.bucket``), on ranks that are threads."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from pathlib import Path
@@ -17,6 +15,7 @@ from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gather.schedule import GatherCount
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import MemoryTracker, StorageKind
+from tests.harness import on_threads
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import bucket_of
 
@@ -34,77 +33,71 @@ def gathered(bucket: Bucket) -> Bucket:
     return bucket
 
 
-def test_a_gather_brings_the_values_and_a_reshard_takes_them_away() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        memory_tracker, expected = MemoryTracker(), params()
-        bucket = bucket_of(transport, params(), memory_tracker=memory_tracker)
-        count = GatherCount()
-        bucket.on_change = count.change
-        numel = bucket.layout.numel
-        assert bucket.state is State.SHARDED
-        assert all(parameter.shape == (0,) for parameter in bucket.params)
-        assert memory_tracker.live(StorageKind.COMPUTE, Tier.DEVICE) == numel // transport.size * 4
-        for _ in range(2):
-            assert memory_tracker.live(StorageKind.GATHERED, Tier.DEVICE) == 0
-            bucket.start_gather()
-            assert (bucket.state, count.live, dict(count.arriving)) == (State.GATHERING, numel, {0: numel})
-            bucket.finish_gather()
-            assert (bucket.state, count.live, count.arriving_numel) == (State.FULL, numel, 0)
-            assert memory_tracker.live(StorageKind.GATHERED, Tier.DEVICE) == numel * 4
-            for parameter, value, tile in zip(bucket.params, expected, range(3), strict=True):
-                assert type(parameter) is nn.Parameter and torch.equal(parameter, value)
-                assert torch.equal(bucket.view(tile), value)
-            bucket.is_kept = True
-            bucket.reshard()
-            assert (bucket.state, count.live, bucket.is_kept) == (State.SHARDED, 0, False)
-            assert all(parameter.shape == (0,) for parameter in bucket.params)
-
-    run_threads(body, 3)
-
-
-def test_wrong_transitions_raise_with_the_state() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        bucket = bucket_of(transport, params())
-        for transition in (bucket.finish_gather, bucket.reshard, bucket.abandon_gather, bucket.pin, bucket.store_shard):
-            with pytest.raises(CallOrderError, match="expected .*(FULL|GATHERING|SHARDED)"):
-                transition()
+@on_threads(3)
+def test_a_gather_brings_the_values_and_a_reshard_takes_them_away(transport: LoopbackTransport) -> None:
+    memory_tracker, expected = MemoryTracker(), params()
+    bucket = bucket_of(transport, params(), memory_tracker=memory_tracker)
+    count = GatherCount()
+    bucket.on_change = count.change
+    numel = bucket.layout.numel
+    assert bucket.state is State.SHARDED
+    assert all(parameter.shape == (0,) for parameter in bucket.params)
+    assert memory_tracker.live(StorageKind.COMPUTE, Tier.DEVICE) == numel // transport.size * 4
+    for _ in range(2):
+        assert memory_tracker.live(StorageKind.GATHERED, Tier.DEVICE) == 0
         bucket.start_gather()
-        for transition in (bucket.start_gather, bucket.reshard, bucket.restore_full, bucket.repeat_gather):
-            with pytest.raises(CallOrderError, match="expected .*(FULL|GATHERING|SHARDED)"):
-                transition()
-        bucket.abandon_gather()
-        assert bucket.state is State.SHARDED and not bucket.full.is_allocated
-        gathered(bucket)
-        for transition in (bucket.start_gather, bucket.finish_gather, bucket.abandon_gather):
-            with pytest.raises(CallOrderError, match="expected .*(FULL|GATHERING|SHARDED)"):
-                transition()
-        assert torch.equal(bucket.params[2], params()[2])  # a gather after one that was abandoned
-
-    run_threads(body, 2)
-
-
-def test_what_a_forward_writes_reaches_the_shards() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        bucket = gathered(bucket_of(transport, params()))
-        assert bucket.changed_params() == []
-        with torch.no_grad():
-            bucket.params[2].add_(1.0)
-        assert bucket.changed_params() == [2]
+        assert (bucket.state, count.live, dict(count.arriving)) == (State.GATHERING, numel, {0: numel})
+        bucket.finish_gather()
+        assert (bucket.state, count.live, count.arriving_numel) == (State.FULL, numel, 0)
+        assert memory_tracker.live(StorageKind.GATHERED, Tier.DEVICE) == numel * 4
+        for parameter, value, tile in zip(bucket.params, expected, range(3), strict=True):
+            assert type(parameter) is nn.Parameter and torch.equal(parameter, value)
+            assert torch.equal(bucket.view(tile), value)
+        bucket.is_kept = True
         bucket.reshard()
-        gathered(bucket)
-        assert torch.equal(bucket.params[2], params()[2] + 1.0)
-        assert torch.equal(bucket.params[0], params()[0])
-        bucket.full.tensor.zero_()
-        bucket.restore_full()
-        assert torch.equal(bucket.params[2], params()[2] + 1.0)
-        bucket.full.tensor.mul_(2.0)
-        bucket.store_shard()
-        bucket.repeat_gather()
-        assert torch.equal(bucket.params[0], params()[0] * 2.0)
-        bucket.reshard()
-        assert torch.equal(gathered(bucket).params[1], params()[1] * 2.0)
+        assert (bucket.state, count.live, bucket.is_kept) == (State.SHARDED, 0, False)
+        assert all(parameter.shape == (0,) for parameter in bucket.params)
 
-    run_threads(body, 2)
+
+@on_threads(2)
+def test_wrong_transitions_raise_with_the_state(transport: LoopbackTransport) -> None:
+    bucket = bucket_of(transport, params())
+    for transition in (bucket.finish_gather, bucket.reshard, bucket.abandon_gather, bucket.pin, bucket.store_shard):
+        with pytest.raises(CallOrderError, match="expected .*(FULL|GATHERING|SHARDED)"):
+            transition()
+    bucket.start_gather()
+    for transition in (bucket.start_gather, bucket.reshard, bucket.restore_full, bucket.repeat_gather):
+        with pytest.raises(CallOrderError, match="expected .*(FULL|GATHERING|SHARDED)"):
+            transition()
+    bucket.abandon_gather()
+    assert bucket.state is State.SHARDED and not bucket.full.is_allocated
+    gathered(bucket)
+    for transition in (bucket.start_gather, bucket.finish_gather, bucket.abandon_gather):
+        with pytest.raises(CallOrderError, match="expected .*(FULL|GATHERING|SHARDED)"):
+            transition()
+    assert torch.equal(bucket.params[2], params()[2])  # a gather after one that was abandoned
+
+
+@on_threads(2)
+def test_what_a_forward_writes_reaches_the_shards(transport: LoopbackTransport) -> None:
+    bucket = gathered(bucket_of(transport, params()))
+    assert bucket.changed_params() == []
+    with torch.no_grad():
+        bucket.params[2].add_(1.0)
+    assert bucket.changed_params() == [2]
+    bucket.reshard()
+    gathered(bucket)
+    assert torch.equal(bucket.params[2], params()[2] + 1.0)
+    assert torch.equal(bucket.params[0], params()[0])
+    bucket.full.tensor.zero_()
+    bucket.restore_full()
+    assert torch.equal(bucket.params[2], params()[2] + 1.0)
+    bucket.full.tensor.mul_(2.0)
+    bucket.store_shard()
+    bucket.repeat_gather()
+    assert torch.equal(bucket.params[0], params()[0] * 2.0)
+    bucket.reshard()
+    assert torch.equal(gathered(bucket).params[1], params()[1] * 2.0)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
@@ -139,49 +132,43 @@ def test_a_resident_bucket_publishes_what_owners_wrote() -> None:
         assert bool((found[:half] == 1).all()) and bool((found[half:] == 2).all())
 
 
-def test_a_sharded_bucket_has_nothing_to_publish() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        bucket = bucket_of(transport, params())
-        assert bucket.start_publish() is None
-        gathered(bucket)
-        with pytest.raises(CallOrderError, match="expected SHARDED, as parameters change only while"):
-            bucket.start_publish()
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_a_sharded_bucket_has_nothing_to_publish(transport: LoopbackTransport) -> None:
+    bucket = bucket_of(transport, params())
+    assert bucket.start_publish() is None
+    gathered(bucket)
+    with pytest.raises(CallOrderError, match="expected SHARDED, as parameters change only while"):
+        bucket.start_publish()
 
 
-def test_pins_keep_it_full() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        bucket = gathered(bucket_of(transport, params()))
-        bucket.pin()
-        bucket.pin()
-        bucket.unpin()
-        assert (bucket.state, bucket.users, bucket.pins) == (State.FULL, 1, 1)
-        bucket.unpin()
-        assert (bucket.state, bucket.users, bucket.pins) == (State.SHARDED, 0, 0)
-        gathered(bucket)
-        bucket.pin()
-        bucket.is_kept = True
-        bucket.unpin()
-        assert bucket.state is State.FULL  # its backward is near
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_pins_keep_it_full(transport: LoopbackTransport) -> None:
+    bucket = gathered(bucket_of(transport, params()))
+    bucket.pin()
+    bucket.pin()
+    bucket.unpin()
+    assert (bucket.state, bucket.users, bucket.pins) == (State.FULL, 1, 1)
+    bucket.unpin()
+    assert (bucket.state, bucket.users, bucket.pins) == (State.SHARDED, 0, 0)
+    gathered(bucket)
+    bucket.pin()
+    bucket.is_kept = True
+    bucket.unpin()
+    assert bucket.state is State.FULL  # its backward is near
 
 
-def test_shapes_are_shown_inside_a_pass_only() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        bucket = bucket_of(transport, params())
-        bucket.show_shapes(True)
-        with torch.DisableTorchFunctionSubclass():
-            assert [tuple(parameter.shape) for parameter in bucket.params] == SHAPES
-            assert all(bool(parameter.isnan().all()) for parameter in bucket.params)
-        gathered(bucket)
-        bucket.show_shapes(False)
-        assert torch.equal(bucket.params[0], params()[0])  # a full one keeps its values
-        bucket.reshard()
-        assert all(parameter.shape == (0,) for parameter in bucket.params)
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_shapes_are_shown_inside_a_pass_only(transport: LoopbackTransport) -> None:
+    bucket = bucket_of(transport, params())
+    bucket.show_shapes(True)
+    with torch.DisableTorchFunctionSubclass():
+        assert [tuple(parameter.shape) for parameter in bucket.params] == SHAPES
+        assert all(bool(parameter.isnan().all()) for parameter in bucket.params)
+    gathered(bucket)
+    bucket.show_shapes(False)
+    assert torch.equal(bucket.params[0], params()[0])  # a full one keeps its values
+    bucket.reshard()
+    assert all(parameter.shape == (0,) for parameter in bucket.params)
 
 
 def test_a_resident_parameter_that_was_detached_comes_back_with_its_values() -> None:

@@ -9,8 +9,6 @@ gradients go to fp32 masters by hand. Two roundings of the average to bf16 lie b
 2 % of its length.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

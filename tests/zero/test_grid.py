@@ -3,8 +3,6 @@
 Four ranks in two groups of two. hpZ cuts gradients, masters and optimizer states over all ranks, MiCS over the group.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 
@@ -30,7 +28,7 @@ from tests.engine.matrix.cells import AXES, Cell
 from tests.engine.matrix.pairwise import pairwise
 from tests.engine.matrix.run import run_cells
 from tests.engine.support import SHARDED, adamw, engine_of, inputs, rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import Layer, RoutedTower, tower
 from tests.zero.reading import full_masters, full_params
 
@@ -163,7 +161,9 @@ def test_where_bytes_lie_and_where_they_are_sent():
 # -- access ----------------------------------------------------------------------------------------------------------
 
 
-def _access(kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+def test_access_to_single_parameters(kind):
     engine = engine_of(tower(), 3, zero={**SHARDED, **KINDS[kind]}, bf16={"enabled": True})
     model = engine.module
     for step in range(2):
@@ -201,11 +201,6 @@ def _access(kind):
     full_masters(engine), full_params(engine)  # all copies hold the same bits
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_access_to_single_parameters(kind):
-    run_ranks(_access, 4, kind)
-
-
 # -- construction, files, other tiers --------------------------------------------------------------------------------
 
 
@@ -222,7 +217,9 @@ class Wide(nn.Module):
         return (x * self.frozen + self.shift).square().mean()
 
 
-def _built(kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+def test_built_inside_the_context(kind):
     """Built inside the context with another seed on each rank: rank 0's values count everywhere."""
     torch.manual_seed(rank())
     config = {"zero_optimization": {"stage": 3, **SHARDED, **KINDS[kind]}}
@@ -246,11 +243,6 @@ def _built(kind):
     second = engine_of(engine.module, 3, zero={**SHARDED, **KINDS[kind]})  # the model moves to another engine
     for name, value in full_params(second).items():
         torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_built_inside_the_context(kind):
-    run_ranks(_built, 4, kind)
 
 
 def _state(engine):
@@ -292,20 +284,17 @@ def test_checkpoints_are_read_by_every_other_grid(tmp_path, saved, loaded, ranks
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def _offloaded(kind):
-    host = {"offload_optimizer": {"device": "cpu"}}
-    engines = [engine_of(tower(), 3, zero={**_zero(kind), **more}) for more in ({}, host)]
-    for step in range(3):
-        for engine in engines:
-            engine.backward(engine(inputs(step, rank())))
-            engine.step()
-    plain, moved = (full_masters(engine) for engine in engines)
-    assert all(torch.equal(plain[name], moved[name]) for name in plain)
-
-
+@on_ranks(4)
 def test_masters_on_the_host():
     for kind in KINDS:
-        run_ranks(_offloaded, 4, kind)
+        host = {"offload_optimizer": {"device": "cpu"}}
+        engines = [engine_of(tower(), 3, zero={**_zero(kind), **more}) for more in ({}, host)]
+        for step in range(3):
+            for engine in engines:
+                engine.backward(engine(inputs(step, rank())))
+                engine.step()
+        plain, moved = (full_masters(engine) for engine in engines)
+        assert all(torch.equal(plain[name], moved[name]) for name in plain)
 
 
 # -- control flow ----------------------------------------------------------------------------------------------------
@@ -356,7 +345,9 @@ def test_no_sync_and_groups_that_take_routes_of_their_own(kind):
     run_ranks(_groups_part, 4, kind)
 
 
-def _diverge(kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+def test_every_rank_of_every_group_raises_within_seconds(kind):
     torch.manual_seed(3)
     engine = engine_of(RoutedTower(), 3, zero=_zero(kind))
     for step in range(2):
@@ -368,11 +359,6 @@ def _diverge(kind):
         for step in range(2, 5):
             engine.backward(engine(inputs(step, rank()), [0, 1, 3] if rank() == 3 else [0, 1, 2]))
             engine.step()
-    return time.monotonic() - started, str(caught.value)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_rank_of_every_group_raises_within_seconds(kind):
-    for seconds, text in run_ranks(_diverge, 4, kind):
-        assert seconds < 60.0, f"{seconds:.1f} s: {text}"
-        assert "layers.3" in text and "layers.2" in text, text
+    seconds, text = time.monotonic() - started, str(caught.value)
+    assert seconds < 60.0, f"{seconds:.1f} s: {text}"
+    assert "layers.3" in text and "layers.2" in text, text

@@ -1,7 +1,5 @@
 """Results do not depend on when a transfer completes, as long as it has when somebody waits for it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Model-state bytes per rank, counted, against arithmetic done here from the sizes of the buckets."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

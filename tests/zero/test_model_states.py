@@ -1,7 +1,5 @@
 """Tests how a tile is moved when its elements are divided over the ranks in another way (``zero.model_states``)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,14 +1,12 @@
 """The stage never changes the mathematics: bit for bit where the order of sums is the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 
 from deepspeed.engine import initialize
 from tests.engine.matrix.cells import LIMITS
 from tests.engine.support import same_on_all_ranks
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.toy_models import awkward, losses_of, make_batch, param_groups
 from tests.oracle.optimizers import REFERENCES
 from tests.zero.reading import full_masters
@@ -106,12 +104,11 @@ def test_with_other_optimizers(optimizer):
     run_ranks(_compare, 2, [(0, 1, 2, 3)], ["bf16"], limits, 1, optimizer)
 
 
-def _across(precision, tolerance):
+@on_ranks(2)
+def test_the_two_pairs_agree_to_fp32_rounding():
     """The two pairs differ by the order of sums only: fp32 rounding."""
+    precision = "fp32"
+    tolerance = 2e-5
     a, b = (_train(stage, precision, "small", 3) for stage in (1, 2))
     for left, right in zip(a, b, strict=True):
         assert_states_equal(left, right, rtol=tolerance, atol=tolerance / 10)
-
-
-def test_the_two_pairs_agree_to_fp32_rounding():
-    run_ranks(_across, 2, "fp32", 2e-5)

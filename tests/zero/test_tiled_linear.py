@@ -1,7 +1,5 @@
 """A linear layer in tiles computes what a whole one does, sharded or not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,7 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -61,7 +59,8 @@ def test_what_does_not_fit_is_refused():
         TiledLinear(7, 11, in_splits=2, input_is_already_split=True)([torch.ones(1, 7)])
 
 
-def _sharded() -> None:
+@on_ranks(2)
+def test_sharded() -> None:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -83,7 +82,3 @@ def _sharded() -> None:
         plain.zero_grad()
         engine.backward(found)
         engine.step()
-
-
-def test_sharded():
-    run_ranks(_sharded, 2)

@@ -5,8 +5,6 @@ stages 1 and 2 a reduce-scatter and a gather), stage 3 moves 3 Psi (two gathers 
 collective runs as sends of slices: of each Psi asked for a rank sends its (N - 1) / N.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from deepspeed.comm.base.counters import counted

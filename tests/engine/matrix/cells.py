@@ -1,7 +1,5 @@
 """What the matrix varies, and which combinations must be refused with which words."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

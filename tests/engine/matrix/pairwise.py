@@ -1,7 +1,5 @@
 """A small greedy generator of pairwise covers: few rows in which every pair of values of two axes occurs."""
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs cells in the worker processes: the engine on all ranks, the reference on one, then the comparison."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

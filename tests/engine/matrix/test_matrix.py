@@ -5,8 +5,6 @@
 overflow step take turns.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

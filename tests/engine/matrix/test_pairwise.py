@@ -1,7 +1,5 @@
 """The generator of pairwise covers."""
 
-from __future__ import annotations
-
 import itertools
 from math import prod
 

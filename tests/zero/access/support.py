@@ -1,7 +1,5 @@
 """A small model with awkward sizes, and engines on it."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

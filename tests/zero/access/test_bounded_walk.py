@@ -1,7 +1,5 @@
 """``iter_full`` keeps no values back: what is read of a bucket is yielded before the next one is read."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from deepspeed.zero.access import whole_buckets

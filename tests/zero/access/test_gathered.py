@@ -1,7 +1,5 @@
 """GatheredParameters: what is full inside, what counts afterwards, what moves."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 
@@ -16,7 +14,7 @@ from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceErr
 from deepspeed.zero.access.gathered import GatheredParameters, by_group
 from deepspeed.zero.access.states import safe_get_full_fp32_param
 from deepspeed.zero.address import Address
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.zero.access.support import Model, batch, build, train
 
 
@@ -28,7 +26,8 @@ def _is_sharded(parameter):
     return parameter.shape == (0,) and parameter.ds_numel > 0
 
 
-def _inside(ranks):
+@on_ranks(2, 3)
+def test_full_inside_and_sharded_outside(ranks):
     engine = build(3)
     torch.manual_seed(3)
     plain = dict(Model().named_parameters())
@@ -56,13 +55,12 @@ def _inside(ranks):
     assert _is_sharded(params["frozen"])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_full_inside_and_sharded_outside(ranks):
-    run_ranks(_inside, ranks, ranks)
-
-
-def _modifier(stage, bf16, modifier, whole):
-    rank = dist.get_rank()
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "bf16", "modifier"), [(3, True, 0), (3, False, 1), (2, True, 1), (1, False, 0), (0, True, 1)]
+)
+@on_ranks(2)
+def test_the_modifiers_values_count_everywhere(rank, stage, bf16, modifier, whole):
     engine = build(stage, **({"bf16": {"enabled": True}} if bf16 else {}))
     train(engine, rank, 1)
     params = dict(engine.module.named_parameters())
@@ -92,14 +90,6 @@ def _modifier(stage, bf16, modifier, whole):
     assert engine(batch(rank, 5, dtype)).isfinite()
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize(
-    ("stage", "bf16", "modifier"), [(3, True, 0), (3, False, 1), (2, True, 1), (1, False, 0), (0, True, 1)]
-)
-def test_the_modifiers_values_count_everywhere(stage, bf16, modifier, whole):
-    run_ranks(_modifier, 2, stage, bf16, modifier, whole)
-
-
 class _Lines(logging.Handler):
     def __init__(self):
         super().__init__()
@@ -109,7 +99,11 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def _dropped(ranks, threshold, bf16):
+@pytest.mark.parametrize(
+    ("ranks", "threshold", "bf16"), [(2, 0, False), (2, 0, True), (2, 100_000, False), (1, 0, False), (1, 0, True)]
+)
+@on_ranks()
+def test_edits_without_a_modifier_are_dropped_with_one_line(ranks, threshold, bf16):
     engine = build(3, zero={"stage3_param_persistence_threshold": threshold}, **({"bf16": {"enabled": bf16}}))
     params = dict(engine.module.named_parameters())
     before = _values(engine)
@@ -141,14 +135,8 @@ def _dropped(ranks, threshold, bf16):
     train(engine, dist.get_rank(), 1)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "threshold", "bf16"), [(2, 0, False), (2, 0, True), (2, 100_000, False), (1, 0, False), (1, 0, True)]
-)
-def test_edits_without_a_modifier_are_dropped_with_one_line(ranks, threshold, bf16):
-    run_ranks(_dropped, ranks, ranks, threshold, bf16)
-
-
-def _harmless(ranks):
+@on_ranks(1, 2)
+def test_empty_full_disabled_foreign_and_nested(ranks):
     engine = build(3)
     params = dict(engine.module.named_parameters())
     weight = params["blocks.0.rise.weight"]
@@ -186,12 +174,8 @@ def _harmless(ranks):
         GatheredParameters(["first.weight"])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_empty_full_disabled_foreign_and_nested(ranks):
-    run_ranks(_harmless, ranks, ranks)
-
-
-def _attributes_survive():
+@on_ranks(2)
+def test_attributes_survive():
     engine = build(3)
     weight = dict(engine.module.named_parameters())["blocks.0.rise.weight"]
     weight._is_hf_initialized = True
@@ -203,12 +187,8 @@ def _attributes_survive():
         weight.sum()
 
 
-def test_attributes_survive():
-    run_ranks(_attributes_survive, 2)
-
-
-def _everything_pinned():
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_a_gathered_model_runs_without_gathers(rank):
     engine = build(3)
     with torch.no_grad():
         wanted = engine.module(batch(rank)).item()
@@ -226,12 +206,8 @@ def _everything_pinned():
     train(engine, rank, 2)
 
 
-def test_a_gathered_model_runs_without_gathers():
-    run_ranks(_everything_pinned, 2)
-
-
-def _forward_inside():
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_forward_inside_a_block_and_a_block_inside_a_forward(rank):
     engine = build(3)
     weight = dict(engine.module.named_parameters())["blocks.1.fall.weight"]
     plain = engine(batch(rank)).item()
@@ -253,12 +229,9 @@ def _forward_inside():
     assert seen == [(15, 7)] * 2
 
 
-def test_forward_inside_a_block_and_a_block_inside_a_forward():
-    run_ranks(_forward_inside, 2)
-
-
-def _different(kind):
-    rank = dist.get_rank()
+@pytest.mark.parametrize("kind", ["names", "sizes", "modifier", "one rank"])
+@on_ranks(2)
+def test_ranks_that_request_different_things_all_raise(rank, kind):
     engine = build(3)
     params = dict(engine.module.named_parameters())
     names = {"names": ["first.weight", "last.weight"], "sizes": ["first.weight", "factor"]}.get(kind)
@@ -275,17 +248,12 @@ def _different(kind):
         else:
             with GatheredParameters(params[names[rank]]):
                 pass
-    return str(caught.value)
+    message = str(caught.value)
+    assert "GatheredParameters" in message and "first.weight" in message
 
 
-@pytest.mark.parametrize("kind", ["names", "sizes", "modifier", "one rank"])
-def test_ranks_that_request_different_things_all_raise(kind):
-    for message in run_ranks(_different, 2, kind):
-        assert "GatheredParameters" in message and "first.weight" in message
-
-
-def _fails_inside():
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_an_exception_inside_drops_edits_on_all_ranks(rank):
     engine = build(3)
     weight = dict(engine.module.named_parameters())["first.weight"]
     before = safe_get_full_fp32_param(weight)
@@ -305,12 +273,8 @@ def _fails_inside():
     train(engine, rank, 1)
 
 
-def test_an_exception_inside_drops_edits_on_all_ranks():
-    run_ranks(_fails_inside, 2)
-
-
-def _two_models():
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_parameters_of_two_engines_in_one_block(rank):
     policy, target = build(3, seed=3), build(3, seed=4)
     pairs = list(zip(policy.module.parameters(), target.module.parameters(), strict=True))
     with GatheredParameters([p for pair in pairs for p in pair], modifier_rank=0):
@@ -322,11 +286,8 @@ def _two_models():
         assert torch.equal(value, theirs[name])
 
 
-def test_parameters_of_two_engines_in_one_block():
-    run_ranks(_two_models, 2)
-
-
-def _fails_inside_a_block_of_two_engines():
+@on_ranks(2)
+def test_an_exception_drops_the_edits_of_both_engines_on_all_ranks():
     engines = [build(3), build(3)]
     weights = [dict(engine.module.named_parameters())["first.weight"] for engine in engines]
     before = [safe_get_full_fp32_param(weight) for weight in weights]
@@ -341,10 +302,6 @@ def _fails_inside_a_block_of_two_engines():
     for engine, weight, value in zip(engines, weights, before, strict=True):
         assert torch.equal(safe_get_full_fp32_param(weight), value)
         train(engine, rank, 1)
-
-
-def test_an_exception_drops_the_edits_of_both_engines_on_all_ranks():
-    run_ranks(_fails_inside_a_block_of_two_engines, 2)
 
 
 def test_groups_of_equal_size_have_one_order_on_every_rank():

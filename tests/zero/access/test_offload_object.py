@@ -1,18 +1,15 @@
 """engine.optimizer.parameter_offload, the optimizer of engines without one, and generation with a gathered model."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import deepspeed
 from deepspeed.comm.base.counters import counted
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from deepspeed.zero import DeepSpeedZeRoOffload, GatheredParameters, ZeroParamStatus, unwrap_model_for_generation
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.zero.access.support import Model, batch, build, config, train
 
 
@@ -49,8 +46,9 @@ def _add_hooks(engine):
     offload._register_deepspeed_module(offload.module)
 
 
-def _generation(trained):
-    rank = dist.get_rank()
+@pytest.mark.parametrize("trained", [True, False])
+@on_ranks(2)
+def test_generation_with_everything_gathered_and_no_hooks(rank, trained):
     engine = build(3) if trained else evaluation()[0]
     if trained:
         train(engine, rank, 2)
@@ -86,13 +84,8 @@ def _generation(trained):
         assert all(torch.equal(value, theirs[name]) for name, value in engine.iter_full("fp32"))
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_generation_with_everything_gathered_and_no_hooks(trained):
-    run_ranks(_generation, 2, trained)
-
-
-def _evaluate_only():
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_an_engine_without_an_optimizer_returns_deepspeed_zero_offload(rank):
     engine, optimizer, loader, scheduler = evaluation()
     assert isinstance(optimizer, DeepSpeedZeRoOffload) and engine.optimizer is optimizer
     assert optimizer.module is engine.module and loader is None and scheduler is None
@@ -116,12 +109,8 @@ def _evaluate_only():
     assert getattr(build(2).optimizer, "parameter_offload", None) is None
 
 
-def test_an_engine_without_an_optimizer_returns_deepspeed_zero_offload():
-    run_ranks(_evaluate_only, 2)
-
-
-def _by_itself():
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_deepspeed_zero_offload_without_an_engine(rank):
     torch.manual_seed(3)
     model = Model()
     wanted = model(batch(rank)).item()
@@ -134,7 +123,3 @@ def _by_itself():
     offload.destroy()
     with pytest.raises(NotYetSupportedError, match="zenflow"):
         DeepSpeedZeRoOffload(Model(), None, settings, zenflow=True)
-
-
-def test_deepspeed_zero_offload_without_an_engine():
-    run_ranks(_by_itself, 2)

@@ -1,7 +1,5 @@
 """What a sharded parameter is to code that looks at it: attributes, refusals, copies, printing."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging
@@ -25,7 +23,7 @@ from deepspeed.zero import (
     register_external_parameter,
     unregister_external_parameter,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.zero.access.support import Model, batch, build, config, train
 
 
@@ -69,7 +67,8 @@ NOT_WHEN_FULL = (  # what torch itself refuses on a CPU, or for the shape
 )  # fmt: skip
 
 
-def _refusals():
+@on_ranks(2)
+def test_computing_on_a_sharded_parameter_raises_and_names_the_remedy():
     engine = build(3)
     weight = dict(engine.module.named_parameters())["blocks.0.rise.weight"]
     with torch.no_grad():
@@ -86,11 +85,8 @@ def _refusals():
     train(engine, dist.get_rank(), 1)
 
 
-def test_computing_on_a_sharded_parameter_raises_and_names_the_remedy():
-    run_ranks(_refusals, 2)
-
-
-def _moved_to_another_device():
+@on_ranks(2)
+def test_a_model_moved_as_a_whole_leaves_its_shards_with_the_engine():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from deepspeed.logging import logger
@@ -114,11 +110,8 @@ def _moved_to_another_device():
     train(engine, dist.get_rank(), 1)
 
 
-def test_a_model_moved_as_a_whole_leaves_its_shards_with_the_engine():
-    run_ranks(_moved_to_another_device, 2)
-
-
-def _metadata():
+@on_ranks(2)
+def test_metadata_passes():
     engine = build(3, bf16={"enabled": True})
     weight = dict(engine.module.named_parameters())["blocks.0.rise.weight"]
     assert weight.shape == (0,) and weight.size() == (0,) and weight.numel() == 0 and weight.dim() == 1
@@ -147,10 +140,6 @@ def _metadata():
     assert names == [name for name, _ in Model().named_parameters()]
     engine.backward(engine(batch(dist.get_rank(), dtype=torch.bfloat16)))
     engine.step()
-
-
-def test_metadata_passes():
-    run_ranks(_metadata, 2)
 
 
 def _attributes(stage, threshold):
@@ -207,7 +196,8 @@ def test_ds_attributes(stage, threshold, ranks):
     assert all(found == ids[0] for found in ids)
 
 
-def _state_dicts():
+@on_ranks(2)
+def test_state_dict_gives_placeholders_with_one_line():
     engine = build(3)
     lines = Lines()
     deepspeed.logger.addHandler(lines)
@@ -246,38 +236,30 @@ def _state_dicts():
         assert torch.equal(value, full[name] * 2), name
 
 
-def test_state_dict_gives_placeholders_with_one_line():
-    run_ranks(_state_dicts, 2)
-
-
-def _averaged(stage):
-    engine = build(stage)
-    torch.manual_seed(3)
-    plain = Model()
-    average = get_ema_multi_avg_fn(0.5)
-    with GatheredParameters(engine.module.parameters()):
-        plain.load_state_dict({name: value.clone() for name, value in engine.module.state_dict().items()})
-    models = [AveragedModel(model, multi_avg_fn=average) for model in (engine.module, plain)]
-    for number in range(3):
-        if stage == 3 and dist.get_world_size() > 1:
-            with pytest.raises(ShardedAccessError, match="detach|to on parameter|copy_|GatheredParameters"):
-                models[0].update_parameters(engine.module)
-        both = [*engine.module.parameters(), *models[0].parameters()]
-        with GatheredParameters(both, modifier_rank=0), torch.no_grad():
-            for parameter, value in zip(engine.module.parameters(), plain.parameters(), strict=True):
-                parameter.add_(number)
-                value.add_(number)
-            for averaged, model in zip(models, (engine.module, plain), strict=True):
-                averaged.update_parameters(model)
-    with GatheredParameters(list(models[0].parameters())):
-        for found, expected in zip(*(model.parameters() for model in models), strict=True):
-            torch.testing.assert_close(found.float(), expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_an_averaged_model_of_torch_follows_or_raises(ranks):
+@on_ranks(1, 2, 3)
+def test_an_averaged_model_of_torch_follows_or_raises():
     for stage in range(4):
-        run_ranks(_averaged, ranks, stage)
+        engine = build(stage)
+        torch.manual_seed(3)
+        plain = Model()
+        average = get_ema_multi_avg_fn(0.5)
+        with GatheredParameters(engine.module.parameters()):
+            plain.load_state_dict({name: value.clone() for name, value in engine.module.state_dict().items()})
+        models = [AveragedModel(model, multi_avg_fn=average) for model in (engine.module, plain)]
+        for number in range(3):
+            if stage == 3 and dist.get_world_size() > 1:
+                with pytest.raises(ShardedAccessError, match="detach|to on parameter|copy_|GatheredParameters"):
+                    models[0].update_parameters(engine.module)
+            both = [*engine.module.parameters(), *models[0].parameters()]
+            with GatheredParameters(both, modifier_rank=0), torch.no_grad():
+                for parameter, value in zip(engine.module.parameters(), plain.parameters(), strict=True):
+                    parameter.add_(number)
+                    value.add_(number)
+                for averaged, model in zip(models, (engine.module, plain), strict=True):
+                    averaged.update_parameters(model)
+        with GatheredParameters(list(models[0].parameters())):
+            for found, expected in zip(*(model.parameters() for model in models), strict=True):
+                torch.testing.assert_close(found.float(), expected, rtol=1e-6, atol=1e-6)
 
 
 class Raw(nn.Module):
@@ -294,22 +276,20 @@ class Raw(nn.Module):
         return self.second(self.first(x)).sum()
 
 
-def _raw():
+@on_ranks(2)
+def test_the_memory_of_a_parameter_is_that_of_its_values_inside_a_forward():
     torch.manual_seed(3)
     engine = deepspeed.initialize(model=Raw(), config=config(3))[0]
     engine.backward(engine(torch.ones(2, 7)))
     engine.step()
 
 
-def test_the_memory_of_a_parameter_is_that_of_its_values_inside_a_forward():
-    run_ranks(_raw, 2)
-
-
 class Scaled(nn.Parameter):
     """A class of parameters of somebody's own."""
 
 
-def _own_class():
+@on_ranks(2)
+def test_parameters_of_a_class_of_their_own():
     torch.manual_seed(3)
     model = Model()
     model.blocks[0].rise.weight = Scaled(model.blocks[0].rise.weight.detach())
@@ -324,10 +304,6 @@ def _own_class():
         assert type(twin) is Scaled and twin.shape == (15, 7) and not hasattr(twin, "ds_id")
     assert type(copy.deepcopy(weight)).__name__ == "ShardedParameter"
     train(engine, dist.get_rank(), 2)
-
-
-def test_parameters_of_a_class_of_their_own():
-    run_ranks(_own_class, 2)
 
 
 # -- uses outside the own module -------------------------------------------------------------------------------------
@@ -356,8 +332,9 @@ class Foreign(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def _foreign(zero):
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+@pytest.mark.parametrize("zero", [{}, {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}])
+@on_ranks(2)
+def test_parameters_used_outside_their_module(rank, ranks, zero):
     tokens = [torch.randint(0, 13, (2, 5), generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
     torch.manual_seed(4)
     plain = Foreign()
@@ -389,8 +366,3 @@ def _foreign(zero):
         unregister_external_parameter(model.head, model.blocks[0].weight)
     with pytest.raises(ValueError, match="Tensor"):
         register_external_parameter(model.head, torch.ones(2))
-
-
-@pytest.mark.parametrize("zero", [{}, {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}])
-def test_parameters_used_outside_their_module(zero):
-    run_ranks(_foreign, 2, zero)

@@ -1,7 +1,5 @@
 """Parts of a sharded model that are called by themselves, and weights that a custom autograd function saves."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -12,7 +10,7 @@ from torch import nn
 import deepspeed
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.zero import GatheredParameters
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.zero.access.support import config
 
 
@@ -42,31 +40,6 @@ class Pair(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return (self.encoder(ids) * self.decoder(ids.flip(0))).mean()
-
-
-def _parts() -> None:
-    torch.manual_seed(1)
-    model = Pair()
-    plain = copy.deepcopy(model)
-    engine = deepspeed.initialize(model=model, config=config(3))[0]
-    ids = torch.tensor([3, 1, 4, 1, 5])
-    for _ in range(3):
-        with torch.no_grad():
-            # The encoder alone, the alias of the shared weight alone, and the whole.
-            assert torch.equal(model.encoder(ids), plain.encoder(ids))
-            assert torch.equal(model.decoder.embed(ids), plain.decoder.embed(ids))
-            assert torch.equal(engine(ids), plain(ids))
-        assert all(parameter.numel() == 0 for parameter in model.parameters())
-    loss, expected = engine(ids), plain(ids)
-    engine.backward(loss)
-    expected.backward()
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
-    engine.step()
-    assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)
-    with pytest.raises(TypeError, match="must be Tensor"), torch.no_grad():
-        model.encoder("no tensor")
-    with torch.no_grad():
-        model.encoder(ids)  # a failed call leaves nothing open
 
 
 class Product(torch.autograd.Function):
@@ -100,7 +73,34 @@ class Head(nn.Module):
             return Product.apply(self.body(x), weight).square().mean()
 
 
-def _saved_weight() -> None:
+@on_ranks(2)
+def test_parts_are_called_by_themselves() -> None:
+    torch.manual_seed(1)
+    model = Pair()
+    plain = copy.deepcopy(model)
+    engine = deepspeed.initialize(model=model, config=config(3))[0]
+    ids = torch.tensor([3, 1, 4, 1, 5])
+    for _ in range(3):
+        with torch.no_grad():
+            # The encoder alone, the alias of the shared weight alone, and the whole.
+            assert torch.equal(model.encoder(ids), plain.encoder(ids))
+            assert torch.equal(model.decoder.embed(ids), plain.decoder.embed(ids))
+            assert torch.equal(engine(ids), plain(ids))
+        assert all(parameter.numel() == 0 for parameter in model.parameters())
+    loss, expected = engine(ids), plain(ids)
+    engine.backward(loss)
+    expected.backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
+    engine.step()
+    assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)
+    with pytest.raises(TypeError, match="must be Tensor"), torch.no_grad():
+        model.encoder("no tensor")
+    with torch.no_grad():
+        model.encoder(ids)  # a failed call leaves nothing open
+
+
+@on_ranks(2)
+def test_a_saved_weight_has_its_status() -> None:
     requested.clear()
     torch.manual_seed(1)
     model = Head()
@@ -121,11 +121,3 @@ def _saved_weight() -> None:
     for name in dir(torch.Tensor):
         getattr(torch.Tensor, name)  # as torch.compile does
     assert not hasattr(torch.zeros(3), "ds_status") and not hasattr(nn.Parameter(torch.zeros(3)), "ds_status")
-
-
-def test_parts_are_called_by_themselves():
-    run_ranks(_parts, 2)
-
-
-def test_a_saved_weight_has_its_status():
-    run_ranks(_saved_weight, 2)

@@ -1,18 +1,15 @@
 """The methods of the optimizer of stage 3 that read and write states of single parameters."""
 
-from __future__ import annotations
-
 import torch
-import torch.distributed as dist
 
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.access import states
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.zero.access.support import batch, build, train
 
 
-def _methods():
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_methods_are_those_of_the_functions(rank):
     engine = build(3)
     optimizer, params = engine.optimizer, dict(engine.module.named_parameters())
     assert type(optimizer) is DeepSpeedZeroOptimizer_Stage3
@@ -32,7 +29,3 @@ def _methods():
     optimizer.set_fp32_grad_for_param(gradient + 1, weight)
     optimizer.set_local_grad_for_param(optimizer.get_local_fp32_grad_for_param(weight) * 2, weight)
     assert torch.equal(states.safe_get_full_grad(weight), (gradient + 1) * 2)
-
-
-def test_methods_are_those_of_the_functions():
-    run_ranks(_methods, 2)

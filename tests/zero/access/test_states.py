@@ -1,7 +1,5 @@
 """safe_get_* and safe_set_*: master weights, gradients and optimizer states of single parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,14 +9,15 @@ from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceErr
 from deepspeed.utils import set_z3_leaf_modules
 from deepspeed.zero.access import states as access
 from tests.engine.support import same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.zero.access.support import Model, batch, build, reference, reference_backward, train
 
 STAGES = [0, 1, 2, 3]
 
 
-def _read_after_training(stage, ranks):
-    rank = dist.get_rank()
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 3), (3, 1)])
+@on_ranks()
+def test_masters_and_states_are_those_of_plain_torch(rank, stage, ranks):
     engine = build(stage)
     wanted, optimizer = reference(ranks, 2)
     params = dict(engine.module.named_parameters())
@@ -49,13 +48,12 @@ def _read_after_training(stage, ranks):
         access.safe_get_full_optimizer_state(params["first.weight"], "exp_average")
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 3), (3, 1)])
-def test_masters_and_states_are_those_of_plain_torch(stage, ranks):
-    run_ranks(_read_after_training, ranks, stage, ranks)
-
-
-def _gradients(stage, ranks, fp16):
-    rank = dist.get_rank()
+@pytest.mark.parametrize(
+    ("stage", "ranks", "fp16"),
+    [(0, 2, False), (1, 2, False), (2, 2, False), (3, 2, False), (3, 3, False), (3, 1, False)],
+)
+@on_ranks()
+def test_gradients_between_backward_and_step(rank, stage, ranks, fp16):
     torch.manual_seed(3)
     model = Model()
     more = {"fp16": {"enabled": True, "loss_scale": 128}} if fp16 else {}
@@ -94,16 +92,10 @@ def _gradients(stage, ranks, fp16):
         access.safe_set_full_grad(params["last.bias"], torch.zeros(3))
 
 
-@pytest.mark.parametrize(
-    ("stage", "ranks", "fp16"),
-    [(0, 2, False), (1, 2, False), (2, 2, False), (3, 2, False), (3, 3, False), (3, 1, False)],
-)
-def test_gradients_between_backward_and_step(stage, ranks, fp16):
-    run_ranks(_gradients, ranks, stage, ranks, fp16)
-
-
-def _set_values(stage, bf16):
-    rank = dist.get_rank()
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_what_is_set_is_what_trains(rank, stage, bf16):
     more = {"bf16": {"enabled": True}} if bf16 else {}
     engine = build(stage, **more)
     train(engine, rank, 1)
@@ -137,14 +129,9 @@ def _set_values(stage, bf16):
     torch.testing.assert_close(access.safe_get_full_fp32_param(weight), value * (1 - 0.0001), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_is_set_is_what_trains(stage, bf16):
-    run_ranks(_set_values, 2, stage, bf16)
-
-
-def _everything(stage, ranks):
-    rank = dist.get_rank()
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 3), (3, 1)])
+@on_ranks()
+def test_iter_full_reads_everything_by_bucket(rank, stage, ranks):
     engine = build(stage)
     engine.backward(engine(batch(rank)))
     params = dict(engine.module.named_parameters())
@@ -183,12 +170,8 @@ def _everything(stage, ranks):
         list(engine.iter_full("exp_average"))
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 3), (3, 1)])
-def test_iter_full_reads_everything_by_bucket(stage, ranks):
-    run_ranks(_everything, ranks, stage, ranks)
-
-
-def _written():
+@on_ranks(2)
+def test_iter_full_reads_masters_as_the_program_has_written_the_parameters():
     engine = build(1, bf16={"enabled": True})
     weight = dict(engine.module.named_parameters())["first.weight"]
     with torch.no_grad():
@@ -196,12 +179,30 @@ def _written():
     assert dict(engine.iter_full("fp32"))["first.weight"].eq(3).all()
 
 
-def test_iter_full_reads_masters_as_the_program_has_written_the_parameters():
-    run_ranks(_written, 2)
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_parameters_without_a_gradient_are_left_alone(stage):
+    engine = build(stage)
+    unused = dict(engine.module.named_parameters())["unused"]
+    engine.backward(engine(batch(dist.get_rank())))
+    before = access.safe_get_full_fp32_param(unused)
+    access.safe_update_full_grad_vectorized(engine.module.parameters(), lambda gradient, _: gradient)
+    assert access.safe_get_full_grad(unused) is None
+    engine.step()
+    assert torch.equal(access.safe_get_full_fp32_param(unused), before), "no weight decay without a gradient"
 
 
-def _vectorized():
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_a_state_that_no_rank_has_yet_raises_on_every_rank():
+    engine = build(3)
+    for parameter in engine.module.parameters():  # each lies on some ranks only
+        if parameter.requires_grad and parameter.ds_numel:
+            with pytest.raises(CallOrderError, match="first update"):
+                access.safe_set_full_optimizer_state(parameter, torch.zeros(parameter.ds_shape), "exp_avg")
+
+
+@on_ranks(2)
+def test_many_gradients_at_once(rank):
     engine = build(3)
     engine.backward(engine(batch(rank)))
     params = [p for p in engine.module.parameters() if p.requires_grad]
@@ -222,39 +223,8 @@ def _vectorized():
             assert torch.equal(access.safe_get_full_grad(parameter), before[id(parameter)] * 2)
 
 
-def _vectorized_without_a_gradient(stage):
-    engine = build(stage)
-    unused = dict(engine.module.named_parameters())["unused"]
-    engine.backward(engine(batch(dist.get_rank())))
-    before = access.safe_get_full_fp32_param(unused)
-    access.safe_update_full_grad_vectorized(engine.module.parameters(), lambda gradient, _: gradient)
-    assert access.safe_get_full_grad(unused) is None
-    engine.step()
-    assert torch.equal(access.safe_get_full_fp32_param(unused), before), "no weight decay without a gradient"
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_parameters_without_a_gradient_are_left_alone(stage):
-    run_ranks(_vectorized_without_a_gradient, 2, stage)
-
-
-def _state_before_the_first_update():
-    engine = build(3)
-    for parameter in engine.module.parameters():  # each lies on some ranks only
-        if parameter.requires_grad and parameter.ds_numel:
-            with pytest.raises(CallOrderError, match="first update"):
-                access.safe_set_full_optimizer_state(parameter, torch.zeros(parameter.ds_shape), "exp_avg")
-
-
-def test_a_state_that_no_rank_has_yet_raises_on_every_rank():
-    run_ranks(_state_before_the_first_update, 2)
-
-
-def test_many_gradients_at_once():
-    run_ranks(_vectorized, 2)
-
-
-def _different_calls():
+@on_ranks(2)
+def test_ranks_that_request_different_parameters_all_raise():
     engine = build(3)
     names = ["blocks.0.rise.weight", "blocks.1.rise.weight"]
     parameter = dict(engine.module.named_parameters())[names[dist.get_rank()]]
@@ -263,11 +233,8 @@ def _different_calls():
     assert all(name in str(caught.value) for name in names)
 
 
-def test_ranks_that_request_different_parameters_all_raise():
-    run_ranks(_different_calls, 2)
-
-
-def _wrong_calls():
+@on_ranks(2)
+def test_calls_that_cannot_be_served_raise():
     engine = build(3)
     params = dict(engine.module.named_parameters())
     with pytest.raises(DeepSpeedConfigError, match=r"\(7, 15\)"):
@@ -280,10 +247,6 @@ def _wrong_calls():
     assert access.safe_get_full_fp32_param(plain) is None
     assert access.safe_get_full_grad(plain) is None
     assert access.safe_get_local_optimizer_state(plain, "exp_avg") is None
-
-
-def test_calls_that_cannot_be_served_raise():
-    run_ranks(_wrong_calls, 2)
 
 
 class _Choosing(torch.nn.Module):
@@ -300,8 +263,9 @@ class _Choosing(torch.nn.Module):
         return self.own[dist.get_rank()](self.shared(x)).square().mean()
 
 
-def _used_elsewhere(stage):
-    rank = dist.get_rank()
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_gradient_is_the_mean_on_ranks_that_did_not_use_the_parameter(rank, stage):
     model, plain = _Choosing(), _Choosing()
     set_z3_leaf_modules(model, [_Choosing])
     engine = build(stage, model)
@@ -325,12 +289,9 @@ def _used_elsewhere(stage):
     assert moved == [not name.startswith("idle") for name in params]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_is_the_mean_on_ranks_that_did_not_use_the_parameter(stage):
-    run_ranks(_used_elsewhere, 2, stage)
-
-
-def _set_on_one_rank(stage):
+@on_ranks(2)
+def test_a_gradient_that_one_rank_sets_is_an_error_where_all_keep_it_whole():
+    stage = 0
     engine = build(stage)
     parameter = engine.module.last.bias
     engine.backward(engine(batch(dist.get_rank())))
@@ -340,7 +301,3 @@ def _set_on_one_rank(stage):
     with pytest.raises(DivergenceError, match=r"safe_set_full_grad.*ranks \[0\]"):
         engine.step()
     assert torch.equal(parameter, before)
-
-
-def test_a_gradient_that_one_rank_sets_is_an_error_where_all_keep_it_whole():
-    run_ranks(_set_on_one_rank, 2, 0)

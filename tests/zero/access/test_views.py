@@ -1,7 +1,5 @@
 """No bare view of freed memory survives: kept views give the numbers they had, or an exception; never a crash."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,7 @@ import deepspeed
 from deepspeed.zero import GatheredParameters
 from deepspeed.zero.storage import FlatBuffer, StorageKind
 from tests.engine.support import engine_of
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.zero.access.support import Model, batch, build, config, train
 
 
@@ -79,8 +77,21 @@ def _numbers(value):
     return torch.as_tensor(value)
 
 
-def _read_after_reshard(stage, zero):
-    rank = torch.distributed.get_rank()
+def _fresh():
+    torch.manual_seed(5)
+    return KeepsViews()
+
+
+def train_like(engine, rank):
+    engine.backward(engine(batch(rank)))
+    engine.step()
+    train(engine, rank, 2, first=1)
+
+
+@pytest.mark.parametrize("zero", [{}, {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}])
+@on_ranks(2)
+def test_views_that_modules_keep(rank, zero):
+    stage = 3
     torch.manual_seed(5)
     plain = KeepsViews()
     torch.manual_seed(5)
@@ -122,22 +133,6 @@ def _read_after_reshard(stage, zero):
     return len(mine)
 
 
-def _fresh():
-    torch.manual_seed(5)
-    return KeepsViews()
-
-
-def train_like(engine, rank):
-    engine.backward(engine(batch(rank)))
-    engine.step()
-    train(engine, rank, 2, first=1)
-
-
-@pytest.mark.parametrize("zero", [{}, {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}])
-def test_views_that_modules_keep(zero):
-    run_ranks(_read_after_reshard, 2, 3, zero)
-
-
 class SavesByItself(torch.autograd.Function):
     """Keeps the weight on its context, where saved-tensor hooks do not see it."""
 
@@ -164,8 +159,8 @@ class Custom(nn.Module):
         return x.square().mean()
 
 
-def _outside_the_hooks():
-    rank = torch.distributed.get_rank()
+@on_ranks(2)
+def test_what_a_custom_function_saves_by_itself(rank):
     results = []
     for stage in (3, 0):
         torch.manual_seed(6)
@@ -177,11 +172,8 @@ def _outside_the_hooks():
         torch.testing.assert_close(results[0][name], value, rtol=1e-6, atol=1e-7)
 
 
-def test_what_a_custom_function_saves_by_itself():
-    run_ranks(_outside_the_hooks, 2)
-
-
-def _gathered_views():
+@on_ranks(2)
+def test_views_kept_from_gathered_parameters():
     engine = build(3)
     params = dict(engine.module.named_parameters())
     with GatheredParameters(params.values()):
@@ -197,12 +189,8 @@ def _gathered_views():
         assert torch.equal(params["blocks.0.rise.weight"].view(-1), wanted["blocks.0.rise.weight"])
 
 
-def test_views_kept_from_gathered_parameters():
-    run_ranks(_gathered_views, 2)
-
-
-def _nothing_is_left_behind():
-    rank = torch.distributed.get_rank()
+@on_ranks(2)
+def test_ordinary_training_leaves_no_memory_behind(rank):
     moved = []
     leave = FlatBuffer._leave_to_others
     FlatBuffer._leave_to_others = lambda self: (moved.append(self), leave(self))[1]
@@ -218,11 +206,9 @@ def _nothing_is_left_behind():
     assert not moved
 
 
-def test_ordinary_training_leaves_no_memory_behind():
-    run_ranks(_nothing_is_left_behind, 2)
-
-
-def _of_fixed_size():
+@on_ranks(2)
+def test_a_view_that_fixes_the_size_of_its_memory():
+    """``numpy()`` and ``share_memory_()`` forbid to resize a storage for good, also when the view is gone."""
     kept = []
     uses = (
         lambda p: p.detach().numpy(),
@@ -252,8 +238,3 @@ def _of_fixed_size():
         handle.remove()
         engine.destroy()
     assert all(torch.equal(torch.from_numpy(array), values) for array, values in kept)
-
-
-def test_a_view_that_fixes_the_size_of_its_memory():
-    """``numpy()`` and ``share_memory_()`` forbid to resize a storage for good, also when the view is gone."""
-    run_ranks(_of_fixed_size, 2)

@@ -3,8 +3,6 @@
 ``python -m tests.zero.construction.families`` prints why there is none of a type, a line each.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

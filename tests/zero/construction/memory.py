@@ -1,7 +1,5 @@
 """Watching the private anonymous memory of several processes from outside: mapped file pages do not count."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

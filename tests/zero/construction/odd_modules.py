@@ -1,7 +1,5 @@
 """Modules whose construction is odd, as real code has them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -75,7 +73,7 @@ class AddsLater(nn.Module):
         super().__init__()
         self.size = size
 
-    def grow(self) -> AddsLater:
+    def grow(self):
         self.register_parameter("late", nn.Parameter(torch.full((self.size,), 2.0)))
         self.inner = nn.Linear(self.size, self.size)
         return self

@@ -1,7 +1,5 @@
 """Small transformers models, and the switch that makes transformers build them for ZeRO stage 3."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from typing import Any
 

@@ -1,7 +1,5 @@
 """zero.Init: modules are sharded as they are built, whatever their construction looks like."""
 
-from __future__ import annotations
-
 import copy
 import logging
 
@@ -15,7 +13,7 @@ from deepspeed.comm.base.counters import counted
 from deepspeed.errors import DeepSpeedConfigError, DivergenceError, NotYetSupportedError, ShardedAccessError
 from deepspeed.zero import GatheredParameters, Init, MiCS_Init, ZeroParamStatus, register_external_parameter
 from deepspeed.zero.construction.modules import serving_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.zero.construction import odd_modules as odd
 
 BF16 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
@@ -32,7 +30,8 @@ def same_everywhere(values):
     return all(torch.equal(everywhere[0][name], other[name]) for other in everywhere for name in values)
 
 
-def _plain(ranks):
+@on_ranks(1, 2, 3)
+def test_the_model_is_the_one_that_is_built_without(ranks):
     # Every rank draws other numbers; rank 0's count.
     torch.manual_seed(1)
     expected = odd.InitializesAtTheEnd()
@@ -60,12 +59,8 @@ def _plain(ranks):
     assert total == sum(p.numel() for p in expected.parameters())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_model_is_the_one_that_is_built_without(ranks):
-    run_ranks(_plain, ranks, ranks)
-
-
-def _odd_classes():
+@on_ranks(2)
+def test_odd_constructions():
     with Init():
         early, late = odd.ReturnsEarly(5), odd.ReturnsEarly(5, plain=False)
         grown = odd.AddsLater(4).grow()
@@ -100,11 +95,8 @@ def _odd_classes():
     assert torch.Tensor([1.0]).dtype == torch.float32 and "__new__" not in vars(torch.Tensor)
 
 
-def test_odd_constructions():
-    run_ranks(_odd_classes, 2)
-
-
-def _kinds():
+@on_ranks(2)
+def test_dtypes_and_kinds_of_parameters():
     with Init(config_dict_or_path=BF16):
         model = odd.Mixed()
         assert torch.zeros(2).dtype == torch.bfloat16
@@ -136,11 +128,8 @@ def _kinds():
         assert torch.ones(1, dtype=torch.float64).dtype == torch.float32
 
 
-def test_dtypes_and_kinds_of_parameters():
-    run_ranks(_kinds, 2)
-
-
-def _patched_upstream():
+@on_ranks(2)
+def test_the_constructor_wrapper_is_looked_up_upstream_on_entry():
     from deepspeed.runtime.zero import partition_parameters as pp
 
     original, seen = pp.zero_wrapper_for_fp_tensor_constructor, []
@@ -170,11 +159,8 @@ def _patched_upstream():
     assert len(seen) == 16
 
 
-def test_the_constructor_wrapper_is_looked_up_upstream_on_entry():
-    run_ranks(_patched_upstream, 2)
-
-
-def _nested():
+@on_ranks(2)
+def test_nested_disabled_and_suspended():
     with Init(config_dict_or_path=BF16):
         outer = nn.Linear(3, 3)
         with Init(enabled=False):
@@ -202,11 +188,8 @@ def _nested():
     assert weight.shape == (0,)
 
 
-def test_nested_disabled_and_suspended():
-    run_ranks(_nested, 2)
-
-
-def _existing():
+@on_ranks(2)
+def test_an_existing_module_and_a_remote_device():
     torch.manual_seed(dist.get_rank())
     model = odd.InitializesAtTheEnd()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -220,11 +203,8 @@ def _existing():
         assert nn.Linear(3, 3).weight.ds_tensor.device.type == "cpu"
 
 
-def test_an_existing_module_and_a_remote_device():
-    run_ranks(_existing, 2)
-
-
-def _passes_over_copies():
+@on_ranks(2)
+def test_passes_over_a_built_model_reach_copies():
     """The library's tying of weights pads the bias of a copied head (RT-DETR, D-FINE)."""
     with Init():
         first = nn.Linear(3, 5)
@@ -237,11 +217,8 @@ def _passes_over_copies():
     assert torch.equal(found["1.bias"], before["0.bias"] + 1) and torch.equal(found["0.bias"], before["0.bias"])
 
 
-def test_passes_over_a_built_model_reach_copies():
-    run_ranks(_passes_over_copies, 2)
-
-
-def _weight_norm():
+@on_ranks(2)
+def test_weight_normalized_convolutions():
     """The pattern of the wav2vec family: parametrised while gathered, registered as external."""
     with Init():
         convolution = nn.Conv1d(4, 4, 3)
@@ -252,10 +229,6 @@ def _weight_norm():
             register_external_parameter(parent, parameter)
     assert convolution.parametrizations.weight.original0.ds_shape == (1, 1, 3)
     return [name for name, _ in convolution.named_parameters()]
-
-
-def test_weight_normalized_convolutions():
-    run_ranks(_weight_norm, 2)
 
 
 def _refused():
@@ -279,19 +252,17 @@ def test_what_is_refused_and_what_an_exception_leaves():
     run_ranks(_refused, 2)
 
 
-def _different_models():
+@on_ranks(2)
+def test_ranks_that_build_different_models_all_raise():
     with pytest.raises(DivergenceError) as caught, Init():
         nn.Linear(3, 3)
         nn.Linear(3, 4 + dist.get_rank())
-    return str(caught.value)
+    message = str(caught.value)
+    assert "(4, 3)" in message and "(5, 3)" in message
 
 
-def test_ranks_that_build_different_models_all_raise():
-    for message in run_ranks(_different_models, 2):
-        assert "(4, 3)" in message and "(5, 3)" in message
-
-
-def _one_module_at_a_time():
+@on_ranks(2)
+def test_only_shares_are_sent():
     width, depth = 64, 20
     with Init(), counted() as traffic:
         model = odd.Normalized(width, depth)
@@ -304,20 +275,13 @@ def _one_module_at_a_time():
     assert held <= depth * (module // 2 + 64)
 
 
-def test_only_shares_are_sent():
-    run_ranks(_one_module_at_a_time, 2)
-
-
-def _no_group():
+@on_ranks(2, backend=None)
+def test_the_process_group_is_started_if_there_is_none():
     assert not dist.is_initialized()
     with Init():
         model = nn.Linear(3, 3)
     assert dist.is_initialized()
-    return full_values(model)["weight"].shape
-
-
-def test_the_process_group_is_started_if_there_is_none():
-    assert run_ranks(_no_group, 2, backend=None) == [(3, 3)] * 2
+    assert full_values(model)["weight"].shape == (3, 3)
 
 
 def test_it_is_silent_and_costs_nothing_when_disabled(caplog):
@@ -350,7 +314,8 @@ class ReadsSizes(nn.Module):
         return (self.weighted(self.new(x[..., None]).squeeze(-1)) * self.scale).square().mean()
 
 
-def _reads_sizes() -> None:
+@on_ranks(1, 2, 3)
+def test_constructors_read_full_sizes() -> None:
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -383,8 +348,3 @@ def _reads_sizes() -> None:
     found = full_values(engine.module)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_constructors_read_full_sizes(ranks):
-    run_ranks(_reads_sizes, ranks)

@@ -1,7 +1,5 @@
 """deepspeed.initialize takes models from wherever they are: sharded, plain, mixed, on meta, from another engine."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -12,7 +10,7 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.zero import GatheredParameters, Init
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.zero.access.support import Model, batch, build, config, new_block, train
 from tests.zero.construction import odd_modules as odd
 
@@ -27,8 +25,20 @@ def assert_same(left, right):
         assert torch.equal(left[name], right[name]), name
 
 
-def _sharded_model(stage, bf16, threshold):
-    rank = dist.get_rank()
+@pytest.mark.parametrize(
+    ("stage", "ranks", "bf16", "threshold"),
+    [
+        (3, 2, False, 0),
+        (3, 3, True, 0),
+        (3, 2, True, 100_000),
+        (2, 2, True, 0),
+        (1, 2, False, 0),
+        (0, 2, True, 0),
+        (3, 1, True, 0),
+    ],
+)
+@on_ranks()
+def test_a_model_built_in_shards_trains_as_one_built_whole(rank, stage, bf16, threshold):
     more = {"bf16": {"enabled": True}} if bf16 else {}
     zero = {"stage3_param_persistence_threshold": threshold}
     plain = build(stage, zero=zero, **more)
@@ -45,22 +55,6 @@ def _sharded_model(stage, bf16, threshold):
     assert hasattr(named["first.weight"], "ds_id") == (stage == 3)
 
 
-@pytest.mark.parametrize(
-    ("stage", "ranks", "bf16", "threshold"),
-    [
-        (3, 2, False, 0),
-        (3, 3, True, 0),
-        (3, 2, True, 100_000),
-        (2, 2, True, 0),
-        (1, 2, False, 0),
-        (0, 2, True, 0),
-        (3, 1, True, 0),
-    ],
-)
-def test_a_model_built_in_shards_trains_as_one_built_whole(stage, ranks, bf16, threshold):
-    run_ranks(_sharded_model, ranks, stage, bf16, threshold)
-
-
 class Pair(nn.Module):
     def __init__(self, inner: nn.Module, outer: nn.Module) -> None:
         super().__init__()
@@ -70,8 +64,9 @@ class Pair(nn.Module):
         return self.inner(x) * self.outer.last.bias.sum()
 
 
-def _mixture(stage):
-    rank = dist.get_rank()
+@pytest.mark.parametrize("stage", [3, 2])
+@on_ranks(2)
+def test_a_mixture_of_sharded_and_plain_modules(rank, stage):
     torch.manual_seed(7)
     whole = Pair(Model(), Model())
     torch.manual_seed(7)
@@ -96,13 +91,17 @@ def _mixture(stage):
     assert dict(mixed.named_parameters())["inner.first.weight"] is replacement
 
 
-@pytest.mark.parametrize("stage", [3, 2])
-def test_a_mixture_of_sharded_and_plain_modules(stage):
-    run_ranks(_mixture, 2, stage)
+def copy_of(values, stage):
+    model = Model()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
+    return deepspeed.initialize(model=model, config=config(stage))[0]
 
 
-def _from_engine_to_engine(first, second):
-    rank = dist.get_rank()
+@pytest.mark.parametrize(("first", "second"), [(3, 3), (3, 1), (2, 3), (0, 0)])
+@on_ranks(2)
+def test_a_second_initialize_takes_the_model_over(rank, first, second):
     torch.manual_seed(3)
     model = Model()
     old = deepspeed.initialize(model=model, config=config(first))[0]
@@ -123,21 +122,14 @@ def _from_engine_to_engine(first, second):
     new.destroy()
 
 
-def copy_of(values, stage):
-    model = Model()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(values[name])
-    return deepspeed.initialize(model=model, config=config(stage))[0]
+def copy_trained(values, rank):
+    engine = copy_of(values, 3)
+    train(engine, rank, 1, first=1)
+    return engine
 
 
-@pytest.mark.parametrize(("first", "second"), [(3, 3), (3, 1), (2, 3), (0, 0)])
-def test_a_second_initialize_takes_the_model_over(first, second):
-    run_ranks(_from_engine_to_engine, 2, first, second)
-
-
-def _deep_copies():
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_deepcopy_of_a_sharded_model(rank):
     engine = build(3)
     train(engine, rank, 1)
     before = values_of(engine)
@@ -156,16 +148,6 @@ def _deep_copies():
     assert_same(values_of(reference), before)
     train(reference, rank, 1, first=1)
     assert_same(values_of(reference), values_of(copy_trained(before, rank)))
-
-
-def copy_trained(values, rank):
-    engine = copy_of(values, 3)
-    train(engine, rank, 1, first=1)
-    return engine
-
-
-def test_deepcopy_of_a_sharded_model():
-    run_ranks(_deep_copies, 2)
 
 
 # -- meta ------------------------------------------------------------------------------------------------------------
@@ -233,8 +215,9 @@ class LibraryStyle(nn.Module):
         return x.square().mean() * self.table.sum() * self.scaled.scale.mean()
 
 
-def _on_meta(stage):
-    rank = dist.get_rank()
+@pytest.mark.parametrize("stage", [3, 1])
+@on_ranks(2)
+def test_modules_on_the_meta_device_get_values(rank, stage):
     torch.manual_seed(rank)
     with torch.device("meta"):
         model = OnMeta()
@@ -262,29 +245,21 @@ def _on_meta(stage):
     train(engine, rank, 1)
 
 
-@pytest.mark.parametrize("stage", [3, 1])
-def test_modules_on_the_meta_device_get_values(stage):
-    run_ranks(_on_meta, 2, stage)
-
-
-def _cannot_materialize():
+@on_ranks(2)
+def test_a_module_that_nothing_can_initialize_is_named():
     with torch.device("meta"):
         model = Unfinished()
     with pytest.raises(DeepSpeedConfigError) as caught:
         deepspeed.initialize(model=model, config=config(3))
-    return str(caught.value)
-
-
-def test_a_module_that_nothing_can_initialize_is_named():
-    for message in run_ranks(_cannot_materialize, 2):
-        assert "'scale'" in message and "'inner.1'" in message and "zero.Init" in message
+    message = str(caught.value)
+    assert "'scale'" in message and "'inner.1'" in message and "zero.Init" in message
 
 
 # -- contexts and late modules ---------------------------------------------------------------------------------------
 
 
-def _inside_a_context():
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_initialize_inside_a_context_suspends_it(rank):
     with Init(config_dict_or_path=config(3), dtype=torch.float32):
         model = Model()
         engine = deepspeed.initialize(model=model, config=config(3))[0]
@@ -293,12 +268,9 @@ def _inside_a_context():
     train(engine, rank, 1)
 
 
-def test_initialize_inside_a_context_suspends_it():
-    run_ranks(_inside_a_context, 2)
-
-
-def _attached_later(stage):
-    rank = dist.get_rank()
+@pytest.mark.parametrize("stage", [3, 0])
+@on_ranks(2)
+def test_modules_attached_after_initialize_run(rank, stage):
     engine = build(stage)
     before = values_of(engine)
     engine.module.blocks.append(new_block(7))  # it runs, untrained
@@ -310,13 +282,8 @@ def _attached_later(stage):
         assert torch.equal(parameter, late[name])
 
 
-@pytest.mark.parametrize("stage", [3, 0])
-def test_modules_attached_after_initialize_run(stage):
-    run_ranks(_attached_later, 2, stage)
-
-
-def _odd_models_train():
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_a_tied_and_oddly_built_model_trains(rank):
     with Init():
         model = odd.InitializesAtTheEnd()
     engine = deepspeed.initialize(model=model, config=config(3))[0]
@@ -331,11 +298,8 @@ def _odd_models_train():
     assert engine.module.head.weight is engine.module.embedding.weight
 
 
-def test_a_tied_and_oddly_built_model_trains():
-    run_ranks(_odd_models_train, 2)
-
-
-def _adagrad_on_shards() -> None:
+@on_ranks(2)
+def test_a_configured_adagrad_on_a_model_built_in_shards() -> None:
     """Torch's own makes its state of every parameter at once, and a sharded one has no values."""
     adagrad = {"type": "Adagrad", "params": {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.3}}
     plain = build(3, optimizer=adagrad)
@@ -353,11 +317,8 @@ def _adagrad_on_shards() -> None:
     assert_same(values_of(client), values_of(engine))
 
 
-def test_a_configured_adagrad_on_a_model_built_in_shards():
-    run_ranks(_adagrad_on_shards, 2)
-
-
-def _two_16_bit_dtypes() -> None:
+@on_ranks(1)
+def test_neither_16_bit_dtype_is_squeezed_into_the_other() -> None:
     model = nn.Sequential(nn.Linear(5, 5).half(), nn.Linear(5, 5).bfloat16())
     with torch.no_grad():
         model[0].weight.fill_(1 + 2**-10)
@@ -367,7 +328,3 @@ def _two_16_bit_dtypes() -> None:
     assert float(values["0.weight"][0, 0]) == 1 + 2**-10  # the master; bf16 rounds it
     assert engine.module[1].weight[0, 0].item() > 9e19
     engine.destroy()
-
-
-def test_neither_16_bit_dtype_is_squeezed_into_the_other() -> None:
-    run_ranks(_two_16_bit_dtypes, 1)

@@ -1,7 +1,5 @@
 """from_pretrained loads what stage 0 loads at ZeRO stage 3 and under every cut: every family of Transformers (slow)."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.parallel.expert import loading
 from deepspeed.parallel.pipe.transformers_models import transformers_names
 from deepspeed.pipe import PipelineModule
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.zero.construction import pretrained as models
 from tests.zero.construction.families import small_families, tried_families
 from tests.zero.construction.test_init import full_values
@@ -86,13 +84,6 @@ def _saved(folder: str, families: Any) -> Iterator[tuple[str, Any, str | None]]:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _compared(folder, part):
-    families = small_families(_types_of(part))
-    return {
-        n: "unsaveable" if place is None else _difference(kind, place) for n, kind, place in _saved(folder, families)
-    }
-
-
 def test_what_cannot_be_made_small_has_a_reason():
     tried = {
         kind: (config, reason) for kind, _, config, reason in tried_families(("llama", "sam_mask_decoder", "swinv2"))
@@ -104,12 +95,17 @@ def test_what_cannot_be_made_small_has_a_reason():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
+@on_ranks(2, timeout=3600)
 def test_every_family_loads_as_at_stage_0(part, tmp_path):
-    for outcome in run_ranks(_compared, 2, str(tmp_path), part, timeout=3600):
-        left_out = {name: words for name, words in outcome.items() if words and words.startswith(("unl", "uns"))}
-        print(left_out)  # each with its reason; those that cannot be built: python -m tests.zero.construction.families
-        assert not {name: words for name, words in outcome.items() if words is not None and name not in left_out}
-        assert sum(words is None for words in outcome.values()) >= len(_types_of(part)) // 2, outcome
+    folder = str(tmp_path)
+    families = small_families(_types_of(part))
+    outcome = {
+        n: "unsaveable" if place is None else _difference(kind, place) for n, kind, place in _saved(folder, families)
+    }
+    left_out = {name: words for name, words in outcome.items() if words and words.startswith(("unl", "uns"))}
+    print(left_out)  # each with its reason; those that cannot be built: python -m tests.zero.construction.families
+    assert not {name: words for name, words in outcome.items() if words is not None and name not in left_out}
+    assert sum(words is None for words in outcome.values()) >= len(_types_of(part)) // 2, outcome
 
 
 REFUSED = "refused"
@@ -149,7 +145,11 @@ def _cut(what: str, kind: Any, place: str) -> dict[str, torch.Tensor]:
     return {next(names[b] + n.removeprefix(b) for b in names if n.startswith(b)): v for n, v in weights.items()}
 
 
-def _out_of_cuts(folder, part):
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+@on_ranks(2, timeout=3600)
+def test_every_family_comes_out_of_every_cut_as_it_was_stored(part, tmp_path):
+    folder = str(tmp_path)
     kinds = ("ForCausalLM", "ForConditionalGeneration")
     families = (one for one in small_families(_types_of(part)) if one[1].__name__.endswith(kinds))
     outcome = {}
@@ -171,13 +171,6 @@ def _out_of_cuts(folder, part):
             expected = dict(plain.named_parameters()) if dist.get_rank() == 0 else {}
             wrong = [n for n, value in expected.items() if n not in found or not _are_equal(found[n], value)]
             outcome[name, what] = f"other values: {wrong[:4]}" if wrong else None
-    return outcome
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
-def test_every_family_comes_out_of_every_cut_as_it_was_stored(part, tmp_path):
-    for outcome in run_ranks(_out_of_cuts, 2, str(tmp_path), part, timeout=3600):
-        assert not {key: words for key, words in outcome.items() if words not in (None, REFUSED)}
-        whole = {what: sum(words is None for (_, cut), words in outcome.items() if cut == what) for what in CUTS}
-        assert whole["tensor"] >= 5 and whole["expert"] >= 2 and whole["pipeline"] >= 2, whole
+    assert not {key: words for key, words in outcome.items() if words not in (None, REFUSED)}
+    whole = {what: sum(words is None for (_, cut), words in outcome.items() if cut == what) for what in CUTS}
+    assert whole["tensor"] >= 5 and whole["expert"] >= 2 and whole["pipeline"] >= 2, whole

@@ -1,7 +1,5 @@
 """from_pretrained at ZeRO stage 3 loads what stage 0 loads, or is an error on every rank."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -10,7 +8,7 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.errors import CheckpointError
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.zero.construction import pretrained as models
 from tests.zero.construction.test_init import full_values
 
@@ -76,7 +74,9 @@ def _build(name):
     raise LookupError(name)
 
 
-def _strided(folder):
+@on_ranks(2)
+def test_buffers_of_any_strides_are_loaded_on_every_rank(tmp_path):
+    folder = str(tmp_path)
     import transformers
 
     class Strided(transformers.PreTrainedModel):
@@ -98,14 +98,12 @@ def _strided(folder):
     dist.barrier()
     with models.zero3_switched_on(models.auto_config()):
         model = Strided.from_pretrained(place)
-    return model.gappy.tolist(), model.repeated.tolist()
+    assert (model.gappy.tolist(), model.repeated.tolist()) == ([5.0] * 4, [[6.0] * 3] * 2)
 
 
-def test_buffers_of_any_strides_are_loaded_on_every_rank(tmp_path):
-    assert run_ranks(_strided, 2, str(tmp_path)) == [([5.0] * 4, [[6.0] * 3] * 2)] * 2
-
-
-def _same_as_stage_0(folder):
+@on_ranks(2, timeout=180)
+def test_families_with_conversions_load_as_at_stage_0(tmp_path):
+    folder = str(tmp_path)
     for name in FAMILIES:
         kind, config = _build(name)
         place = os.path.join(folder, name)
@@ -133,11 +131,9 @@ def _same_as_stage_0(folder):
             assert torch.equal(value, plain.state_dict()[each]), (name, each)
 
 
-def test_families_with_conversions_load_as_at_stage_0(tmp_path):
-    run_ranks(_same_as_stage_0, 2, str(tmp_path), timeout=180)
-
-
-def _refused(folder):
+@on_ranks(2)
+def test_files_that_do_not_fit_are_an_error_on_every_rank(tmp_path):
+    folder = str(tmp_path)
     from safetensors.torch import load_file, save_file
     from transformers import LlamaForCausalLM, MixtralForCausalLM
 
@@ -196,7 +192,3 @@ def _refused(folder):
                     file.truncate(100)
             dist.barrier()
             MixtralForCausalLM.from_pretrained(os.path.join(folder, "expert"))
-
-
-def test_files_that_do_not_fit_are_an_error_on_every_rank(tmp_path):
-    run_ranks(_refused, 2, str(tmp_path))

@@ -1,7 +1,5 @@
 """Peak memory of building, loading and initialize: never more than one module or unit above the shards."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

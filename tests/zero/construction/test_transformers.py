@@ -1,7 +1,5 @@
 """transformers under ZeRO stage 3: from_config and from_pretrained shard while they build and load."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -10,7 +8,7 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.zero import GatheredParameters
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.zero.construction import pretrained as models
 from tests.zero.construction.test_init import full_values, same_everywhere
 
@@ -48,7 +46,10 @@ def settings(**more):
     }  # fmt: skip
 
 
-def _load_and_train(name, folder):
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2, timeout=180)
+def test_load_build_and_train(name, tmp_path):
+    folder = str(tmp_path)
     from transformers.trainer_pt_utils import get_model_param_count
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -111,12 +112,9 @@ def _load_and_train(name, folder):
         assert torch.equal(found, plain.generate(prompt, max_new_tokens=4, do_sample=False))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_load_build_and_train(name, tmp_path):
-    run_ranks(_load_and_train, 2, name, str(tmp_path), timeout=180)
-
-
-def _half_precision(folder):
+@on_ranks(2)
+def test_half_precision_keeps_rotary_tables(tmp_path):
+    folder = str(tmp_path)
     kind, config = _case("llama")
     torch.manual_seed(0)
     saved = kind.from_config(config, dtype=torch.bfloat16)
@@ -137,11 +135,9 @@ def _half_precision(folder):
     engine.step()
 
 
-def test_half_precision_keeps_rotary_tables(tmp_path):
-    run_ranks(_half_precision, 2, str(tmp_path))
-
-
-def _missing_and_resized(folder):
+@on_ranks(2)
+def test_missing_keys_and_resized_embeddings(tmp_path):
+    folder = str(tmp_path)
     import transformers
 
     rank = dist.get_rank()
@@ -172,12 +168,11 @@ def _missing_and_resized(folder):
     engine.step()
 
 
-def test_missing_keys_and_resized_embeddings(tmp_path):
-    run_ranks(_missing_and_resized, 2, str(tmp_path))
-
-
-def _single_tensors(folder):
+@pytest.mark.slow
+@on_ranks(2)
+def test_models_that_gather_single_tensors(tmp_path):
     """Models whose code gathers one tensor at a time to fill in a table of positions."""
+    folder = str(tmp_path)
     import transformers
 
     kinds = {
@@ -202,12 +197,9 @@ def _single_tensors(folder):
                 torch.testing.assert_close(fresh[parameter_name], parameter.detach())
 
 
-@pytest.mark.slow
-def test_models_that_gather_single_tensors(tmp_path):
-    run_ranks(_single_tensors, 2, str(tmp_path))
-
-
-def _adapters():
+@on_ranks(2)
+def test_adapters_on_a_sharded_model():
+    pytest.importorskip("peft")
     import peft
 
     rank = dist.get_rank()
@@ -235,8 +227,3 @@ def _adapters():
         if key is not None:
             assert torch.equal(after[key], value), name
     assert any(value.any() for name, value in after.items() if "lora_B" in name)
-
-
-def test_adapters_on_a_sharded_model():
-    pytest.importorskip("peft")
-    run_ranks(_adapters, 2)

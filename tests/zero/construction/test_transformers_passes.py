@@ -1,7 +1,5 @@
 """The passes of transformers that give weights their first values, over models that zero.Init has sharded."""
 
-from __future__ import annotations
-
 import copy
 import math
 from unittest import mock
@@ -13,7 +11,6 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import ShardedAccessError
-from tests.harness import run_ranks
 from tests.zero.construction import pretrained as models
 from tests.zero.construction.test_init import full_values, same_everywhere
 
@@ -31,6 +28,8 @@ from transformers import (
     Wav2Vec2ForSequenceClassification,
     initialization,
 )
+
+from tests.harness import on_ranks
 
 
 class OddConfig(PreTrainedConfig):
@@ -106,7 +105,8 @@ def _as_unsharded(name):
     return built
 
 
-def _passes():
+@on_ranks(2)
+def test_the_values_are_those_of_an_unsharded_model():
     for name in CASES:
         built = _as_unsharded(name)
     # Outside of the pass nothing is served.
@@ -126,12 +126,9 @@ def _passes():
     assert torch.equal(full_values(built)["blocks.1.scale"], before)
 
 
-def test_the_values_are_those_of_an_unsharded_model():
-    run_ranks(_passes, 2)
-
-
-def _load_and_train(folder):
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+@on_ranks(2)
+def test_weights_under_weight_norm_load_and_train(rank, ranks, tmp_path):
+    folder = str(tmp_path)
     kind, config = Wav2Vec2ForSequenceClassification, models.wav2vec2_config()
     torch.manual_seed(0)
     saved = kind(config)
@@ -169,7 +166,3 @@ def _load_and_train(folder):
             torch.testing.assert_close(masters[name], parameter.detach(), rtol=1e-4, atol=1e-5)
     position = "wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight.original"
     assert all(not torch.equal(masters[f"{position}{n}"], values[f"{position}{n}"]) for n in (0, 1))
-
-
-def test_weights_under_weight_norm_load_and_train(tmp_path):
-    run_ranks(_load_and_train, 2, str(tmp_path))

@@ -1,7 +1,5 @@
 """An engine beside plain torch on everybody's batches, for models that nobody wrote with sharding in mind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recomputation under stage 3: torch's two kinds of checkpointing give the gradients of a plain forward."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.zero.gather.handles import SavedTensorHooks
 from tests.engine.support import WIDTH, engine_of, inputs, rank
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks
 from tests.harness.toy_models import Layer, tower
 from tests.zero.reading import full_masters
 
@@ -56,20 +54,17 @@ LIMITS = [
 ]
 
 
-def _compare(reentrant, per_checkpoint):
+@pytest.mark.parametrize(
+    ("reentrant", "per_checkpoint"),
+    [(False, 2), (True, 1), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((False, 1), (True, 2)))],
+)
+@on_ranks(2)
+def test_bitwise_equal_to_the_plain_forward(reentrant, per_checkpoint):
     for zero in LIMITS:
         for own_backward in (False, True):
             plain = _train(Recomputed(None), zero, own_backward)
             recomputed = _train(Recomputed(reentrant, per_checkpoint), zero, own_backward)
             assert_states_equal(recomputed, plain)
-
-
-@pytest.mark.parametrize(
-    ("reentrant", "per_checkpoint"),
-    [(False, 2), (True, 1), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((False, 1), (True, 2)))],
-)
-def test_bitwise_equal_to_the_plain_forward(reentrant, per_checkpoint):
-    run_ranks(_compare, 2, reentrant, per_checkpoint)
 
 
 class Detaching(Layer):
@@ -84,19 +79,17 @@ class Detaching(Layer):
         self.square = nn.Parameter(torch.eye(WIDTH) + 0.1)
 
 
-def _detached(reentrant):
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_a_use_without_gradient_before_the_use_with_one(reentrant):
+    """The bucket must not be freed when its gradients are in: what the detached use saved is still needed."""
+
     def model(kind):
         torch.manual_seed(3)
         return Recomputed(kind, own_layers=nn.ModuleList(Detaching() for _ in range(4)))
 
     for zero in LIMITS:
         assert_states_equal(_train(model(reentrant), zero, False), _train(model(None), zero, False))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_use_without_gradient_before_the_use_with_one(reentrant):
-    """The bucket must not be freed when its gradients are in: what the detached use saved is still needed."""
-    run_ranks(_detached, 2, reentrant)
 
 
 class Shared(nn.Module):
@@ -116,15 +109,12 @@ class Shared(nn.Module):
         return self.last(x).square().mean()
 
 
-def _shared(reentrant):
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_a_layer_in_two_checkpoints(reentrant):
     for zero in LIMITS:
         shared, plain = (_train(Shared(kind), zero, False) for kind in (reentrant, None))
         assert_states_equal(shared, plain, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_layer_in_two_checkpoints(reentrant):
-    run_ranks(_shared, 2, reentrant)
 
 
 class FrozenBetween(Recomputed):
@@ -136,14 +126,11 @@ class FrozenBetween(Recomputed):
         self.layers[2].rise.requires_grad_(False)
 
 
-def _frozen(reentrant):
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_frozen_layers(reentrant):
     for zero in LIMITS:
         assert_states_equal(_train(FrozenBetween(reentrant), zero, False), _train(FrozenBetween(None), zero, False))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_frozen_layers(reentrant):
-    run_ranks(_frozen, 2, reentrant)
 
 
 class Encoders(nn.Module):
@@ -188,17 +175,14 @@ class KeptAsTheyAre(Recomputed):
             return super().forward(x)
 
 
-def _parameter_objects():
+@on_ranks(2)
+def test_hooks_that_keep_parameter_objects():
+    """A parameter object loses its values when its bucket is resharded; what others keep of it must not."""
     for zero in (*LIMITS, {"stage3_param_persistence_threshold": 20}):
         for model, kind in ((Encoders, False), (FrozenFirst, False), (KeptAsTheyAre, True)):
             changed, plain = (_train(model(how), zero, False) for how in (kind, None))
             assert all(bool(value.isfinite().all()) for value in changed.values())
             assert_states_equal(changed, plain)
-
-
-def test_hooks_that_keep_parameter_objects():
-    """A parameter object loses its values when its bucket is resharded; what others keep of it must not."""
-    run_ranks(_parameter_objects, 2)
 
 
 def test_each_engine_guards_its_own_buckets_under_one_foreign_hook():

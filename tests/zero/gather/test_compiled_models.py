@@ -3,8 +3,6 @@
 At stage 3 gathers lie between the compiled graphs, also where the root's own forward uses a parameter of somebody else.
 """
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from tests.engine.support import WIDTH, engine_of, inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import Layer
 from tests.zero.gather.beside_torch import EVERY_STAGE, STAGE_3, compare
 
@@ -163,7 +161,10 @@ class _Fragile(Direct):
         return super().forward(x)
 
 
-def _fails(how):
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["before", "engine", "outside"])
+@on_ranks(2)
+def test_a_compiled_forward_that_fails(how):
     """A step that fails inside a compiled forward, and the steps around it: as without a compiler."""
     runs = []
     for compiled in (False, True):
@@ -194,13 +195,8 @@ def _fails(how):
     torch.testing.assert_close(*runs, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["before", "engine", "outside"])
-def test_a_compiled_forward_that_fails(how):
-    run_ranks(_fails, 2, how)
-
-
-def _evaluates():
+@on_ranks(2)
+def test_a_compiled_engine_evaluates():
     """A compiled engine also evaluates, and trains on."""
     torch._dynamo.reset()
     engine = engine_of(Net(), 2)
@@ -213,11 +209,7 @@ def _evaluates():
                 engine.eval()
                 assert engine(inputs(step, rank())).isfinite()
                 engine.train()
-    return engine.global_steps
-
-
-def test_a_compiled_engine_evaluates():
-    assert run_ranks(_evaluates, 2) == [2, 2]
+    assert engine.global_steps == 2
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Modules that return anything, run twice or not at all, see another shape each time, or change what they train."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 
@@ -11,7 +9,7 @@ from torch import nn
 
 import deepspeed
 from tests.engine.support import WIDTH, engine_of, inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import Layer, tower
 from tests.zero.gather.beside_torch import EVERY_STAGE, STAGE_3, compare
 
@@ -65,12 +63,9 @@ class EveryForm(nn.Module):
         return self.head(x).square().mean() + self.blocks[4].seen.square()
 
 
-def _forms():
-    compare(EveryForm, lambda model, step, of: model(inputs(step, of)))
-
-
+@on_ranks(2)
 def test_anything_may_be_returned_and_units_run_twice_or_never():
-    run_ranks(_forms, 2)
+    compare(EveryForm, lambda model, step, of: model(inputs(step, of)))
 
 
 class Sequence(nn.Module):
@@ -94,13 +89,9 @@ def _lengths(model, step, of):
     return model(torch.randn(batch, length, WIDTH, generator=generator))
 
 
-def _dynamic():
+@on_ranks(pytest.param(2, marks=pytest.mark.slow), 3)
+def test_shapes_that_change():
     compare(Sequence, _lengths, steps=4)
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_shapes_that_change(ranks):
-    run_ranks(_dynamic, ranks)
 
 
 # -- frozen and unfrozen between steps -------------------------------------------------------------------------------
@@ -152,8 +143,10 @@ def test_unfreezing_in_bf16_and_in_groups():
     run_ranks(_frozen_in_bf16, 2)
 
 
-def _memory_and_files(folder):
+@on_ranks(2)
+def test_what_is_unfrozen_is_counted_and_saved(tmp_path):
     """What is unfrozen is counted, saved, and restored into an engine that begins with it."""
+    folder = str(tmp_path)
     engine = engine_of(_begins_frozen(), 3)
     for step in range(3):
         _thaw(engine.module, step)
@@ -172,11 +165,8 @@ def _memory_and_files(folder):
             assert torch.equal(found[kind][name], value), (kind, name)
 
 
-def test_what_is_unfrozen_is_counted_and_saved(tmp_path):
-    run_ranks(_memory_and_files, 2, str(tmp_path))
-
-
-def _without_owner():
+@on_ranks(2)
+def test_what_is_unfrozen_but_in_no_group_is_not_trained():
     model = _begins_frozen()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine = engine_of(model, 3, optimizer=lambda _: torch.optim.AdamW(trained, lr=0.01))
@@ -188,10 +178,6 @@ def _without_owner():
     assert all(parameter.grad is None for parameter in model.layers[1].parameters())
     after = dict(engine.iter_full("fp32"))
     assert all(torch.equal(after[n], before[n]) == n.startswith(("layers.1", "last.bias")) for n in before)
-
-
-def test_what_is_unfrozen_but_in_no_group_is_not_trained():
-    run_ranks(_without_owner, 2)
 
 
 # -- losses, precision inside forward, transforms, modes -------------------------------------------------------------
@@ -208,7 +194,8 @@ class Outputs(nn.Module):
         return self.a(x), self.b(x)
 
 
-def _losses():
+@on_ranks(2)
+def test_losses_with_many_elements_and_outputs():
     """A loss with many elements through ``gradient=``, and one through two of the model's outputs."""
     torch.manual_seed(3)
     plain = Outputs()
@@ -234,10 +221,6 @@ def _losses():
         engine.backward(engine(inputs(9, rank()))[0])
     engine.backward(sum(out.sum() for out in engine(inputs(9, rank()))))
     engine.step()
-
-
-def test_losses_with_many_elements_and_outputs():
-    run_ranks(_losses, 2)
 
 
 class Inside(nn.Module):

@@ -1,7 +1,5 @@
 """Ranks that run different units at stage 3: an error on every rank within seconds, never a hang, never garbage."""
 
-from __future__ import annotations
-
 import random
 import time
 
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from deepspeed.errors import DivergenceError
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.engine.support import adamw, engine_of, inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import RoutedTower
 from tests.zero.reading import full_masters
 
@@ -100,11 +98,26 @@ def test_one_rank_may_skip_or_swap_units_of_the_agreed_order(limits, routes):
     run_ranks(_own_route, 2, limits, *ROUTES[routes])
 
 
-def _branches(stage, limits, seed):
+@pytest.mark.parametrize(
+    ("ranks", "stage", "limits"),
+    [
+        (2, 3, "everything ahead"),
+        (3, 3, "nothing ahead"),
+        (4, 3, "kept for backward"),
+        (2, 1, "kept for backward"),
+        (3, 2, "kept for backward"),
+        pytest.param(2, 3, "kept for backward", marks=pytest.mark.slow),
+        pytest.param(4, 3, "everything ahead", marks=pytest.mark.slow),
+        pytest.param(3, 3, "kept for backward", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(timeout=100)
+def test_ranks_that_take_their_own_branches_may_be_served(ranks, stage, limits):
     """Every rank takes branches by its own data; the reference is plain torch, its gradients averaged over the ranks.
 
     What no rank has used has no gradient there (``None``), as under DDP with ``find_unused_parameters``.
     """
+    seed = 10 * ranks + stage
     torch.manual_seed(3)
     zero = {"stage3_param_persistence_threshold": 0, "agreement": "serve", **LIMITS[limits]} if stage == 3 else {}
     engine = engine_of(RoutedTower(), stage, zero=zero, gradient_clipping=0.5)
@@ -133,23 +146,6 @@ def _branches(stage, limits, seed):
         torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stage", "limits"),
-    [
-        (2, 3, "everything ahead"),
-        (3, 3, "nothing ahead"),
-        (4, 3, "kept for backward"),
-        (2, 1, "kept for backward"),
-        (3, 2, "kept for backward"),
-        pytest.param(2, 3, "kept for backward", marks=pytest.mark.slow),
-        pytest.param(4, 3, "everything ahead", marks=pytest.mark.slow),
-        pytest.param(3, 3, "kept for backward", marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_that_take_their_own_branches_may_be_served(ranks, stage, limits):
-    run_ranks(_branches, ranks, stage, limits, 10 * ranks + stage, timeout=100)
-
-
 def _late(seconds):
     torch.manual_seed(3)
     engine = engine_of(RoutedTower(), 3)
@@ -174,7 +170,8 @@ def test_twenty_seconds_late_is_no_error(ranks):
     assert run_ranks(_late, ranks, 20.0) == [4] * ranks
 
 
-def _together():
+@on_ranks(2)
+def test_all_ranks_may_change_their_route_together():
     """All ranks change their route at once: recorded again, and right."""
     torch.manual_seed(3)
     engine = engine_of(RoutedTower(), 3)
@@ -191,11 +188,8 @@ def _together():
         torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
 
 
-def test_all_ranks_may_change_their_route_together():
-    run_ranks(_together, 2)
-
-
-def _different_calls():
+@on_ranks(2)
+def test_calls_with_different_numbers_of_numbers():
     """A listing that tells something of every parameter, against a call for one of them."""
     engine = engine_of(RoutedTower(), 3, zero=LIMITS["nothing ahead"])
     with pytest.raises(DivergenceError, match=r"rank 0: iter_full\('param'\); rank 1: safe_get_full_fp32_param of "):
@@ -205,11 +199,8 @@ def _different_calls():
             safe_get_full_fp32_param(engine.layers[0].rise.weight)
 
 
-def test_calls_with_different_numbers_of_numbers():
-    run_ranks(_different_calls, 2)
-
-
-def _one_more_evaluation():
+@on_ranks(2)
+def test_one_rank_evaluates_once_more():
     """Its gathers match the others' training forward; then one goes backward and the other forward, in known orders."""
     torch.manual_seed(3)
     engine = engine_of(RoutedTower(), 3, zero={"stage3_param_persistence_threshold": 0, **LIMITS["everything ahead"]})
@@ -220,7 +211,3 @@ def _one_more_evaluation():
                     engine(inputs(step, rank()), range(4))
             engine.backward(engine(inputs(step, rank()), range(4)))
             engine.step()
-
-
-def test_one_rank_evaluates_once_more():
-    run_ranks(_one_more_evaluation, 2)

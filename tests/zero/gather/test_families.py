@@ -4,15 +4,13 @@ generation, and policy, reference and reward models in one process.
 Training from files at stage 3 on two ranks is in ``tests/zero/construction/test_transformers.py``.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import deepspeed
 from tests.engine.support import adamw, engine_of
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.zero.construction import pretrained as models
 from tests.zero.gather.beside_torch import LIMITS, STAGE_3, compare
 
@@ -92,7 +90,11 @@ def test_recomputation(reentrant):
     run_ranks(_train, 2, names, STAGE_3[:1], reentrant)
 
 
-def _compiled(name, how):
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["before", "engine"])
+@pytest.mark.parametrize("name", FAMILIES)
+@on_ranks(2, timeout=300)
+def test_compiled_as_a_whole(name, how):
     torch._dynamo.reset()
     compare(
         lambda: _model(name),
@@ -105,14 +107,9 @@ def _compiled(name, how):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["before", "engine"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_compiled_as_a_whole(name, how):
-    run_ranks(_compiled, 2, name, how, timeout=300)
-
-
-def _adapted():
+@on_ranks(2)
+def test_adapters_train_as_without_sharding():
+    pytest.importorskip("peft")
     import peft
 
     def make():
@@ -122,13 +119,10 @@ def _adapted():
     compare(make, _loss("llama"), steps=3, tolerance=TOLERANCE, stages=[(1, {}), *STAGE_3])
 
 
-def test_adapters_train_as_without_sharding():
-    pytest.importorskip("peft")
-    run_ranks(_adapted, 2)
-
-
-def _generates(names):
+@on_ranks(2)
+def test_generation_between_steps():
     """Greedy generation in the middle of training, with prompts of another length on each rank."""
+    names = ["gpt2", "llama", "t5", "mixtral"]
     for name in names:
         torch.manual_seed(3)
         plain = _model(name)
@@ -152,11 +146,8 @@ def _generates(names):
             plain.train()
 
 
-def test_generation_between_steps():
-    run_ranks(_generates, 2, ["gpt2", "llama", "t5", "mixtral"])
-
-
-def _policy():
+@on_ranks(2)
+def test_policy_reference_and_reward_in_one_process():
     """A policy that trains, its frozen copy at stage 3 without optimizer, and a reward model at stage 2."""
     made = {}
     for name, seed in (("policy", 3), ("reference", 3), ("reward", 8)):
@@ -199,7 +190,3 @@ def _policy():
             for parameter, value in engine.iter_full("fp32"):
                 torch.testing.assert_close(value, plain.get_parameter(parameter).detach(), **TOLERANCE)
     assert isinstance(made["reference"][1], deepspeed.DeepSpeedEngine)
-
-
-def test_policy_reference_and_reward_in_one_process():
-    run_ranks(_policy, 2)

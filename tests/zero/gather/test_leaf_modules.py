@@ -1,7 +1,5 @@
 """Marking modules that are gathered whole: by class, by name, by the end of the name, and by the configuration."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -27,7 +25,7 @@ from deepspeed.utils.z3_leaf_module import (
 )
 from deepspeed.zero.model_states import find_units
 from tests.engine.support import engine_of, inputs, rank
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks
 from tests.harness.toy_models import Layer
 from tests.zero.gather.beside_torch import weights_of_torch
 from tests.zero.reading import full_masters
@@ -82,7 +80,8 @@ def test_by_name_and_by_suffix():
         set_z3_leaf_modules_by_suffix(model, ["gate"])
 
 
-def check_configuration() -> None:
+@on_ranks(1)
+def test_by_the_configuration() -> None:
     model = Model()
     zero = {"leaf_module": {"classes": ["nowhere.Absent"], "names": ["blocks.1"], "name_suffixes": ["3.experts"]}}
     engine = engine_of(model, 3, zero=zero)
@@ -94,11 +93,8 @@ def check_configuration() -> None:
     assert not engine._runtime.is_retired, "nothing was changed"
 
 
-def test_by_the_configuration():
-    run_ranks(check_configuration, 1)
-
-
-def check_too_late() -> None:
+@on_ranks(1)
+def test_a_call_that_is_too_late_raises() -> None:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -109,10 +105,6 @@ def check_too_late() -> None:
     logger.removeHandler(handler)
     assert engine.global_steps == 0
     assert any("mark leaf modules before deepspeed.initialize" in line for line in lines)
-
-
-def test_a_call_that_is_too_late_raises():
-    run_ranks(check_too_late, 1)
 
 
 class Experts(nn.Module):
@@ -159,7 +151,17 @@ LIMITS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_uneven_leaves(limits: str, tied: bool, recomputed: bool) -> None:
+@pytest.mark.parametrize(
+    ("limits", "tied", "recomputed"),
+    [
+        ("nothing ahead", False, False),
+        ("everything ahead", True, True),
+        ("kept in part", False, True),
+        ("few alive", True, False),
+    ],
+)
+@on_ranks(2)
+def test_ranks_choose_different_parts_of_a_leaf_of_several_buckets(limits: str, tied: bool, recomputed: bool) -> None:
     torch.manual_seed(3)
     zero = {"stage3_param_persistence_threshold": 0, "allgather_bucket_size": 200, **LIMITS[limits]}
     engine = engine_of(Sparse(tied), 3, zero={**zero, "leaf_module": {"classes": ["Experts"]}})
@@ -175,19 +177,6 @@ def check_uneven_leaves(limits: str, tied: bool, recomputed: bool) -> None:
     )
     assert_states_equal(full_masters(engine), expected, rtol=1e-4, atol=1e-5)
     engine.destroy()
-
-
-@pytest.mark.parametrize(
-    ("limits", "tied", "recomputed"),
-    [
-        ("nothing ahead", False, False),
-        ("everything ahead", True, True),
-        ("kept in part", False, True),
-        ("few alive", True, False),
-    ],
-)
-def test_ranks_choose_different_parts_of_a_leaf_of_several_buckets(limits: str, tied: bool, recomputed: bool) -> None:
-    run_ranks(check_uneven_leaves, 2, limits, tied, recomputed)
 
 
 def test_mark_that_programs_read():

@@ -1,14 +1,12 @@
 """Models that do odd things with their parameters, against plain torch; what cannot be right is refused by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from tests.engine.support import WIDTH, engine_of, inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.zero.gather.beside_torch import STAGE_3, compare
 
 
@@ -36,7 +34,8 @@ class Turned(nn.Module):
         return ((x * self.turn).real * self.order)[:, self.keep].square().mean()
 
 
-def _dtypes():
+@on_ranks(2)
+def test_unusual_dtypes_stay_as_they_are_and_complex_ones_are_not_trained():
     def check(engine):
         for name, counted, formula, _ in engine.memory_report():
             assert counted == formula, name
@@ -53,11 +52,8 @@ def _dtypes():
         engine.backward(engine(inputs(0, rank())))
 
 
-def test_unusual_dtypes_stay_as_they_are_and_complex_ones_are_not_trained():
-    run_ranks(_dtypes, 2)
-
-
-def _evaluates():
+@on_ranks(2)
+def test_attention_evaluates():
     """Fast paths of attention in evaluation read all parameters of a block at once."""
     torch.manual_seed(3)
     kind = nn.TransformerEncoderLayer(12, 2, 16, dropout=0.0, batch_first=True)
@@ -69,7 +65,3 @@ def _evaluates():
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             torch.testing.assert_close(engine.eval()(x), plain.eval()(x))
-
-
-def test_attention_evaluates():
-    run_ranks(_evaluates, 2)

@@ -1,7 +1,5 @@
 """Parameters that are used in ways which sharding does not expect, against plain torch."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -10,7 +8,7 @@ from torch.nn.utils import weight_norm as old_weight_norm
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero import GatheredParameters
 from tests.engine.support import WIDTH, engine_of, inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.toy_models import Layer
 from tests.zero.gather.beside_torch import LIMITS, compare
 
@@ -92,13 +90,10 @@ class Parametrized(nn.Module):
         return self.last(self.middle(self.first(x))).square().mean()
 
 
-def _used():
+@on_ranks(2)
+def test_borrowed_hooked_and_parametrized_weights():
     for make in (Borrowing, Hooked, Parametrized):
         compare(make, _loss)
-
-
-def test_borrowed_hooked_and_parametrized_weights():
-    run_ranks(_used, 2)
 
 
 class Writing(nn.Module):
@@ -119,7 +114,8 @@ class Writing(nn.Module):
         return self.last(self.fixed(self.bounded(x))).square().mean()
 
 
-def _written():
+@on_ranks(2)
+def test_what_a_forward_writes_is_kept():
     compare(Writing, _loss)
     engine = engine_of(Writing(), 3, bf16={"enabled": True}, zero=LIMITS["all sharded"])
     weight = engine.module.bounded.weight
@@ -139,11 +135,9 @@ def _written():
     assert torch.equal(safe_get_full_fp32_param(weight), after)
 
 
-def test_what_a_forward_writes_is_kept():
-    run_ranks(_written, 2)
-
-
-def _written_in_groups(folder):
+@on_ranks(4)
+def test_what_a_forward_writes_is_kept_by_groups_and_in_files(tmp_path):
+    folder = str(tmp_path)
     tiers = {"device": "nvme", "nvme_path": folder}
     compare(
         Writing,
@@ -154,10 +148,6 @@ def _written_in_groups(folder):
             (3, {**LIMITS["all sharded"], "offload_param": tiers, "offload_optimizer": tiers}),
         ],
     )
-
-
-def test_what_a_forward_writes_is_kept_by_groups_and_in_files(tmp_path):
-    run_ranks(_written_in_groups, 4, str(tmp_path))
 
 
 def _penalized(model, step, of):
@@ -181,9 +171,6 @@ class Layered(nn.Module):
         return x.square().mean()
 
 
-def _differentiated_twice():
-    compare(Layered, _penalized)
-
-
+@on_ranks(2)
 def test_a_gradient_penalty():
-    run_ranks(_differentiated_twice, 2)
+    compare(Layered, _penalized)

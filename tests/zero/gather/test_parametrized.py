@@ -1,7 +1,5 @@
 """Weights computed from others: weight_norm and spectral_norm, old forms and parametrizations; and pruned ones."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -12,7 +10,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from deepspeed.zero import Init
 from deepspeed.zero.address import State, address_of
 from tests.engine.support import WIDTH, engine_of, inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.zero.gather.beside_torch import EVERY_STAGE, LIMITS, STAGE_3, compare
 
 
@@ -120,14 +118,11 @@ def _held():
         assert all(sum(states) <= 1 for states in probe.seen), name
 
 
-def _default():
+@on_ranks(2)
+def test_weights_that_are_computed_train_at_stage_3():
     _train(CHANGES, STAGE_3[:1])
     _built_sharded()
     _held()
-
-
-def test_weights_that_are_computed_train_at_stage_3():
-    run_ranks(_default, 2)
 
 
 @pytest.mark.slow

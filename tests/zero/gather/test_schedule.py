@@ -1,7 +1,5 @@
 """When sharded buckets are gathered (``zero.gather.schedule``), on ranks that are threads."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 
@@ -15,6 +13,7 @@ from deepspeed.zero.gather import schedule
 from deepspeed.zero.gather.agreement import Agreement
 from deepspeed.zero.gather.schedule import GatherLimits, GatherSchedule
 from deepspeed.zero.storage import Memory
+from tests.harness import on_threads
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import bucket_of
 
@@ -101,44 +100,40 @@ def test_a_recorded_order_is_agreed_once_and_then_followed() -> None:
     assert first == second != 0
 
 
-def test_kinds_and_entries_have_orders_of_their_own() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        ranks = Gathering(transport)
+@on_threads(2)
+def test_kinds_and_entries_have_orders_of_their_own(transport: LoopbackTransport) -> None:
+    ranks = Gathering(transport)
+    ranks.run(0, 1)
+    ranks.run(1, 0, kind="backward")
+    ranks.run(2, entry=1)
+    recorded = ranks.calls("gather_small")
+    assert recorded == 3 + 3 + 2
+    for _ in range(2):
         ranks.run(0, 1)
         ranks.run(1, 0, kind="backward")
         ranks.run(2, entry=1)
-        recorded = ranks.calls("gather_small")
-        assert recorded == 3 + 3 + 2
-        for _ in range(2):
-            ranks.run(0, 1)
-            ranks.run(1, 0, kind="backward")
-            ranks.run(2, entry=1)
-        assert ranks.calls("gather_small") == recorded
-
-    run_threads(body, 2)
+    assert ranks.calls("gather_small") == recorded
 
 
-def test_a_backward_learns_its_entry_before_its_first_gather() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        ranks = Gathering(transport)
-        for _ in range(2):
-            for entry, numbers in ((3, (0, 1)), (4, (2,))):
-                ranks.schedule.begin("backward")
-                ranks.schedule.enter(entry)
-                ranks.use(numbers[0])
-                ranks.schedule.enter(9)  # too late to be its entry
-                for number in numbers[1:]:
-                    ranks.use(number)
-                ranks.schedule.end()
-        assert ranks.calls("gather_small") == 3 + 2
-        for _ in range(2):
+@on_threads(2)
+def test_a_backward_learns_its_entry_before_its_first_gather(transport: LoopbackTransport) -> None:
+    ranks = Gathering(transport)
+    for _ in range(2):
+        for entry, numbers in ((3, (0, 1)), (4, (2,))):
             ranks.schedule.begin("backward")
-            ranks.use(0)
-            ranks.schedule.enter(5)  # it stays one without an entry
+            ranks.schedule.enter(entry)
+            ranks.use(numbers[0])
+            ranks.schedule.enter(9)  # too late to be its entry
+            for number in numbers[1:]:
+                ranks.use(number)
             ranks.schedule.end()
-        assert ranks.calls("gather_small") == 3 + 2 + 2
-
-    run_threads(body, 2)
+    assert ranks.calls("gather_small") == 3 + 2
+    for _ in range(2):
+        ranks.schedule.begin("backward")
+        ranks.use(0)
+        ranks.schedule.enter(5)  # it stays one without an entry
+        ranks.schedule.end()
+    assert ranks.calls("gather_small") == 3 + 2 + 2
 
 
 def test_a_rank_that_skips_a_bucket_still_sends_its_slice() -> None:
@@ -169,17 +164,15 @@ def test_ranks_that_want_other_buckets_all_raise() -> None:
     assert len(set(run_threads(body, 2))) == 1
 
 
-def test_ranks_may_leave_the_order_together() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        ranks = Gathering(transport)
-        ranks.run(0, 1, 2)
-        before = ranks.calls("gather_small")
-        ranks.run(0, 3, 1)  # 3 is not in what is left of the order
-        assert ranks.calls("gather_small") == before + 3  # 3, 1 and the end
-        ranks.run(0, 3, 1)
-        assert ranks.calls("gather_small") == before + 3
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_ranks_may_leave_the_order_together(transport: LoopbackTransport) -> None:
+    ranks = Gathering(transport)
+    ranks.run(0, 1, 2)
+    before = ranks.calls("gather_small")
+    ranks.run(0, 3, 1)  # 3 is not in what is left of the order
+    assert ranks.calls("gather_small") == before + 3  # 3, 1 and the end
+    ranks.run(0, 3, 1)
+    assert ranks.calls("gather_small") == before + 3
 
 
 # -- agreement: serve ------------------------------------------------------------------------------------------------
@@ -238,13 +231,11 @@ def test_without_serving_nothing_is_exchanged_on_its_account() -> None:
     assert run_threads(body, 2) == [0, 0]
 
 
-def test_passes_that_differ_are_an_error_on_every_rank() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        ranks = Gathering(transport, serves=True)
-        with pytest.raises(DivergenceError, match="ranks ran different passes"):
-            ranks.run(0, kind="backward" if transport.rank else "forward")
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_passes_that_differ_are_an_error_on_every_rank(transport: LoopbackTransport) -> None:
+    ranks = Gathering(transport, serves=True)
+    with pytest.raises(DivergenceError, match="ranks ran different passes"):
+        ranks.run(0, kind="backward" if transport.rank else "forward")
 
 
 def test_more_evaluations_on_one_rank_are_served() -> None:
@@ -291,45 +282,39 @@ def test_ranks_that_differ_while_recording_are_served_from_then_on(limits: Gathe
     assert len(set(run_threads(body, 2))) == 1
 
 
-def test_what_a_rank_needed_while_the_order_was_recorded_costs_no_gather_by_request() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        ranks = Gathering(transport, AHEAD, adapts=True)
-        mine = (0, 1, 2) if transport.rank == 0 else (0, 2)
-        ranks.run(*mine)
-        before = ranks.calls("gather_small")
-        ranks.run(*mine)
-        assert ranks.calls("gather_small") == before + 2, "the start and the end"
-
-    run_threads(body, 2)
-
-
-def test_the_next_unit_is_gathered_ahead() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        ranks = Gathering(transport, GatherLimits(prefetch=1, max_live=10**6, max_reuse_distance=0))
-        assert ranks.run(0, 1, 2, 3) == ["FSSS", "SFSS", "SSFS", "SSSF"]  # nothing is known yet
-        assert ranks.run(0, 1, 2, 3) == ["FGSS", "SFGS", "SSFG", "SSSF"]
-        far = Gathering(transport, GatherLimits(prefetch=2 * NUMEL, max_live=10**6, max_reuse_distance=0))
-        far.run(0, 1, 2, 3)
-        assert far.run(0, 1, 2, 3) == ["FGGS", "SFGG", "SSFG", "SSSF"]
-        unit = Gathering(
-            transport, GatherLimits(prefetch=1, max_live=10**6, max_reuse_distance=0), units=[[0, 1], [2, 3]]
-        )
-        unit.run(0, 1, 2, 3)
-        assert unit.run(0, 1, 2, 3) == ["FGGG", "SFGG", "SSFG", "SSSF"]
-        never = Gathering(transport)
-        never.run(0, 1, 2, 3)
-        assert never.run(0, 1, 2, 3) == ["FSSS", "SFSS", "SSFS", "SSSF"]
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_what_a_rank_needed_while_the_order_was_recorded_costs_no_gather_by_request(
+    transport: LoopbackTransport,
+) -> None:
+    ranks = Gathering(transport, AHEAD, adapts=True)
+    mine = (0, 1, 2) if transport.rank == 0 else (0, 2)
+    ranks.run(*mine)
+    before = ranks.calls("gather_small")
+    ranks.run(*mine)
+    assert ranks.calls("gather_small") == before + 2, "the start and the end"
 
 
-def test_nothing_is_gathered_beyond_the_limit_of_live_elements() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        ranks = Gathering(transport, GatherLimits(prefetch=10**6, max_live=2 * NUMEL, max_reuse_distance=0))
-        ranks.run(0, 1, 2, 3)
-        assert ranks.run(0, 1, 2, 3) == ["FGSS", "SFGS", "SSFG", "SSSF"]
+@on_threads(2)
+def test_the_next_unit_is_gathered_ahead(transport: LoopbackTransport) -> None:
+    ranks = Gathering(transport, GatherLimits(prefetch=1, max_live=10**6, max_reuse_distance=0))
+    assert ranks.run(0, 1, 2, 3) == ["FSSS", "SFSS", "SSFS", "SSSF"]  # nothing is known yet
+    assert ranks.run(0, 1, 2, 3) == ["FGSS", "SFGS", "SSFG", "SSSF"]
+    far = Gathering(transport, GatherLimits(prefetch=2 * NUMEL, max_live=10**6, max_reuse_distance=0))
+    far.run(0, 1, 2, 3)
+    assert far.run(0, 1, 2, 3) == ["FGGS", "SFGG", "SSFG", "SSSF"]
+    unit = Gathering(transport, GatherLimits(prefetch=1, max_live=10**6, max_reuse_distance=0), units=[[0, 1], [2, 3]])
+    unit.run(0, 1, 2, 3)
+    assert unit.run(0, 1, 2, 3) == ["FGGG", "SFGG", "SSFG", "SSSF"]
+    never = Gathering(transport)
+    never.run(0, 1, 2, 3)
+    assert never.run(0, 1, 2, 3) == ["FSSS", "SFSS", "SSFS", "SSSF"]
 
-    run_threads(body, 2)
+
+@on_threads(2)
+def test_nothing_is_gathered_beyond_the_limit_of_live_elements(transport: LoopbackTransport) -> None:
+    ranks = Gathering(transport, GatherLimits(prefetch=10**6, max_live=2 * NUMEL, max_reuse_distance=0))
+    ranks.run(0, 1, 2, 3)
+    assert ranks.run(0, 1, 2, 3) == ["FGSS", "SFGS", "SSFG", "SSSF"]
 
 
 def test_a_unit_that_is_still_gathered_starts_the_next_one_too() -> None:
@@ -381,39 +366,35 @@ class _ReadAhead(Memory):
         self.announced.append(int(tensor[0]))
 
 
-def test_shards_beyond_what_may_be_gathered_ahead_are_read_ahead() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        ranks = Gathering(transport, GatherLimits(prefetch=1, max_live=10**6, max_reuse_distance=0), count=6)
-        memory = _ReadAhead()
-        for bucket in ranks.buckets:
-            bucket.memory = memory
-        ranks.run(*range(6))
-        assert memory.announced == [], "no order is known yet"
-        ranks.schedule.begin("forward", 0)
-        for number, expected in enumerate([[2, 3], [3, 4], [4, 5], [5], [], []]):
-            ranks.use(number)
-            assert memory.announced == expected, f"bucket {number} is used, and the next one gathered"
-            memory.announced.clear()
-        ranks.schedule.end()
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_shards_beyond_what_may_be_gathered_ahead_are_read_ahead(transport: LoopbackTransport) -> None:
+    ranks = Gathering(transport, GatherLimits(prefetch=1, max_live=10**6, max_reuse_distance=0), count=6)
+    memory = _ReadAhead()
+    for bucket in ranks.buckets:
+        bucket.memory = memory
+    ranks.run(*range(6))
+    assert memory.announced == [], "no order is known yet"
+    ranks.schedule.begin("forward", 0)
+    for number, expected in enumerate([[2, 3], [3, 4], [4, 5], [5], [], []]):
+        ranks.use(number)
+        assert memory.announced == expected, f"bucket {number} is used, and the next one gathered"
+        memory.announced.clear()
+    ranks.schedule.end()
 
 
-def test_what_was_gathered_in_vain_is_freed_and_what_is_kept_stays() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        ranks = Gathering(transport, GatherLimits(prefetch=10**6, max_live=10**6, max_reuse_distance=2 * NUMEL))
-        kept = [ranks.schedule.stays_after_forward(bucket) for bucket in ranks.buckets]
-        assert kept == [False, False, True, True]  # nothing and one bucket between their forward and backward
-        ranks.run(0, 1, 2, 3)
-        ranks.run(*((0, 1, 2, 3) if transport.rank == 0 else (0,)))
-        if transport.rank == 1:
-            assert ranks.states == "SSFF"  # 1 was abandoned; the rest is gathered as on the other rank
-        ranks.free()
-        ranks.run(0, 1, 2, 3, kind="evaluation")
-        ranks.run(*((0, 1, 2, 3) if transport.rank == 0 else (0,)), kind="evaluation")
-        assert ranks.states == "SSSS"
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_what_was_gathered_in_vain_is_freed_and_what_is_kept_stays(transport: LoopbackTransport) -> None:
+    ranks = Gathering(transport, GatherLimits(prefetch=10**6, max_live=10**6, max_reuse_distance=2 * NUMEL))
+    kept = [ranks.schedule.stays_after_forward(bucket) for bucket in ranks.buckets]
+    assert kept == [False, False, True, True]  # nothing and one bucket between their forward and backward
+    ranks.run(0, 1, 2, 3)
+    ranks.run(*((0, 1, 2, 3) if transport.rank == 0 else (0,)))
+    if transport.rank == 1:
+        assert ranks.states == "SSFF"  # 1 was abandoned; the rest is gathered as on the other rank
+    ranks.free()
+    ranks.run(0, 1, 2, 3, kind="evaluation")
+    ranks.run(*((0, 1, 2, 3) if transport.rank == 0 else (0,)), kind="evaluation")
+    assert ranks.states == "SSSS"
 
 
 @pytest.mark.parametrize(("distance", "live", "kept"), [(0, 9, 1), (2, 9, 2), (4, 9, 3), (9, 2, 2), (9, 0, 0)])
@@ -426,53 +407,47 @@ def test_how_many_buckets_stay_after_forward(distance: int, live: int, kept: int
     assert run_threads(body, 1)[0] == [number >= 4 - kept for number in range(4)]
 
 
-def test_any_part_of_a_leaf_gathers_all_of_it_in_a_backward() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        ranks = Gathering(transport, leaves=[[1, 2]])
-        for _ in range(2):
-            ranks.schedule.begin("backward")
-            ranks.schedule.demand(ranks.buckets[1 + transport.rank])  # another part of it on each rank
-            assert ranks.states == "SFFS"
-            ranks.free()
-            ranks.schedule.end()
-        ranks.schedule.begin("forward", 0)
-        ranks.schedule.demand(ranks.buckets[1])
-        assert ranks.states == "SFSS"
+@on_threads(2)
+def test_any_part_of_a_leaf_gathers_all_of_it_in_a_backward(transport: LoopbackTransport) -> None:
+    ranks = Gathering(transport, leaves=[[1, 2]])
+    for _ in range(2):
+        ranks.schedule.begin("backward")
+        ranks.schedule.demand(ranks.buckets[1 + transport.rank])  # another part of it on each rank
+        assert ranks.states == "SFFS"
         ranks.free()
         ranks.schedule.end()
-
-    run_threads(body, 2)
-
-
-def test_announced_buckets_are_left_out_of_a_known_order() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        ranks = Gathering(transport)
-        ranks.run(0, 1, 2, 3)
-        ranks.schedule.skip(frozenset({1, 2}))
-        before = ranks.calls("all_gather")
-        ranks.run(0, 3)
-        assert ranks.calls("gather_small") == 5 and ranks.calls("all_gather") == before + 2
-        ranks.schedule.skip(frozenset())
-        ranks.run(0, 1, 2, 3)
-        assert ranks.calls("gather_small") == 5
-
-    run_threads(body, 2)
+    ranks.schedule.begin("forward", 0)
+    ranks.schedule.demand(ranks.buckets[1])
+    assert ranks.states == "SFSS"
+    ranks.free()
+    ranks.schedule.end()
 
 
-def test_expects_no_gather_once_the_order_is_done() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        ranks = Gathering(transport)
-        ranks.run(0, 1)
-        assert ranks.schedule.expects_no_gather and ranks.schedule.kind == ""
-        ranks.schedule.begin("forward", 0)
-        assert not ranks.schedule.expects_no_gather and ranks.schedule.kind == "forward"
-        ranks.use(0)
-        assert not ranks.schedule.expects_no_gather and ranks.schedule.num_issued == 1
-        ranks.use(1)
-        assert ranks.schedule.expects_no_gather and ranks.schedule.in_pass
-        ranks.schedule.end()
+@on_threads(2)
+def test_announced_buckets_are_left_out_of_a_known_order(transport: LoopbackTransport) -> None:
+    ranks = Gathering(transport)
+    ranks.run(0, 1, 2, 3)
+    ranks.schedule.skip(frozenset({1, 2}))
+    before = ranks.calls("all_gather")
+    ranks.run(0, 3)
+    assert ranks.calls("gather_small") == 5 and ranks.calls("all_gather") == before + 2
+    ranks.schedule.skip(frozenset())
+    ranks.run(0, 1, 2, 3)
+    assert ranks.calls("gather_small") == 5
 
-    run_threads(body, 2)
+
+@on_threads(2)
+def test_expects_no_gather_once_the_order_is_done(transport: LoopbackTransport) -> None:
+    ranks = Gathering(transport)
+    ranks.run(0, 1)
+    assert ranks.schedule.expects_no_gather and ranks.schedule.kind == ""
+    ranks.schedule.begin("forward", 0)
+    assert not ranks.schedule.expects_no_gather and ranks.schedule.kind == "forward"
+    ranks.use(0)
+    assert not ranks.schedule.expects_no_gather and ranks.schedule.num_issued == 1
+    ranks.use(1)
+    assert ranks.schedule.expects_no_gather and ranks.schedule.in_pass
+    ranks.schedule.end()
 
 
 def test_a_rank_that_runs_a_pass_more_has_another_digest() -> None:

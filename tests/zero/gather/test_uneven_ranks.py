@@ -1,7 +1,5 @@
 """Ranks that use different parameters inside the same units: legal at every stage, as under DDP's unused parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.comm.host.gloo import GlooTransport
 from tests.engine.support import WIDTH, engine_of, inputs, rank
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.toy_models import Tower
 from tests.zero.gather.beside_torch import weights_of_torch
 from tests.zero.reading import full_masters
@@ -163,7 +161,8 @@ def test_a_bucket_without_a_sum_is_sent_as_those_with_one():
     assert_states_equal(run_ranks(_leave_out_early, 2, 1, True)[0], truth, rtol=1e-2, atol=1e-3)
 
 
-def _reduces_at_the_end():
+@on_ranks(2)
+def test_one_order_of_gathers_and_reductions_once_ranks_differ():
     """As if the backend needed one order; what is sent while the backward runs."""
     torch.manual_seed(3)
     with pytest.MonkeyPatch.context() as patch:
@@ -181,9 +180,4 @@ def _reduces_at_the_end():
     for step, choices in enumerate([even, even, [rank()] * 8, even]):
         engine.backward(engine(inputs(step, rank()), choices))
         engine.step()
-    return sent
-
-
-def test_one_order_of_gathers_and_reductions_once_ranks_differ():
-    for sent in run_ranks(_reduces_at_the_end, 2):
-        assert sent[0] == 0 and sent[1] > 0 and sent[3] == 0, sent
+    assert sent[0] == 0 and sent[1] > 0 and sent[3] == 0, sent

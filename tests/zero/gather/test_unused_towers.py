@@ -1,7 +1,5 @@
 """Towers that only some ranks use, since the others have text only: trained at stage 3 as by plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch import nn
 from deepspeed.errors import DivergenceError
 from tests.ecosystem.support import needs_transformers
 from tests.engine.support import WIDTH, engine_of, rank
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.toy_models import Layer
 from tests.zero.gather.beside_torch import LIMITS, weights_of_torch
 from tests.zero.reading import full_masters
@@ -93,17 +91,14 @@ def test_a_tower_that_no_rank_uses_at_first(ranks):
     run_ranks(_own, ranks, [("trained", _late, "serve"), ("frozen", _late, "serve")])
 
 
-def _refused():
+@on_ranks(2)
+def test_what_is_not_served_names_the_key():
     for images, agreement in ((_only_rank_0, "error"), (_late, "adapt")):
         engine = engine_of(Seeing(), 3, zero={**LIMITS["default"], "agreement": agreement})
         with pytest.raises(DivergenceError, match='[Ss]et zero_optimization.agreement to "serve"'):
             for step in range(5):
                 engine.backward(_own_loss(images)(engine, step, rank()))
                 engine.step()
-
-
-def test_what_is_not_served_names_the_key():
-    run_ranks(_refused, 2)
 
 
 def _llava() -> nn.Module:
@@ -133,13 +128,10 @@ def _llava_loss(images: Images) -> Callable[[nn.Module, int, int], torch.Tensor]
     return loss
 
 
-def _with_transformers(cases: list[tuple[Images, str]]) -> None:
+@needs_transformers
+@on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
+def test_llava_with_text_only_batches_on_some_ranks() -> None:
+    cases = [(_only_rank_0, "adapt"), (_late, "serve")]
     for images, agreement in cases:
         for limits in LIMITS.values():
             _compare(_llava, _llava_loss(images), {**limits, "agreement": agreement})
-
-
-@needs_transformers
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_llava_with_text_only_batches_on_some_ranks(ranks):
-    run_ranks(_with_transformers, ranks, [(_only_rank_0, "adapt"), (_late, "serve")])

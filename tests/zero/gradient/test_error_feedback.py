@@ -1,7 +1,5 @@
 """Values that travel as codes: what ranks compute with, what is kept of what is lost, and who keeps it."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math
@@ -17,7 +15,7 @@ from deepspeed.engine import DeepSpeedEngine
 from deepspeed.logging import logger
 from deepspeed.zero.storage import StorageKind
 from tests.engine.support import SHARDED, engine_of, inputs, rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import tower
 from tests.zero.update.rounding import Rounding, rounded_transfers
 
@@ -92,27 +90,6 @@ class Reference:
         return norm
 
 
-def cells(stages: tuple[int, ...]) -> None:
-    ranks = torch.distributed.get_world_size()
-    for stage in stages:
-        for accumulation, clip in ((1, 0.0), (2, 0.05)):
-            reference = Reference(stage, ranks, accumulation, clip)
-            engine = make(stage, accumulation=accumulation, gradient_clipping=clip)
-            for step in range(STEPS):
-                for micro in range(accumulation):
-                    engine.backward(engine(inputs(step, micro, rank())))
-                    engine.step()
-                norm = reference.step(step)
-                what = f"stage {stage}, accumulation {accumulation}, step {step}"
-                assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-4), what
-                found = dict(engine.iter_full("fp32"))
-                for name, expected in reference.model.named_parameters():
-                    torch.testing.assert_close(found[name], expected.detach(), rtol=1e-4, atol=1e-5, msg=what)
-            assert ranks == 1 or reference.exact > 1e-5  # so a sum without codes would have been found out
-            check_private(engine, reference)
-            engine.destroy()
-
-
 def check_private(engine: DeepSpeedEngine, reference: Reference) -> None:
     """The traffic counters have the formula's bytes, and the tensors hold what was lost."""
     rows = {kind: (counted, formula) for kind, counted, formula, _ in engine.memory_report()}
@@ -135,8 +112,26 @@ def check_private(engine: DeepSpeedEngine, reference: Reference) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(1, (0, 3)), (2, (0, 1, 2, 3)), (3, (0, 2, 3))])
+@on_ranks()
 def test_equals_the_sum_by_hand(ranks: int, stages: tuple[int, ...]) -> None:
-    run_ranks(cells, ranks, stages)
+    ranks = torch.distributed.get_world_size()
+    for stage in stages:
+        for accumulation, clip in ((1, 0.0), (2, 0.05)):
+            reference = Reference(stage, ranks, accumulation, clip)
+            engine = make(stage, accumulation=accumulation, gradient_clipping=clip)
+            for step in range(STEPS):
+                for micro in range(accumulation):
+                    engine.backward(engine(inputs(step, micro, rank())))
+                    engine.step()
+                norm = reference.step(step)
+                what = f"stage {stage}, accumulation {accumulation}, step {step}"
+                assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-4), what
+                found = dict(engine.iter_full("fp32"))
+                for name, expected in reference.model.named_parameters():
+                    torch.testing.assert_close(found[name], expected.detach(), rtol=1e-4, atol=1e-5, msg=what)
+            assert ranks == 1 or reference.exact > 1e-5  # so a sum without codes would have been found out
+            check_private(engine, reference)
+            engine.destroy()
 
 
 class Looking(nn.Module):
@@ -161,7 +156,8 @@ def _values(engine: DeepSpeedEngine, kind: str = "param") -> torch.Tensor:
     return dict(engine.iter_full(kind))["inner.weight"].clone()
 
 
-def parameters() -> None:
+@on_ranks(2)
+def test_everybody_computes_with_the_decoded_values() -> None:
     engine = make(3, Looking())
     module, first = engine.module, _values(engine)
     assert not torch.equal(first, rounded(first))
@@ -199,11 +195,8 @@ def parameters() -> None:
     engine.destroy()
 
 
-def test_everybody_computes_with_the_decoded_values() -> None:
-    run_ranks(parameters, 2)
-
-
-def overflow() -> None:
+@on_ranks(2)
+def test_an_overflow_is_seen() -> None:
     """What is not finite stays visible, and leaves nothing behind; the error has the unit of the gradients."""
     for stage, accumulation in ((0, 1), (2, 1), (2, 2)):
         fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
@@ -235,10 +228,6 @@ def overflow() -> None:
     for one, gradients in zip(kept, engine._runtime.reducer.buckets, strict=True):
         assert torch.equal(2 * one, gradients.feedback.tensor)
     engine.destroy()
-
-
-def test_an_overflow_is_seen() -> None:
-    run_ranks(overflow, 2)
 
 
 def _train(engine: DeepSpeedEngine, steps: range, seed: int) -> None:

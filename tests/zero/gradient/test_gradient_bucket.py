@@ -1,7 +1,5 @@
 """The gradients of one bucket (``zero.gradient.gradient_bucket``), on ranks that are threads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +16,7 @@ from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import MemoryTracker, StorageKind
+from tests.harness import on_threads
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import bucket_of, policy_of
 
@@ -91,87 +90,77 @@ CLOSE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6}
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("settings", [{}, {"divides_first": True}, {"predivide": 4.0}, {"is_mean": False}])
-def test_the_factors_around_the_sum(stage: int, settings: dict[str, Any]) -> None:
-    def body(transport: LoopbackTransport) -> None:
-        filling = Filling(transport, stage, **settings)
-        filling.fill()
-        assert filling.gradients.has_arrivals
+@on_threads(2)
+def test_the_factors_around_the_sum(transport: LoopbackTransport, stage: int, settings: dict[str, Any]) -> None:
+    filling = Filling(transport, stage, **settings)
+    filling.fill()
+    assert filling.gradients.has_arrivals
+    filling.gradients.pack()
+    assert all(parameter.grad is None for parameter in filling.bucket.params) and filling.bucket.gradients_in
+    expected = filling.mean(0) * (1 if settings.get("is_mean", True) else transport.size)
+    torch.testing.assert_close(filling.reduce(), expected, **CLOSE)
+
+
+@on_threads(2)
+def test_squares_that_are_taken_on_the_way_are_those_of_the_result(transport: LoopbackTransport) -> None:
+    filling = Filling(transport)
+    assert filling.gradients.sum_of_squares() is None
+    for last in (True, False):
+        filling.fill(last=last)
         filling.gradients.pack()
-        assert all(parameter.grad is None for parameter in filling.bucket.params) and filling.bucket.gradients_in
-        expected = filling.mean(0) * (1 if settings.get("is_mean", True) else transport.size)
-        torch.testing.assert_close(filling.reduce(), expected, **CLOSE)
-
-    run_threads(body, 2)
-
-
-def test_squares_that_are_taken_on_the_way_are_those_of_the_result() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        filling = Filling(transport)
-        assert filling.gradients.sum_of_squares() is None
-        for last in (True, False):
-            filling.fill(last=last)
-            filling.gradients.pack()
-            result = filling.reduce()
-            assert (filling.gradients.sum.squares is not None) is last
-            squares = filling.gradients.sum_of_squares()
-            assert squares is not None and squares.item() == pytest.approx(result.double().square().sum().item())
-            filling.gradients.clear()
-        filling.fill()
-        filling.gradients.keep()
-        own = filling.gradients.sum_of_squares()  # of its own sum, where nothing is reduced
-        expected = filling.flat(gradients_of(0, transport.rank)).double().square().sum().item()
-        assert own is not None and own.item() == pytest.approx(expected)
-
-    run_threads(body, 2)
-
-
-def test_sums_of_micro_batches_are_added_before_or_after_the_reduction() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        filling = Filling(transport, 1)
-        filling.fill(0)
-        filling.gradients.keep()
-        filling.fill(1)
-        filling.gradients.pack()
-        torch.testing.assert_close(filling.reduce(as_sum=True), filling.mean(0, 1), **CLOSE)
+        result = filling.reduce()
+        assert (filling.gradients.sum.squares is not None) is last
+        squares = filling.gradients.sum_of_squares()
+        assert squares is not None and squares.item() == pytest.approx(result.double().square().sum().item())
         filling.gradients.clear()
-        for step in range(3):
-            filling.fill(step)
-            filling.gradients.pack()
-            filling.reduce()
-        torch.testing.assert_close(filling.gradients.result, filling.mean(0, 1, 2), **CLOSE)
-        assert filling.gradients.used == [True] * 3
-
-    run_threads(body, 2)
+    filling.fill()
+    filling.gradients.keep()
+    own = filling.gradients.sum_of_squares()  # of its own sum, where nothing is reduced
+    expected = filling.flat(gradients_of(0, transport.rank)).double().square().sum().item()
+    assert own is not None and own.item() == pytest.approx(expected)
 
 
-def test_reduced_sums_over_micro_batches_have_the_dtype_of_sums() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        for stage, expected in ((1, torch.float32), (2, torch.bfloat16)):
-            filling = Filling(transport, stage, torch.bfloat16, accumulate_dtype=torch.bfloat16)
-            filling.fill()
-            filling.gradients.pack()
-            assert filling.reduce().dtype is expected
-        double = Filling(transport, 1, torch.float64)
-        double.fill()
-        double.gradients.pack()
-        assert double.reduce().dtype is torch.float64
-
-    run_threads(body, 2)
-
-
-def test_absent_gradients_count_as_zero_and_padding_stays_zero() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        filling = Filling(transport, 0)
-        filling.fill(5)
+@on_threads(2)
+def test_sums_of_micro_batches_are_added_before_or_after_the_reduction(transport: LoopbackTransport) -> None:
+    filling = Filling(transport, 1)
+    filling.fill(0)
+    filling.gradients.keep()
+    filling.fill(1)
+    filling.gradients.pack()
+    torch.testing.assert_close(filling.reduce(as_sum=True), filling.mean(0, 1), **CLOSE)
+    filling.gradients.clear()
+    for step in range(3):
+        filling.fill(step)
         filling.gradients.pack()
         filling.reduce()
-        filling.gradients.clear()
-        filling.fill(0, absent=(1,))
-        filling.gradients.pack()
-        torch.testing.assert_close(filling.reduce(), filling.mean(0, absent=(1,)), **CLOSE)
-        assert filling.gradients.used == [True, False, True]
+    torch.testing.assert_close(filling.gradients.result, filling.mean(0, 1, 2), **CLOSE)
+    assert filling.gradients.used == [True] * 3
 
-    run_threads(body, 2)
+
+@on_threads(2)
+def test_reduced_sums_over_micro_batches_have_the_dtype_of_sums(transport: LoopbackTransport) -> None:
+    for stage, expected in ((1, torch.float32), (2, torch.bfloat16)):
+        filling = Filling(transport, stage, torch.bfloat16, accumulate_dtype=torch.bfloat16)
+        filling.fill()
+        filling.gradients.pack()
+        assert filling.reduce().dtype is expected
+    double = Filling(transport, 1, torch.float64)
+    double.fill()
+    double.gradients.pack()
+    assert double.reduce().dtype is torch.float64
+
+
+@on_threads(2)
+def test_absent_gradients_count_as_zero_and_padding_stays_zero(transport: LoopbackTransport) -> None:
+    filling = Filling(transport, 0)
+    filling.fill(5)
+    filling.gradients.pack()
+    filling.reduce()
+    filling.gradients.clear()
+    filling.fill(0, absent=(1,))
+    filling.gradients.pack()
+    torch.testing.assert_close(filling.reduce(), filling.mean(0, absent=(1,)), **CLOSE)
+    assert filling.gradients.used == [True, False, True]
 
 
 def test_a_frozen_parameter_is_not_waited_for_and_a_late_one_is_found() -> None:
@@ -185,18 +174,16 @@ def test_a_frozen_parameter_is_not_waited_for_and_a_late_one_is_found() -> None:
     assert filling.gradients._missing == 0 and filling.gradients.state is GradientState.FILLING
 
 
-def test_a_second_arrival_is_noted_and_too_late_after_the_reduction() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        filling = Filling(transport)
-        filling.fill()
-        assert not filling.gradients.repeats
-        assert not filling.gradients.arrive(1) and filling.gradients.repeats
-        filling.gradients.pack()
-        filling.reduce()
-        with pytest.raises(CallOrderError, match="'p1' arrived again after its bucket was reduced"):
-            filling.gradients.arrive(1)
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_a_second_arrival_is_noted_and_too_late_after_the_reduction(transport: LoopbackTransport) -> None:
+    filling = Filling(transport)
+    filling.fill()
+    assert not filling.gradients.repeats
+    assert not filling.gradients.arrive(1) and filling.gradients.repeats
+    filling.gradients.pack()
+    filling.reduce()
+    with pytest.raises(CallOrderError, match="'p1' arrived again after its bucket was reduced"):
+        filling.gradients.arrive(1)
 
 
 def test_a_group_of_one_reads_the_packed_buffer_and_keeps_it() -> None:
@@ -239,67 +226,61 @@ def test_error_feedback_pays_back_what_codes_have_lost(stage: int) -> None:
         assert 0 < float((found - expected).abs().max()) < 0.03  # one exchange alone is off by up to 0.2
 
 
-def test_a_skipped_update_leaves_the_errors_as_they_were() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        filling = Filling(transport, 1, codec="int4", may_skip=True)
-        feedback = filling.gradients.feedback
-        assert feedback is not None
-        assert filling.memory_tracker.live(StorageKind.PRIVATE, Tier.DEVICE) == 2 * 4 * feedback.tensor.numel()
+@on_threads(2)
+def test_a_skipped_update_leaves_the_errors_as_they_were(transport: LoopbackTransport) -> None:
+    filling = Filling(transport, 1, codec="int4", may_skip=True)
+    feedback = filling.gradients.feedback
+    assert feedback is not None
+    assert filling.memory_tracker.live(StorageKind.PRIVATE, Tier.DEVICE) == 2 * 4 * feedback.tensor.numel()
 
-        def exchange(step: int) -> None:
-            filling.fill(step)
-            filling.gradients.pack()
-            filling.reduce()
-
-        exchange(0)
-        filling.gradients.commit()
-        filling.gradients.clear()
-        kept = feedback.tensor.clone()
-        assert bool(kept.any())
-        exchange(1)
-        exchange(2)  # another micro-batch of the same update
-        assert not torch.equal(feedback.tensor, kept)
-        filling.gradients.scale_feedback(0.5)
-        filling.gradients.clear()
-        assert torch.equal(feedback.tensor, 0.5 * kept)
-
-    run_threads(body, 2)
-
-
-def test_early_gradients_are_sent_as_they_are() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        filling = Filling(transport, 1, codec="sign", codes_from=1)
-        assert not filling.gradients.is_coded
-        filling.fill()
+    def exchange(step: int) -> None:
+        filling.fill(step)
         filling.gradients.pack()
-        torch.testing.assert_close(filling.reduce(), filling.mean(0), **CLOSE)
-        assert filling.gradients.feedback is not None and not bool(filling.gradients.feedback.tensor.any())
+        filling.reduce()
 
-    run_threads(body, 2)
+    exchange(0)
+    filling.gradients.commit()
+    filling.gradients.clear()
+    kept = feedback.tensor.clone()
+    assert bool(kept.any())
+    exchange(1)
+    exchange(2)  # another micro-batch of the same update
+    assert not torch.equal(feedback.tensor, kept)
+    filling.gradients.scale_feedback(0.5)
+    filling.gradients.clear()
+    assert torch.equal(feedback.tensor, 0.5 * kept)
 
 
-def test_a_backward_that_failed_is_dropped() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        filling = Filling(transport, 2)
-        filling.fill(0)
-        filling.gradients.keep()
-        filling.fill(1)
-        filling.gradients.keep()
-        assert filling.gradients.is_mixed(reduced=False)
-        filling.gradients.drop_backward(reduced=False, with_sum=True)
-        assert filling.gradients.sum.is_empty and filling.gradients.used == [False] * 3
-        filling.fill(0)
-        filling.gradients.keep()
-        filling.fill(1, absent=(0,))
-        assert not filling.gradients.is_mixed(reduced=False)
-        filling.gradients.drop_backward(reduced=False, with_sum=False)
-        assert not filling.gradients.sum.is_empty and filling.bucket.params[1].grad is None
-        assert filling.gradients.first_not_finite() is None
-        local = filling.gradients.sum.local
-        assert local is not None
-        local.tensor[filling.bucket.layout.starts[1]] = torch.nan
-        assert filling.gradients.first_not_finite() == 1
-        own, factor = filling.gradients.take_own_sum()
-        assert own is local and factor == 1.0 and filling.gradients.sum.is_empty
+@on_threads(2)
+def test_early_gradients_are_sent_as_they_are(transport: LoopbackTransport) -> None:
+    filling = Filling(transport, 1, codec="sign", codes_from=1)
+    assert not filling.gradients.is_coded
+    filling.fill()
+    filling.gradients.pack()
+    torch.testing.assert_close(filling.reduce(), filling.mean(0), **CLOSE)
+    assert filling.gradients.feedback is not None and not bool(filling.gradients.feedback.tensor.any())
 
-    run_threads(body, 2)
+
+@on_threads(2)
+def test_a_backward_that_failed_is_dropped(transport: LoopbackTransport) -> None:
+    filling = Filling(transport, 2)
+    filling.fill(0)
+    filling.gradients.keep()
+    filling.fill(1)
+    filling.gradients.keep()
+    assert filling.gradients.is_mixed(reduced=False)
+    filling.gradients.drop_backward(reduced=False, with_sum=True)
+    assert filling.gradients.sum.is_empty and filling.gradients.used == [False] * 3
+    filling.fill(0)
+    filling.gradients.keep()
+    filling.fill(1, absent=(0,))
+    assert not filling.gradients.is_mixed(reduced=False)
+    filling.gradients.drop_backward(reduced=False, with_sum=False)
+    assert not filling.gradients.sum.is_empty and filling.bucket.params[1].grad is None
+    assert filling.gradients.first_not_finite() is None
+    local = filling.gradients.sum.local
+    assert local is not None
+    local.tensor[filling.bucket.layout.starts[1]] = torch.nan
+    assert filling.gradients.first_not_finite() == 1
+    own, factor = filling.gradients.take_own_sum()
+    assert own is local and factor == 1.0 and filling.gradients.sum.is_empty

@@ -1,7 +1,5 @@
 """A rank's own sum takes gradients from where they lie, unless packing them is of use; norms do not depend on cuts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

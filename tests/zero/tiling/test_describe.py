@@ -3,8 +3,6 @@
 Everything else is shared by all four. Compared with one process that has both experts.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -18,7 +16,7 @@ from deepspeed.errors import CallOrderError, CheckpointError, DeepSpeedConfigErr
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero.tiling.describe import describe, in_group, put_in_group
 from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, inputs, rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 EXPERTS = [[0, 2], [1, 3]]
 
@@ -89,7 +87,10 @@ def _compare(stage: int, accumulation: int, clip: float, offload: bool, norms: l
 CELLS = [(0, 1, 0.2, False), (1, 2, 0.0, False), (2, 2, 0.2, True), (3, 2, 0.2, False), (3, 1, 0.0, True)]
 
 
-def _equal_the_reference(cells: list[tuple[int, int, float, bool]]) -> None:
+@on_ranks(4, timeout=150)
+def test_equals_one_process_with_both_experts() -> None:
+    """At every stage, offloaded too; clipped; with an expert that only some or none of its ranks use."""
+    cells = CELLS
     define_group("experts", EXPERTS)
     for cell in cells:
         norms: list[float] = []
@@ -100,11 +101,6 @@ def _equal_the_reference(cells: list[tuple[int, int, float, bool]]) -> None:
         assert same_on_all_ranks(norms)
 
 
-def test_equals_one_process_with_both_experts() -> None:
-    """At every stage, offloaded too; clipped; with an expert that only some or none of its ranks use."""
-    run_ranks(_equal_the_reference, 4, CELLS, timeout=150)
-
-
 class Boosted(Model):
     """Its expert's gradient may be infinite where that of nothing else is."""
 
@@ -112,7 +108,9 @@ class Boosted(Model):
         return super().forward(x) + boost * self.expert.weight.float().sum()
 
 
-def _skips_together(stages: tuple[int, ...]) -> None:
+@on_ranks(4)
+def test_an_overflow_in_one_group_skips_the_step_of_all() -> None:
+    stages = (0, 3)
     define_group("experts", EXPERTS)
     for stage in stages:
         engine = engine_of(Boosted(rank()), stage, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
@@ -127,11 +125,8 @@ def _skips_together(stages: tuple[int, ...]) -> None:
         assert engine.optimizer.loss_scale == 128
 
 
-def test_an_overflow_in_one_group_skips_the_step_of_all() -> None:
-    run_ranks(_skips_together, 4, (0, 3))
-
-
-def _built_inside_init() -> None:
+@on_ranks(4)
+def test_zero_init_gives_each_group_its_own_first_values() -> None:
     define_group("experts", EXPERTS)
     expected = _reference()[rank() % 2]
     with deepspeed.zero.Init():
@@ -159,10 +154,6 @@ def _built_inside_init() -> None:
         engine_of(plain, 3)
 
 
-def test_zero_init_gives_each_group_its_own_first_values() -> None:
-    run_ranks(_built_inside_init, 4)
-
-
 LAMB = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "Lamb", "params": {"lr": 0.01}},
@@ -170,7 +161,8 @@ LAMB = {
 }
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_unsupported_settings_are_refused_by_name() -> None:
     with pytest.raises(DeepSpeedConfigError, match="'experts', which is not defined"):
         engine_of(Model(0), 2)
     with pytest.raises(DeepSpeedConfigError, match=r"the ranks \[0, 0\]; expected every rank from 0 to 1 once"):
@@ -193,11 +185,8 @@ def _refused() -> None:
         engine.save_checkpoint("nowhere")
 
 
-def test_unsupported_settings_are_refused_by_name() -> None:
-    run_ranks(_refused, 2)
-
-
-def _unused_in_one_group() -> None:
+@on_ranks(2)
+def test_a_parameter_that_its_group_did_not_use_is_an_error_on_all_ranks() -> None:
     define_group("experts", [[0], [1]])
     engine = engine_of(Model(rank()), 1, zero={"ignore_unused_parameters": False})
     engine.backward(engine(inputs(0, rank()), rank() == 0))
@@ -206,7 +195,3 @@ def _unused_in_one_group() -> None:
         engine.step()
     engine.backward(engine(inputs(0, rank())))
     engine.step()
-
-
-def test_a_parameter_that_its_group_did_not_use_is_an_error_on_all_ranks() -> None:
-    run_ranks(_unused_in_one_group, 2)

@@ -1,7 +1,5 @@
 """Properties of the pure layout, for any parameters, groups, dtypes, limits and world size. No processes."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """What lies in one tiling of a parameter is found in any other: random tilings against element by element."""
 
-from __future__ import annotations
-
 import itertools
 from math import prod
 

@@ -1,7 +1,5 @@
 """A codec that rounds to bf16, for tests of everything around codecs; and engines whose values travel so."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module

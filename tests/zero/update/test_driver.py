@@ -1,7 +1,5 @@
 """What a class of update drivers must define (``zero.update.driver``)."""
 
-from __future__ import annotations
-
 import pytest
 from typing_extensions import override
 

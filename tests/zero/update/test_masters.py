@@ -1,7 +1,5 @@
 """Which parameters may share a run of a master bucket (``zero.update.masters``)."""
 
-from __future__ import annotations
-
 import torch
 
 from deepspeed.zero.update.masters import _scalar_state

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 STEPS = 4
 
@@ -300,7 +300,9 @@ def test_states_need_masters():
     assert "bf16_master_weights_and_grads: true" in run_ranks(refusal, 1, config)[0]
 
 
-def gradients_through_accessors(stage, offload):
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (2, True), (3, False)])
+@on_ranks(2)
+def test_gradients_too_small_for_fp16_pass_through_accessors(stage, offload):
     """Gradients that are numbers of fp16 only while they are multiplied by the loss scale."""
     from deepspeed.utils import (
         safe_get_full_grad,
@@ -325,11 +327,6 @@ def gradients_through_accessors(stage, offload):
     torch.testing.assert_close(safe_get_full_grad(parameter), expected * 2, rtol=0, atol=0)
     torch.testing.assert_close(dict(engine.iter_full("grad"))["block.0.weight"], expected * 2, rtol=0, atol=0)
     engine.destroy()
-
-
-@pytest.mark.parametrize(("stage", "offload"), [(0, False), (2, True), (3, False)])
-def test_gradients_too_small_for_fp16_pass_through_accessors(stage, offload):
-    run_ranks(gradients_through_accessors, 2, stage, offload)
 
 
 def with_fp32_block(stage, offload, accumulation):

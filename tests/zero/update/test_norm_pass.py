@@ -1,7 +1,5 @@
 """The gradient norm is taken while gradients are summed; the update reads no gradient for it a second time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

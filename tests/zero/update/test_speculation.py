@@ -1,7 +1,5 @@
 """Updates that begin before the norm is known give the bits of those that do not, whatever is found out later."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,7 +16,7 @@ import deepspeed
 from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.update.speculation import HostWorker, InlineWorker, workers_from
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.toy_models import awkward, losses_of, make_batch, param_groups
 from tests.offload.training import collect, config, make_engine, train_some
 from tests.parallel.pipe import support as pipes
@@ -99,7 +97,9 @@ COMBINATIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def _with_others() -> list[int]:
+@pytest.mark.slow
+@on_ranks(4, timeout=240)
+def test_with_other_ways_to_share_and_to_send() -> None:
     kept = []
     for given in COMBINATIONS:
         found = []
@@ -109,16 +109,12 @@ def _with_others() -> list[int]:
         for part in ("norms", "compute", "masters", "states"):
             assert_states_equal(getattr(found[1], part), getattr(found[0], part))
         kept.append(speculation.kept)
-    return kept
+    assert all(kept), kept
 
 
 @pytest.mark.slow
-def test_with_other_ways_to_share_and_to_send() -> None:
-    for kept in run_ranks(_with_others, 4, timeout=240):
-        assert all(kept), kept
-
-
-def _pipeline() -> int:
+@on_ranks(4)
+def test_stages_of_a_pipeline_with_tied_weights() -> None:
     found = []
     for speculates in (False, True):
         section = {"device": "cpu", "super_offload": speculates}
@@ -130,12 +126,7 @@ def _pipeline() -> int:
             engine.destroy()
         found.append((losses, weights))
     assert_states_equal(found[1], found[0])
-    return kept
-
-
-@pytest.mark.slow
-def test_stages_of_a_pipeline_with_tied_weights() -> None:
-    assert all(run_ranks(_pipeline, 4))
+    assert kept
 
 
 def _scale(parameter: torch.nn.Parameter, get: Callable[..., Any], put: Callable[..., None], *name: str) -> None:
@@ -169,7 +160,11 @@ def _interfere(engine: Any, what: str, folder: str) -> None:
 INTERFERENCES = ("master", "gradient", "state", "rate", "parameter", "zero_grad", "load", "save")
 
 
-def _with_interference(stage: int, precision: str, folder: str, kinds: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("stage", "precision"), [pytest.param(1, "fp32", marks=pytest.mark.slow), (3, "bf16")])
+@on_ranks(2)
+def test_what_a_program_does_after_backward_counts(stage: int, precision: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    kinds = INTERFERENCES
     for what in kinds:
         found = []
         for speculates in (False, True):
@@ -190,12 +185,8 @@ def _with_interference(stage: int, precision: str, folder: str, kinds: tuple[str
             assert_states_equal(getattr(found[1], part), getattr(found[0], part))
 
 
-@pytest.mark.parametrize(("stage", "precision"), [pytest.param(1, "fp32", marks=pytest.mark.slow), (3, "bf16")])
-def test_what_a_program_does_after_backward_counts(stage: int, precision: str, tmp_path: Path) -> None:
-    run_ranks(_with_interference, 2, stage, precision, str(tmp_path), INTERFERENCES)
-
-
-def _longest_pause() -> None:
+@on_ranks(1)
+def test_it_is_tried_less_often_where_it_is_always_wrong() -> None:
     with workers_from(InlineWorker):
         engine = make_engine(_settings(2, speculates=True, clip=0.001))
         discards = []
@@ -205,10 +196,6 @@ def _longest_pause() -> None:
         engine.destroy()
     tried = [later > before for before, later in zip(discards, discards[1:], strict=False)]
     assert sum(tried) == 4, tried  # with pauses of 0, 1 and 3 updates between them
-
-
-def test_it_is_tried_less_often_where_it_is_always_wrong() -> None:
-    run_ranks(_longest_pause, 1)
 
 
 class _StartedWorker(HostWorker):
@@ -231,17 +218,14 @@ def _failing(*_: Any, **__: Any) -> None:
     raise ArithmeticError("in the worker")
 
 
-def _an_error_in_the_worker() -> None:
+@on_ranks(1)
+def test_an_error_in_the_thread_is_raised_by_the_step() -> None:
     with workers_from(_StartedWorker):
         engine = make_engine(_settings(2, speculates=True, clip=0.0))
     train_some(engine, range(3))
     with mock.patch("deepspeed.zero.update.speculation.update_chunk", _failing), pytest.raises(ArithmeticError):
         train_some(engine, range(3, 4))
     engine.destroy()
-
-
-def test_an_error_in_the_thread_is_raised_by_the_step() -> None:
-    run_ranks(_an_error_in_the_worker, 1)
 
 
 def _refused() -> None:

@@ -1,7 +1,5 @@
 """The update (``zero.update.updater``), on ranks that are threads."""
 
-from __future__ import annotations
-
 import copy
 import math
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.zero.update.step_agreement import StepAgreement
+from tests.harness import on_threads
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import Rank, adamw, batch, rank_of, reference, stack
 
@@ -68,24 +67,24 @@ def test_micro_batches_are_summed(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_gradient_that_is_not_finite_anywhere_skips_the_update_everywhere(stage: int) -> None:
-    def body(transport: LoopbackTransport) -> None:
-        rank = rank_of(transport, stage, skip_non_finite=True, max_skipped=2)
-        train(rank, 1)
-        before = rank.values()
-        spoilt = math.inf if transport.rank == 1 else 1.0
-        norm = rank.step(rank.model(batch(1, transport.rank)) * spoilt)
-        assert not math.isfinite(norm) and rank.optimizer.overflow
-        assert (rank.optimizer.steps, rank.optimizer.skipped_in_a_row) == (2, 1)
-        assert all(torch.equal(value, before[name]) for name, value in rank.values().items())
-        assert not rank.reducer.has_sums
-        rank.step(rank.model(batch(2, transport.rank)))
-        assert not rank.optimizer.overflow and rank.optimizer.skipped_in_a_row == 0
+@on_threads(2)
+def test_a_gradient_that_is_not_finite_anywhere_skips_the_update_everywhere(
+    transport: LoopbackTransport, stage: int
+) -> None:
+    rank = rank_of(transport, stage, skip_non_finite=True, max_skipped=2)
+    train(rank, 1)
+    before = rank.values()
+    spoilt = math.inf if transport.rank == 1 else 1.0
+    norm = rank.step(rank.model(batch(1, transport.rank)) * spoilt)
+    assert not math.isfinite(norm) and rank.optimizer.overflow
+    assert (rank.optimizer.steps, rank.optimizer.skipped_in_a_row) == (2, 1)
+    assert all(torch.equal(value, before[name]) for name, value in rank.values().items())
+    assert not rank.reducer.has_sums
+    rank.step(rank.model(batch(2, transport.rank)))
+    assert not rank.optimizer.overflow and rank.optimizer.skipped_in_a_row == 0
+    rank.step(rank.model(batch(1, transport.rank)) * spoilt)
+    with pytest.raises(NonFiniteError, match=r"2 steps in a row.*first in 'blocks.0.up.weight' \(slice of rank"):
         rank.step(rank.model(batch(1, transport.rank)) * spoilt)
-        with pytest.raises(NonFiniteError, match=r"2 steps in a row.*first in 'blocks.0.up.weight' \(slice of rank"):
-            rank.step(rank.model(batch(1, transport.rank)) * spoilt)
-
-    run_threads(body, 2)
 
 
 def test_the_loss_scale_is_taken_out_and_follows_overflows() -> None:
@@ -161,35 +160,31 @@ def test_a_gradient_on_one_rank_updates_the_parameter_on_all(stage: int) -> None
         torch.testing.assert_close(found, reference(2, own, 2), **CLOSE)
 
 
-def test_unused_parameters_may_be_refused() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        rank = rank_of(transport, 1, policy={"allow_unused": False})
-        train(rank, 1)
-        before = rank.values()
-        with pytest.raises(CallOrderError, match=r"4 parameter\(s\) got no gradient on any rank: blocks.1.up.weight"):
-            rank.step(rank.model(batch(1), skip=[1]))
-        assert all(torch.equal(value, before[name]) for name, value in rank.values().items())
-        train(rank, 1)
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_unused_parameters_may_be_refused(transport: LoopbackTransport) -> None:
+    rank = rank_of(transport, 1, policy={"allow_unused": False})
+    train(rank, 1)
+    before = rank.values()
+    with pytest.raises(CallOrderError, match=r"4 parameter\(s\) got no gradient on any rank: blocks.1.up.weight"):
+        rank.step(rank.model(batch(1), skip=[1]))
+    assert all(torch.equal(value, before[name]) for name, value in rank.values().items())
+    train(rank, 1)
 
 
-def test_ranks_with_other_orders_or_written_gradients_are_distinguished() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        rank = rank_of(transport, 1)
-        rank.backward(rank.model(batch(0)))
-        if transport.rank:
-            rank.runtime.agreement.end_pass([7])
-        with pytest.raises(DivergenceError, match="different numbers of forwards and backwards"):
-            rank.optimizer.step()
-        rank = rank_of(transport, 1)
-        rank.backward(rank.model(batch(0)))
-        if transport.rank:
-            rank.reducer.buckets[1].note_write(0, by_all=True)
-        with pytest.raises(DivergenceError, match=r"ranks \[0\] have done so with others"):
-            rank.optimizer.step()
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_ranks_with_other_orders_or_written_gradients_are_distinguished(transport: LoopbackTransport) -> None:
+    rank = rank_of(transport, 1)
+    rank.backward(rank.model(batch(0)))
+    if transport.rank:
+        rank.runtime.agreement.end_pass([7])
+    with pytest.raises(DivergenceError, match="different numbers of forwards and backwards"):
+        rank.optimizer.step()
+    rank = rank_of(transport, 1)
+    rank.backward(rank.model(batch(0)))
+    if transport.rank:
+        rank.reducer.buckets[1].note_write(0, by_all=True)
+    with pytest.raises(DivergenceError, match=r"ranks \[0\] have done so with others"):
+        rank.optimizer.step()
 
 
 def test_a_closure_is_evaluated_before_the_update_and_returned() -> None:
@@ -210,89 +205,81 @@ def test_a_closure_is_evaluated_before_the_update_and_returned() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_state_dict_brings_a_run_back(stage: int) -> None:
-    def body(transport: LoopbackTransport) -> None:
-        rank = rank_of(transport, stage)
-        train(rank, 2)
-        saved = copy.deepcopy(rank.optimizer.state_dict())  # the torch optimizer gives live tensors
-        at = rank.values()
-        groups = rank.optimizer.param_groups
-        after = (rank.step(rank.model(batch(5, transport.rank))), rank.values())
-        rank.optimizer.load_state_dict(saved)
-        assert rank.optimizer.steps == 2
-        assert all(torch.equal(value, at[name]) for name, value in rank.values().items())
-        assert rank.optimizer.param_groups is groups
-        again = (rank.step(rank.model(batch(5, transport.rank))), rank.values())
-        assert after[0] == again[0] and all(torch.equal(again[1][name], value) for name, value in after[1].items())
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_a_state_dict_brings_a_run_back(transport: LoopbackTransport, stage: int) -> None:
+    rank = rank_of(transport, stage)
+    train(rank, 2)
+    saved = copy.deepcopy(rank.optimizer.state_dict())  # the torch optimizer gives live tensors
+    at = rank.values()
+    groups = rank.optimizer.param_groups
+    after = (rank.step(rank.model(batch(5, transport.rank))), rank.values())
+    rank.optimizer.load_state_dict(saved)
+    assert rank.optimizer.steps == 2
+    assert all(torch.equal(value, at[name]) for name, value in rank.values().items())
+    assert rank.optimizer.param_groups is groups
+    again = (rank.step(rank.model(batch(5, transport.rank))), rank.values())
+    assert after[0] == again[0] and all(torch.equal(again[1][name], value) for name, value in after[1].items())
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_state_dict_from_before_runs_were_cut_brings_the_run_back(stage: int) -> None:
+@on_threads(2)
+def test_a_state_dict_from_before_runs_were_cut_brings_the_run_back(transport: LoopbackTransport, stage: int) -> None:
     """The second update cuts runs, since the first block has no gradient in it."""
 
     def two_updates(rank: Rank) -> tuple[float, float, dict[str, torch.Tensor]]:
         first = rank.step(rank.model(batch(7, rank.transport.rank), skip=(0,)))
         return first, rank.step(rank.model(batch(5, rank.transport.rank))), rank.values()
 
-    def body(transport: LoopbackTransport) -> None:
-        rank = rank_of(transport, stage)
-        before = copy.deepcopy(rank.optimizer.state_dict())
-        train(rank, 1)
-        saved, at = copy.deepcopy(rank.optimizer.state_dict()), rank.values()
-        after = two_updates(rank)
-        cut = copy.deepcopy(rank.optimizer.state_dict())
-        rank.optimizer.load_state_dict(saved)
-        assert all(torch.equal(value, at[name]) for name, value in rank.values().items())
-        again = two_updates(rank)
-        assert after[:2] == again[:2]
-        assert all(torch.equal(again[2][name], value) for name, value in after[2].items())
-        fresh = rank_of(transport, stage)
-        fresh.optimizer.load_state_dict(cut)
-        last = [made.step(made.model(batch(6, transport.rank))) for made in (rank, fresh)]
-        assert last[0] == last[1]
-        assert all(torch.equal(value, fresh.values()[name]) for name, value in rank.values().items())
-        rank.optimizer.load_state_dict(before)
-        train(rank, 1)
-        assert all(torch.equal(value, at[name]) for name, value in rank.values().items())
-        with pytest.raises(ValueError, match="expected 1 param groups and masters of .* found 1 and .*load_checkpoint"):
-            rank.optimizer.load_state_dict({**before, "masters": before["masters"][1:]})
-
-    run_threads(body, 2)
+    rank = rank_of(transport, stage)
+    before = copy.deepcopy(rank.optimizer.state_dict())
+    train(rank, 1)
+    saved, at = copy.deepcopy(rank.optimizer.state_dict()), rank.values()
+    after = two_updates(rank)
+    cut = copy.deepcopy(rank.optimizer.state_dict())
+    rank.optimizer.load_state_dict(saved)
+    assert all(torch.equal(value, at[name]) for name, value in rank.values().items())
+    again = two_updates(rank)
+    assert after[:2] == again[:2]
+    assert all(torch.equal(again[2][name], value) for name, value in after[2].items())
+    fresh = rank_of(transport, stage)
+    fresh.optimizer.load_state_dict(cut)
+    last = [made.step(made.model(batch(6, transport.rank))) for made in (rank, fresh)]
+    assert last[0] == last[1]
+    assert all(torch.equal(value, fresh.values()[name]) for name, value in rank.values().items())
+    rank.optimizer.load_state_dict(before)
+    train(rank, 1)
+    assert all(torch.equal(value, at[name]) for name, value in rank.values().items())
+    with pytest.raises(ValueError, match="expected 1 param groups and masters of .* found 1 and .*load_checkpoint"):
+        rank.optimizer.load_state_dict({**before, "masters": before["masters"][1:]})
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_what_a_program_writes_into_parameters_reaches_the_masters(stage: int) -> None:
-    def body(transport: LoopbackTransport) -> None:
-        rank = rank_of(transport, stage, stack(dtype=torch.bfloat16))
-        weight = rank.model.get_parameter("head.weight")
-        with torch.no_grad():
-            weight.fill_(3.0)
-        rank.optimizer.set_lr(0.0)
-        rank.step(rank.model(batch(0).bfloat16()))
-        assert bool((rank.values()["head.weight"] == 3.0).all())
-        weight.data.fill_(4.0)  # which nothing can see
-        rank.optimizer.refresh_fp32_params()
-        rank.step(rank.model(batch(0).bfloat16()))
-        assert bool((rank.values()["head.weight"] == 4.0).all())
-        assert rank.optimizer.get_lr() == 0.0
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_what_a_program_writes_into_parameters_reaches_the_masters(transport: LoopbackTransport, stage: int) -> None:
+    rank = rank_of(transport, stage, stack(dtype=torch.bfloat16))
+    weight = rank.model.get_parameter("head.weight")
+    with torch.no_grad():
+        weight.fill_(3.0)
+    rank.optimizer.set_lr(0.0)
+    rank.step(rank.model(batch(0).bfloat16()))
+    assert bool((rank.values()["head.weight"] == 3.0).all())
+    weight.data.fill_(4.0)  # which nothing can see
+    rank.optimizer.refresh_fp32_params()
+    rank.step(rank.model(batch(0).bfloat16()))
+    assert bool((rank.values()["head.weight"] == 4.0).all())
+    assert rank.optimizer.get_lr() == 0.0
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_masters_that_were_written_are_published(stage: int) -> None:
-    def body(transport: LoopbackTransport) -> None:
-        rank = rank_of(transport, stage, stack(dtype=torch.bfloat16))
-        train_values = rank.values()
-        for master in rank.runtime.masters:
-            master.flat.mul_(2.0)
-        rank.optimizer.publish_masters()
-        for name, value in rank.values().items():
-            assert torch.equal(value, 2 * train_values[name])
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_masters_that_were_written_are_published(transport: LoopbackTransport, stage: int) -> None:
+    rank = rank_of(transport, stage, stack(dtype=torch.bfloat16))
+    train_values = rank.values()
+    for master in rank.runtime.masters:
+        master.flat.mul_(2.0)
+    rank.optimizer.publish_masters()
+    for name, value in rank.values().items():
+        assert torch.equal(value, 2 * train_values[name])
 
 
 def test_optimizers_without_a_flat_update_get_gradients_that_are_ready() -> None:
@@ -320,49 +307,45 @@ def test_optimizers_without_a_flat_update_get_gradients_that_are_ready() -> None
         torch.testing.assert_close(found, reference(2, losses, 2), **CLOSE)
 
 
-def test_runs_are_cut_where_labels_differ_and_keep_their_state() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        rank = rank_of(transport, 1, joined=10**6)
-        train(rank, 1)
-        (master,) = rank.runtime.masters
-        moments = torch.cat([rank.optimizer.state[run.param]["exp_avg"] for run in master.runs])
-        count = len(master.runs)
-        rank.optimizer.cut_runs([[number < 4 for number in range(len(master.layout.tiles))]])
-        params = [p for group in rank.optimizer.param_groups for p in group["params"]]
-        assert len(master.runs) == len(params) >= count
-        assert torch.equal(torch.cat([rank.optimizer.state[run.param]["exp_avg"] for run in master.runs]), moments)
-        train(rank, 1)
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_runs_are_cut_where_labels_differ_and_keep_their_state(transport: LoopbackTransport) -> None:
+    rank = rank_of(transport, 1, joined=10**6)
+    train(rank, 1)
+    (master,) = rank.runtime.masters
+    moments = torch.cat([rank.optimizer.state[run.param]["exp_avg"] for run in master.runs])
+    count = len(master.runs)
+    rank.optimizer.cut_runs([[number < 4 for number in range(len(master.layout.tiles))]])
+    params = [p for group in rank.optimizer.param_groups for p in group["params"]]
+    assert len(master.runs) == len(params) >= count
+    assert torch.equal(torch.cat([rank.optimizer.state[run.param]["exp_avg"] for run in master.runs]), moments)
+    train(rank, 1)
 
 
-def test_memory_of_states_is_counted_once() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        rank = rank_of(transport, 1)
-        assert rank.optimizer.count_state() == 0
-        train(rank, 1)
-        owned = sum(run.param.numel() for master in rank.runtime.masters for run in master.runs)
-        assert rank.optimizer.count_state() == 2 * 4 * owned == rank.optimizer.count_state()
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_memory_of_states_is_counted_once(transport: LoopbackTransport) -> None:
+    rank = rank_of(transport, 1)
+    assert rank.optimizer.count_state() == 0
+    train(rank, 1)
+    owned = sum(run.param.numel() for master in rank.runtime.masters for run in master.runs)
+    assert rank.optimizer.count_state() == 2 * 4 * owned == rank.optimizer.count_state()
 
 
-def test_groups_that_a_program_changes_are_refused_and_the_face_is_the_torch_optimizers() -> None:
-    def body(transport: LoopbackTransport) -> None:
-        rank = rank_of(transport, 1, make=adamw)
-        rank.backward(rank.model(batch(0)))
-        rank.optimizer.zero_grad()
-        assert not rank.reducer.has_sums
-        rank.optimizer.set_lr(0.5)
-        assert rank.optimizer.get_lr() == 0.5 == rank.optimizer.optimizer.param_groups[0]["lr"]
-        rank.optimizer.param_groups[0]["params"].pop()
-        with pytest.raises(CallOrderError):
-            rank.optimizer.step()
-        with pytest.raises(CallOrderError, match="override_loss_scale"):
-            rank.optimizer.override_loss_scale(2.0)
-        rank.optimizer.destroy()
-
-    run_threads(body, 1)
+@on_threads(1)
+def test_groups_that_a_program_changes_are_refused_and_the_face_is_the_torch_optimizers(
+    transport: LoopbackTransport,
+) -> None:
+    rank = rank_of(transport, 1, make=adamw)
+    rank.backward(rank.model(batch(0)))
+    rank.optimizer.zero_grad()
+    assert not rank.reducer.has_sums
+    rank.optimizer.set_lr(0.5)
+    assert rank.optimizer.get_lr() == 0.5 == rank.optimizer.optimizer.param_groups[0]["lr"]
+    rank.optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(CallOrderError):
+        rank.optimizer.step()
+    with pytest.raises(CallOrderError, match="override_loss_scale"):
+        rank.optimizer.override_loss_scale(2.0)
+    rank.optimizer.destroy()
 
 
 @pytest.mark.parametrize(("has_parts", "name"), [(False, "third"), (True, "last")])
