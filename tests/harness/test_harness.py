@@ -29,6 +29,8 @@ from tests.harness import (
     assert_states_equal,
     fork_server,
     on_first_rank,
+    on_ranks,
+    on_threads,
     pickling,
     pool,
     run_ranks,
@@ -67,6 +69,24 @@ def test_environment_threads_and_seeds():
     assert first["env"]["MASTER_PORT"] == second["env"]["MASTER_PORT"]
     assert first["threads"] == 1
     assert first["draws"] == second["draws"]
+
+
+@on_ranks(2)
+def _passes_on_rank_0(rank, ranks):
+    assert (rank, ranks) == (0, 2)
+
+
+@on_threads(3)
+def _passes_on_thread_0(transport, ranks):
+    assert (transport.rank, ranks) == (0, 3)
+
+
+def test_a_test_that_ranks_run_fails_where_one_of_them_does():
+    with pytest.raises(RanksFailed) as caught:
+        _passes_on_rank_0()
+    assert caught.value.first.rank == 1 and "AssertionError" in str(caught.value)
+    with pytest.raises(AssertionError):
+        _passes_on_thread_0()
 
 
 def test_workers_are_reused_also_after_an_exception():
