@@ -26,6 +26,7 @@ from deepspeed.config.sections.root import Root
 if TYPE_CHECKING:
     from deepspeed.zero.group import Groups
     from deepspeed.zero.runtime import ZeroRuntime
+    from deepspeed.zero.update.driver import UpdateDriver
 
 MARK = "_ds_features"
 """Attribute of classes and objects with the features that they request, as a tuple of names of modules."""
@@ -204,8 +205,40 @@ class StepTracker:
         """Closes the tracker. Called when the engine is destroyed; may be called twice."""
 
 
+class TrainingGroup:
+    """The data-parallel ranks that train together: all of them, unless a feature divides them.
+
+    Args:
+        inside: This rank's coordinates among the ranks that train together.
+        coordinates: The same, with the group over which all samples of the job are distributed.
+    """
+
+    is_divided = False  # whether there are several groups, of which the first writes checkpoints
+    has_updates = False  # whether this group has made updates since groups exchanged their masters
+
+    def __init__(self, inside: RankCoordinates, coordinates: RankCoordinates) -> None:
+        self.inside, self.coordinates = inside, coordinates
+
+    def driver_around(self, inner: UpdateDriver) -> UpdateDriver:
+        """Returns the update driver that adds the exchange between groups to that of the optimizer."""
+        return inner
+
+    def by_one(self, what: str, action: Callable[[], Any]) -> Any:
+        """Exchanges masters, then runs ``action`` on the first group. Every rank must call it.
+
+        Args:
+            what: Names the action in messages.
+
+        Returns:
+            The result of ``action``; None on other groups.
+        """
+        return action()
+
+
 class UnevenBatch(Protocol):
     """The micro-batches of this rank in one update in which ranks have different numbers of micro-batches."""
+
+    setting: str  # the key that allows such updates, for messages
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns ``loss`` (0-dim), scaled so that the mean of gradients over ranks is the mean over micro-batches."""
@@ -227,6 +260,9 @@ class EngineHooks:
     tracker: StepTracker | None = None
     # objects that attributes of the engine return, by the attribute's name
     exposed: Mapping[str, Any] = MappingProxyType({})
+    # objects whose ``state_dict()`` a checkpoint has, equal on all ranks, by its key there (``checkpoint.states``);
+    # their ``load_state_dict`` gets None from a checkpoint without
+    states: Mapping[str, Any] = MappingProxyType({})
     # whether the ranks of a pipeline stage gather sharded parameters in one order, whatever their samples are, also
     # where a backward computes the gradients of weights later than those of inputs
     gathers_alike: bool = True
@@ -308,6 +344,10 @@ class EngineFeature:
 
     def refuse(self, setup: EngineSetup) -> None:
         """Checks the setup before any change. Raises DeepSpeedConfigError: the feature cannot be used with it."""
+
+    def divide(self, setup: EngineSetup) -> TrainingGroup | None:
+        """Returns how the data-parallel ranks are divided; None: they train together. Every rank must call it."""
+        return None
 
     def reshape(self, setup: EngineSetup) -> Mapping[int, nn.Parameter]:
         """Changes the model before ZeRO. Every rank must call it. Returns new parameters by ``id`` of old ones."""

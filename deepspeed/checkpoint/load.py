@@ -422,13 +422,11 @@ def _apply(
 
 def _restore_schedules(run_state: RunState, state: TrainingState) -> None:
     """Restores the schedules of data, which are equal on all ranks and so fit any number of them."""
-    sampler, tokens = (state.model_states.get(name) for name in ("data_sampler", "random_ltd"))
+    sampler = state.model_states.get("data_sampler")
     if sampler is not None and run_state.sampler_state() is not None:
         run_state.dataloader.load_sampler_state(sampler)
-    if tokens is not None and run_state.token_schedule is not None:
-        run_state.token_schedule.load_state_dict(tokens)
-    if run_state.compression is not None:
-        run_state.compression.load_state_dict(state.model_states.get("quantization_pace"))
+    for key, schedule in run_state.states.items():
+        schedule.load_state_dict(state.model_states.get(key))
 
 
 def read_training_state(reader: CheckpointReader, rank: int, *, trust: bool) -> TrainingState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ class RunState:
     dp_world_size: int  # ranks with the same part of the model, among which ZeRO shards
     model_size: int  # ranks with other parts of one copy of the model
     version: str  # the version of this package
-    token_schedule: Any = None  # how many tokens random-LTD keeps, or None
-    compression: Any = None  # the schedule of a compressed model, or None
+    # objects of features with a ``state_dict``, by their key among ``checkpoint.states.FEATURE_KEYS``
+    states: Mapping[str, Any] = field(default_factory=dict)
     use_fp32_weights: bool = True  # fill masters from saved masters, not from 16-bit values
     # returns beginnings of names in checkpoints of other kinds of this model, to its own
     renamings: Callable[[], Iterable[Mapping[str, str]]] = tuple

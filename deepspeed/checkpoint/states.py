@@ -20,6 +20,8 @@ from deepspeed.config.sections.monitor import hide_secrets
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist_once, logger
 
+FEATURE_KEYS = ("random_ltd", "quantization_pace")
+"""Keys of the model-states file for the states of features; None for a feature that the run does not have."""
 ENGINE_KEYS = frozenset(
     {
         "module",
@@ -31,8 +33,7 @@ ENGINE_KEYS = frozenset(
         "mp_world_size",
         "data_sampler",
         "data_position",
-        "random_ltd",
-        "quantization_pace",
+        *FEATURE_KEYS,
     }
 )
 """Keys of the model-states file that are the engine's own and never returned as client state."""
@@ -207,8 +208,7 @@ def _model_states(run_state: RunState, listed: Roster, merged: MergedGroups) -> 
         "shared_params": {alias: name for alias, name in listed.aliases.items() if name not in buffers},
         "lr_scheduler": merged.schedule,
         "data_sampler": run_state.sampler_state(),
-        "random_ltd": run_state.token_schedule.state_dict() if run_state.token_schedule is not None else None,
-        "quantization_pace": run_state.compression.state_dict() if run_state.compression is not None else None,
+        **{key: run_state.states[key].state_dict() if key in run_state.states else None for key in FEATURE_KEYS},
         "skipped_steps": run_state.counters["skipped_steps"],
         "global_steps": run_state.counters["global_steps"],
         "global_samples": run_state.counters["global_samples"],

@@ -62,6 +62,7 @@ class CompressionHooks(EngineHooks):
     def __init__(self, schedule: compression_scheduler, peers: Transport) -> None:
         self.schedule = schedule
         self.exposed = {"compression_scheduler": schedule}
+        self.states = {"quantization_pace": schedule}
         self._pacing = None if schedule.pace is None else EnginePacing(schedule.pace, peers)
 
     @property

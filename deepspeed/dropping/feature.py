@@ -134,6 +134,7 @@ class DroppingHooks(EngineHooks):
             exposed["progressive_layer_drop"] = layers.theta
         if tokens is not None:
             exposed |= {"random_ltd_scheduler": tokens.schedule, "random_ltd_initialize": tokens.attach}
+            self.states = {"random_ltd": tokens.schedule}
         self.exposed = exposed
         self.resume(0, 0)
 

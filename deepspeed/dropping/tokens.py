@@ -376,8 +376,10 @@ class RandomLTDScheduler:
             "current_steps": self._step,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Restores a :meth:`state_dict`; the bounds stay those of the configuration."""
+    def load_state_dict(self, state_dict: Mapping[str, int] | None) -> None:
+        """Restores a :meth:`state_dict`; the bounds stay those of the configuration. None changes nothing."""
+        if state_dict is None:
+            return
         self._current = state_dict["current_value"]
         self._consumed = state_dict["consumed_layer_tokens"]
         self._step = state_dict["current_steps"]

@@ -47,6 +47,8 @@ def assign_micro_batches(micro_batches: int, ranks: int, rank: int) -> list[Assi
 class ElasticStep:
     """One update. Entered as a context manager; iterated over, it yields this rank's micro-batches."""
 
+    setting = "elasticity.continue"
+
     def __init__(self, steps: ElasticSteps, number: int, assigned: Sequence[AssignedMicroBatch]) -> None:
         self.number = number  # number of updates before it
         self.is_done = False  # Whether all ranks have made the update. False after a loss: the step is then repeated.

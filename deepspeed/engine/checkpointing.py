@@ -102,10 +102,10 @@ class EngineCheckpoints:
                 "save_checkpoint in the middle of gradient accumulation: gradients are not saved, so a resumed run "
                 "lacks those of the micro-batches since the last update and starts its accumulation over"
             )
-        if self._parts.islands is not None and not self._writes_for_all:
+        if self._parts.training_group.is_divided and not self._writes_for_all:
             saver = self._saver
             _ = saver.exchange  # which all ranks must make
-            return self._by_one_island(
+            return self._by_one_group(
                 "save_checkpoint",
                 lambda: self.save_checkpoint(
                     save_dir, tag, client_state, save_latest, exclude_frozen_parameters, async_save=async_save
@@ -271,9 +271,9 @@ class EngineCheckpoints:
                 level=WARNING,
             )
             return False
-        if self._parts.islands is not None and not self._writes_for_all:
+        if self._parts.training_group.is_divided and not self._writes_for_all:
             _ = self._saver.exchange  # which all ranks must make
-            return self._by_one_island(
+            return self._by_one_group(
                 "save_16bit_model",
                 lambda: self.save_16bit_model(
                     save_dir, save_filename, exclude_frozen_parameters, max_shard_size=max_shard_size
@@ -397,16 +397,15 @@ class EngineCheckpoints:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _by_one_island(self, what: str, save: Callable[[], bool]) -> bool:
-        """Makes the outer step, then lets the first island write; the checkpoint has the ranks of that island."""
-        assert self._parts.islands is not None
-        if self._parts.islands.has_updates:  # the outer step will change parameters
+    def _by_one_group(self, what: str, save: Callable[[], bool]) -> bool:
+        """Lets the first group write, after all have exchanged masters; the checkpoint has that group's ranks."""
+        if self._parts.training_group.has_updates:  # the exchange will change parameters
             self._runtime.refuse_open_blocks(what)
             self._runtime.refuse_offloaded(what)
             self._runtime.free_gathered()
         self._writes_for_all = True
         try:
-            return self._parts.islands.by_one(what, save) is not False
+            return self._parts.training_group.by_one(what, save) is not False
         finally:
             self._writes_for_all = False
 

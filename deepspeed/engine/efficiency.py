@@ -96,6 +96,11 @@ class EfficiencyAccess:
             )
         initialize()
 
+    @property
+    def compression_scheduler(self) -> Any:
+        """The schedule that switches on the techniques of ``compression_training``; None for a model without."""
+        return self._hooks.exposed.get("compression_scheduler")
+
     # -- progressive layer dropping ----------------------------------------------------------------------------------
 
     @property

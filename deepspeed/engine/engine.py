@@ -66,7 +66,6 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         self._runtime: ZeroRuntime = parts.runtime
         batch_size = self._batches.train_batch_size()
         self._hooks = parts.features.hooks(parts.setup, parts.runtime, parts.groups, batch_size)
-        self.compression_scheduler: Any = self._hooks.exposed.get("compression_scheduler")
         self._updater = parts.runtime.updater
         self.basic_optimizer = parts.torch_optimizer
         self.client_optimizer = parts.client.optimizer
@@ -360,7 +359,6 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
         micro_steps: Micro-batches so far.
         skipped_steps: Updates that were skipped because a gradient was not finite.
         device: Where the model computes.
-        compression_scheduler: Switches the techniques of ``compression_training`` on; None for a model without.
     """
 
     _is_scheduled = False

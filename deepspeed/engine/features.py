@@ -22,7 +22,15 @@ from deepspeed.comm.job.mesh import Mesh
 from deepspeed.config.section import features_of
 from deepspeed.config.sections.autotuning import TUNING_VARIABLE
 from deepspeed.config.sections.root import Root
-from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, StepTracker, UnevenBatch, marks_of
+from deepspeed.engine_feature import (
+    EngineFeature,
+    EngineHooks,
+    EngineSetup,
+    StepTracker,
+    TrainingGroup,
+    UnevenBatch,
+    marks_of,
+)
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.group import Groups
 from deepspeed.zero.runtime import ZeroRuntime
@@ -49,11 +57,19 @@ FEATURES = (
 )
 """Modules that have a ``FEATURE``, in the order in which features refuse and change a model."""
 
+_OTHER_FORMS = ("deepspeed.parallel.pipe.transformers_models:names_in_other_form",)
+"""Functions that map name prefixes of other forms of a model, which checkpoints may have, to its own; or {}."""
+
 
 def feature_of(name: str) -> EngineFeature:
     """Imports one of :data:`FEATURES` and returns its feature."""
     feature: EngineFeature = importlib.import_module(name).FEATURE
     return feature
+
+
+def renamings(model: nn.Module) -> list[dict[str, str]]:
+    """Returns the mappings from name prefixes in checkpoints of other forms of ``model`` to its own."""
+    return [names for function in _OTHER_FORMS if (names := resolve_name(function)(model))]
 
 
 class FeatureSet:
@@ -131,6 +147,11 @@ class FeatureSet:
         for name in sorted(marks_of(optimizer).difference(self._features)):
             feature_of(name).refuse(replace(setup, optimizer=optimizer))
 
+    def divide(self, setup: EngineSetup) -> TrainingGroup:
+        """Returns the ranks that train together, among the data-parallel ranks. Every rank must call it."""
+        groups = (feature.divide(setup) for feature in self._features.values())
+        return next((found for found in groups if found is not None), TrainingGroup(setup.ranks, setup.ranks))
+
     def reshape(self, setup: EngineSetup) -> tuple[list[Mapping[int, nn.Parameter]], dict[str, bool]]:
         """Lets each feature change the model. Every rank must call it.
 
@@ -178,6 +199,7 @@ class FeatureHooks(EngineHooks):
     def __init__(self, hooks: dict[str, EngineHooks]) -> None:
         self._hooks = hooks
         self.exposed = {name: value for each in hooks.values() for name, value in each.exposed.items()}
+        self.states = {name: value for each in hooks.values() for name, value in each.states.items()}
         self.gathers_alike = all(each.gathers_alike for each in hooks.values())
 
     @property

@@ -13,7 +13,6 @@ from deepspeed.engine.agreeing import AgreedSetup, agree, check_model_alike, sta
 from deepspeed.engine.arguments import checked_model, config_source, inner_optimizer
 from deepspeed.engine.communication_compression import compressed, tables_of_rows
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.islands import over_all_data_ranks, settle_islands
 from deepspeed.engine.optimizers import check_optimizer, choose_optimizer, refuse_cut_tensors
 from deepspeed.engine.parts import Client, EngineParts
 from deepspeed.engine.zero_optimizer import DeepSpeedZeroOptimizer
@@ -103,9 +102,8 @@ def build_parts(
     agreed = agree(job, client, config)
     root, features, setup, model = agreed.parsed.root, agreed.features, agreed.setup, client.model
     monitor = _open_logs(agreed)
-    islands = settle_islands(setup)
-    if islands is not None:
-        setup = replace(setup, ranks=islands.inside)
+    training_group = features.divide(setup)
+    setup = replace(setup, ranks=training_group.inside)
     precision, placement = precision_for(setup), placement_for(setup)
     exchanged, own_groups = features.reshape(setup)
     client = client.with_parameters(exchanged)
@@ -113,7 +111,7 @@ def build_parts(
     features.refuse_optimizer(setup, optimizer)
     check_model_alike(model, precision, optimizer, setup.ranks.zero_group)
     check_optimizer(placement, optimizer)
-    driver = driver_of(optimizer) if islands is None else islands.driver_around(driver_of(optimizer))
+    driver = training_group.driver_around(driver_of(optimizer))
     driver.refuse(root, placement)
     own_groups = {**own_groups, **tables_of_rows(setup, has_warm_up=driver.has_warm_up)}
     placement = place_frozen(placement, own_groups)
@@ -136,8 +134,7 @@ def build_parts(
         torch_optimizer=optimizer,
         driver=driver,
         groups=groups,
-        coordinates=over_all_data_ranks(agreed.setup.ranks, setup.ranks),
-        islands=islands,
+        training_group=training_group,
         claim=job.declared.claim(),
     )
 

@@ -20,7 +20,15 @@ from deepspeed.comm.job.grid import island_groups
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.communication_compression import Islands
-from deepspeed.engine_feature import SEQUENCE_RANKS, STAGES, TENSOR_RANKS, Conflict, EngineFeature, EngineSetup
+from deepspeed.engine_feature import (
+    SEQUENCE_RANKS,
+    STAGES,
+    TENSOR_RANKS,
+    Conflict,
+    EngineFeature,
+    EngineSetup,
+    TrainingGroup,
+)
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.zero.address import address_of
@@ -29,24 +37,30 @@ from deepspeed.zero.update.driver import UpdateDriver
 from deepspeed.zero.update.outer_step import OuterStep, bits_sent
 
 
-class IslandTraining:
-    """The islands of a job, seen from one rank."""
+class IslandTraining(TrainingGroup):
+    """The islands of a job, seen from one rank; ``number`` is that of its island."""
 
-    def __init__(self, section: Islands, inside: RankCoordinates, number: int, across: Transport) -> None:
-        self.inside = inside  # this rank's coordinates if its island were the whole job
-        self.number = number  # the number of the island
+    is_divided = True
+
+    def __init__(
+        self, section: Islands, inside: RankCoordinates, everybody: RankCoordinates, number: int, across: Transport
+    ) -> None:
+        # samples are distributed to all islands
+        data = {name: getattr(everybody, name) for name in ("data_group", "data_size", "data_rank")}
+        super().__init__(inside, replace(inside, **data))
+        self._number = number
         self._section = section
         self._across = across
         self._outer: OuterStep | None = None
 
+    @override
     def driver_around(self, inner: UpdateDriver) -> OuterStep:
-        """Returns the driver that adds the outer step to what updates exchange inside an island."""
         self._outer = OuterStep(inner, self._section, self._across)
         return self._outer
 
     @property
-    def has_updates(self) -> bool:
-        """Returns whether this island has made updates since the last outer step."""
+    @override
+    def has_updates(self) -> bool:  # type: ignore[override]
         return self._outer is not None and self._outer.has_updates
 
     @torch.no_grad()
@@ -64,15 +78,9 @@ class IslandTraining:
             if sent is not values:
                 values.copy_(sent)
 
+    @override
     def by_one(self, what: str, action: Callable[[], Any]) -> Any:
         """Makes the outer step, then lets the first island write what is the same on all. Every rank must call it.
-
-        Args:
-            what: For messages.
-            action: Called on the first island.
-
-        Returns:
-            What ``action`` returned; None on the other islands.
 
         Raises:
             CheckpointError: On the ranks of the other islands: ``action`` failed on the first one.
@@ -80,7 +88,7 @@ class IslandTraining:
         assert self._outer is not None
         self._outer.step()
         result, failure = None, None
-        if self.number == 0:
+        if self._number == 0:
             try:
                 result = action()
             except Exception as error:  # the other islands wait below
@@ -120,7 +128,7 @@ def settle_islands(setup: EngineSetup) -> IslandTraining | None:
         islands=ranks.zero_size // section.size,
     )
     outer = job.connector.over(across, device, "islands", is_numbered=True)
-    found = IslandTraining(section, inside, number, outer)
+    found = IslandTraining(section, inside, ranks, number, outer)
     found.spread(setup.model, device)
     bits = bits_sent(section.wire)
     log_dist(
@@ -134,13 +142,6 @@ def settle_islands(setup: EngineSetup) -> IslandTraining | None:
 
 _SETTING = "communication_compression.islands"
 _WHY = "islands are cut out of ranks that are all data-parallel"
-
-
-def over_all_data_ranks(everybody: RankCoordinates, inside: RankCoordinates) -> RankCoordinates:
-    """Returns where a rank stands on its island, to which samples are distributed as to all other islands."""
-    return replace(
-        inside, data_group=everybody.data_group, data_size=everybody.data_size, data_rank=everybody.data_rank
-    )
 
 
 class TrainingOnIslands(EngineFeature):
@@ -164,6 +165,10 @@ class TrainingOnIslands(EngineFeature):
         section = setup.root.communication_compression.islands
         if section is not None:
             _check_ranks(section, setup)
+
+    @override
+    def divide(self, setup: EngineSetup) -> IslandTraining | None:
+        return settle_islands(setup)
 
 
 def _check_ranks(section: Islands, setup: EngineSetup) -> None:

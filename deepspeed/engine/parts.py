@@ -15,9 +15,8 @@ from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config import ParsedConfig
 from deepspeed.engine.arguments import local_rank_of
 from deepspeed.engine.features import FeatureSet
-from deepspeed.engine.islands import IslandTraining
 from deepspeed.engine.optimizers import exchange_parameters
-from deepspeed.engine_feature import EngineSetup
+from deepspeed.engine_feature import EngineSetup, TrainingGroup
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.tiers import OffloadTiers
 from deepspeed.precision.policy import PrecisionPolicy
@@ -74,8 +73,7 @@ class EngineParts:
     torch_optimizer: torch.optim.Optimizer | None
     driver: UpdateDriver
     groups: Groups
-    coordinates: RankCoordinates
-    islands: IslandTraining | None
+    training_group: TrainingGroup
     claim: Claim
     global_rank: int = field(default_factory=comm.get_rank)
     world_size: int = field(default_factory=comm.get_world_size)
@@ -84,6 +82,11 @@ class EngineParts:
     def model(self) -> nn.Module:
         """The model."""
         return self.client.model
+
+    @property
+    def coordinates(self) -> RankCoordinates:
+        """Where this rank stands among those that train together and those that share the samples."""
+        return self.training_group.coordinates
 
     @property
     def device(self) -> torch.device:

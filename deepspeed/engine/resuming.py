@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deepspeed.checkpoint.run_state import COUNTERS, RunState
+from deepspeed.engine.features import renamings
 from deepspeed.release import VERSION
 
 if TYPE_CHECKING:
@@ -29,25 +30,10 @@ def run_state_of(engine: EngineBase) -> RunState:
         dp_world_size=engine._parts.coordinates.zero_size,
         model_size=engine._parts.coordinates.model_size,
         version=VERSION,
-        token_schedule=engine.random_ltd_scheduler,
-        compression=engine.compression_scheduler,
+        states=engine._hooks.states,
         use_fp32_weights=engine._root.zero_optimization.load_from_fp32_weights,
-        renamings=functools.partial(_renamings, engine.module),
+        renamings=functools.partial(renamings, engine.module),
     )
-
-
-def _renamings(model: Any) -> list[dict[str, str]]:
-    """Maps name prefixes in checkpoints of the other form of ``model`` to those of ``model``.
-
-    A Transformers model and the pipeline made of it have the same weights under different names.
-    """
-    from deepspeed.parallel.pipe.transformers_models import pipeline_names
-
-    if getattr(model, "is_pipeline", False):
-        names = {whole: own for own, whole in model.names_in_transformers().items()}
-    else:
-        names = pipeline_names(model)
-    return [names] if names else []
 
 
 def resume_from(engine: EngineBase, loaded: LoadResult) -> None:

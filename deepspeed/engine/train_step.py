@@ -189,11 +189,11 @@ class TrainStep:
         """Returns the loss (0-dim) times the loss scale, for a backward that the program runs itself.
 
         Raises:
-            CallOrderError: The configuration has ``elasticity.continue``.
+            CallOrderError: Ranks may have different numbers of micro-batches.
         """
-        if self._features.uneven_batch is not None:
+        if (uneven := self._features.uneven_batch) is not None:
             raise CallOrderError(
-                "engine.scale: with elasticity.continue losses are weighted by engine.backward(loss), as "
+                f"engine.scale: with {uneven.setting} losses are weighted by engine.backward(loss), as "
                 "ranks have different numbers of micro-batches; call that instead of loss.backward()"
             )
         self._progress.loss(loss)
@@ -229,9 +229,9 @@ class TrainStep:
         self._check_backward()
         check_loss(loss, gradient)
         steps = self._batches.gradient_accumulation_steps()
-        if count is not None and self._features.uneven_batch is not None:
+        if count is not None and (uneven := self._features.uneven_batch) is not None:
             raise CallOrderError(
-                "engine.backward(loss, count=...): with elasticity.continue losses are means over a "
+                f"engine.backward(loss, count=...): with {uneven.setting} losses are means over a "
                 "micro-batch: the micro-batches of a step have equal weights; leave count out"
             )
         tokens = None if count is None else checked_count(count)

@@ -182,6 +182,13 @@ def pipeline_names(model: nn.Module) -> dict[str, str]:
         return {}
 
 
+def names_in_other_form(model: Any) -> dict[str, str]:
+    """Maps name prefixes of the other form of ``model`` (pipeline or Transformers model) to those of ``model``."""
+    if getattr(model, "is_pipeline", False):
+        return {whole: own for own, whole in model.names_in_transformers().items()}
+    return pipeline_names(model)
+
+
 def transformers_state_dict(state: Mapping[str, Any], model_or_config: Any) -> dict[str, Any]:
     """Returns a state dict of the pipeline under the Transformers model's names, for its ``load_state_dict``.
 
