@@ -6,7 +6,8 @@ holds) and ``exchange`` (collectives) with ``lamb``, ``muon`` and ``onebit``; ``
 fragments or have a flat update) and ``build`` (from a config section).
 
 Independent of the rest: ``sparse_attention`` (attention over selected blocks of a sequence), ``packed_linear`` (weights
-in few bits), and ``op_builder`` with ``flattening`` (upstream's builders of operators).
+in few bits), ``vocabulary`` and ``fused_loss`` (losses over a vocabulary that may be cut, without whole
+logits), and ``op_builder`` with ``flattening`` (upstream's builders of operators).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         sparse_attention,
         transformer,
     )
+    from deepspeed.ops.fused_loss import linear_cross_entropy
     from deepspeed.ops.op_builder.all_ops import COMPATIBLE as __compatible_ops__
 
     __all__ = [
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
         "fp_quantizer",
         "fragments",
         "lamb",
+        "linear_cross_entropy",
         "lion",
         "muon",
         "op_builder",

@@ -14,5 +14,7 @@ if TYPE_CHECKING:
     from deepspeed.sequence import cross_entropy as cross_entropy
     from deepspeed.sequence import fpdt_layer as fpdt_layer
     from deepspeed.sequence import layer as layer
+    from deepspeed.sequence import linear_cross_entropy as linear_cross_entropy
+    from deepspeed.sequence import vocab_parallel_ops as vocab_parallel_ops
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -15,10 +15,10 @@ from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import gather_from, reduce_from
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.ops.vocabulary import cut_cross_entropy
 from deepspeed.parallel.tensor.linear import CutLinear, SharedInputs, column, take_part
 from deepspeed.parallel.tensor.regions import SplitParts
 from deepspeed.parallel.tensor.split import Split, even
-from deepspeed.parallel.vocabulary import cut_cross_entropy
 from deepspeed.uncompiled import uncompiled
 
 
