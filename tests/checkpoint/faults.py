@@ -1,7 +1,5 @@
 """Failing and dying at a chosen file operation of a save."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

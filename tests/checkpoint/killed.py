@@ -4,8 +4,6 @@
 importing torch again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

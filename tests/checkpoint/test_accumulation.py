@@ -1,7 +1,5 @@
 """Checkpoints and gradient accumulation: nothing of the former run is left in the first update after a load."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

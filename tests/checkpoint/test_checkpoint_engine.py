@@ -1,7 +1,5 @@
 """Checkpoint engines: state dicts by path, torch's and a program's own."""
 
-from __future__ import annotations
-
 import collections
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What callers put into a checkpoint comes back; what only code could restore comes back on request."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import datetime

@@ -1,7 +1,5 @@
 """Copies for torch.save: small storages, same structure."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, namedtuple
 
 import torch

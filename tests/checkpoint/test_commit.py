@@ -1,7 +1,5 @@
 """What a save replaces and removes in the folder of checkpoints (``checkpoint.commit``)."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is missing, cut off or altered is named, on every rank alike, and nothing is half loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A resumed run continues with the batch that would have come next."""
 
-from __future__ import annotations
-
 from logging.handlers import BufferingHandler
 
 import pytest

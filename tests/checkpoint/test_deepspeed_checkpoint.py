@@ -1,7 +1,5 @@
 """DeepSpeedCheckpoint on folders of the original package, plain and of pipelines, and on one of this package."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The real Accelerate, Transformers and Lightning save, resume and convert; skipped where they are not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

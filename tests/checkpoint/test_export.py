@@ -1,7 +1,5 @@
 """Full weights for other programs: from a running engine and, without one, from its checkpoint."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

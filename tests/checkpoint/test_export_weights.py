@@ -1,7 +1,5 @@
 """engine.export_weights: full tensors by name out of any cut, and what a copy computes from them."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 

@@ -1,7 +1,5 @@
 """A save that fails anywhere leaves every earlier checkpoint as it was, and every rank raises the same error."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import signal

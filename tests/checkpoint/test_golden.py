@@ -1,7 +1,5 @@
 """Checkpoints that earlier format versions wrote stay readable, to the bit, at any topology."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 

@@ -1,7 +1,5 @@
 """Files made to harm: nothing in them runs, nothing outside the folder is touched, nothing absurd is allocated."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import datetime

@@ -1,7 +1,5 @@
 """``ds_inspect`` shows what is in a checkpoint of either format, and whether it is whole."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

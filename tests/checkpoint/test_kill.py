@@ -1,7 +1,5 @@
 """``kill -9`` at any moment of a save leaves a whole checkpoint, named by ``latest``, and no litter that stays."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 

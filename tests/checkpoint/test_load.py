@@ -1,7 +1,5 @@
 """A load matches by name, leaves alone what it cannot fill, and continues bitwise when parameters were unfrozen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Runs whose parameters are cut over ranks save one checkpoint; it is read by runs that are cut otherwise, or not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

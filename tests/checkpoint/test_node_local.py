@@ -1,7 +1,5 @@
 """Every node keeps what its ranks need: the same checkpoint, in folders that the others cannot see."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

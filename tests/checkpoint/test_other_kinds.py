@@ -1,7 +1,5 @@
 """Loading a checkpoint of one kind of model into another kind that has the same weights, and training on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

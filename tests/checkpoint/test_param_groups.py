@@ -1,7 +1,5 @@
 """Param groups of ranks that have different ones: merged by their values, given back by their parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

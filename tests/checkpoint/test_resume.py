@@ -1,7 +1,5 @@
 """Saving and resuming on the same ranks: as if nothing had happened, bit for bit."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

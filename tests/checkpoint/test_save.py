@@ -1,7 +1,5 @@
 """Copies of what training will change (``checkpoint.save``)."""
 
-from __future__ import annotations
-
 import torch
 
 from deepspeed.checkpoint.save import HostCopy

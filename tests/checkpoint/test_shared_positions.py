@@ -1,7 +1,5 @@
 """Stateful loaders over a DistributedSampler continue at any number of ranks with the samples that come next."""
 
-from __future__ import annotations
-
 from logging.handlers import BufferingHandler
 
 import pytest

@@ -3,8 +3,6 @@
 ``benchmarks/checkpoint.py`` measures; its report is in ``benchmarks/results``.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.checkpoint import MIB, measure

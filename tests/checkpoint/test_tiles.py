@@ -1,7 +1,5 @@
 """Checkpoints of cut parameters: tiles of any tiling, written in slices by any ranks, are read into any other."""
 
-from __future__ import annotations
-
 import tempfile
 from math import prod
 from pathlib import Path

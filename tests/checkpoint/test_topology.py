@@ -1,7 +1,5 @@
 """Whatever wrote a checkpoint, any number of ranks at any stage reads it: every value, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

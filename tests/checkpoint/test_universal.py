@@ -1,7 +1,5 @@
 """Checkpoints of this package in layouts of others: upstream's universal one, and torch's distributed checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import zipfile

@@ -1,7 +1,5 @@
 """Checkpoints of the original package: weights, masters, moments, step and schedule, at any new topology."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

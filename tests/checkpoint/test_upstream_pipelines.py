@@ -3,8 +3,6 @@
 The fixtures were written by :mod:`tests.checkpoint.upstream_pipeline_run` under that package.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import zipfile

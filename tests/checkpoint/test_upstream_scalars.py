@@ -1,7 +1,5 @@
 """Optimizer states of parameters without dimensions, in checkpoints of the original package."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A small model with what makes checkpoints go wrong, and training runs whose whole state can be compared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

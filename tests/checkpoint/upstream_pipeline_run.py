@@ -5,8 +5,6 @@ and number of ranks come from the environment. It imports nothing from the tests
 original package can run it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ number of ranks come from the environment. ``go_on FOLDER STAGE PRECISION TAG`` 
 The script imports nothing from the tests, so that an interpreter which has the original package can run it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Whole parameters of a checkpoint, for tests that look into one."""
 
-from __future__ import annotations
-
 import torch
 
 from deepspeed.checkpoint.format import COMPUTE, MASTER

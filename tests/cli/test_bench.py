@@ -1,7 +1,5 @@
 """``ds_bench``: collectives are timed on all ranks; the command hands what it does not know to the launcher."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What all commands do with mistakes, interrupts and readers that stop reading."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

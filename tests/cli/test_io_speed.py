@@ -1,7 +1,5 @@
 """``ds_io`` measures the file store, and fio with the same requests where that is installed."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """``ds_nvme_tune``: every choice is measured, the best one is printed as a section that the configuration takes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A command that takes long reports its progress: in one line on a terminal, in lines elsewhere."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time

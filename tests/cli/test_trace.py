@@ -1,7 +1,5 @@
 """Traces of steps: what they name, all ranks in one file, and what differs between two."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

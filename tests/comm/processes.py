@@ -4,8 +4,6 @@ A template process has imported what every one of them begins with and has done 
 the environment, the standard output and error that it is given.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

@@ -1,7 +1,5 @@
 """Every collective of deepspeed.comm does what its namesake in torch is documented to do, at 1, 2 and 3 ranks."""
 
-from __future__ import annotations
-
 import warnings
 from datetime import timedelta
 

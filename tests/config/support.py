@@ -1,7 +1,5 @@
 """What several of these tests use."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Batch arithmetic: every combination of the three keys, derived or refused with all numbers."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``python -m deepspeed.config``, and what importing the package brings along."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

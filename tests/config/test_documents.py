@@ -1,7 +1,5 @@
 """The committed reference and schema are those of the declarations, and say what the reader does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

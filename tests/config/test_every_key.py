@@ -1,7 +1,5 @@
 """Generated from the declarations: every misspelling and every impossible value of every key is refused by name."""
 
-from __future__ import annotations
-
 import string
 from collections import defaultdict
 from collections.abc import Iterator

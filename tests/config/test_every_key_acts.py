@@ -1,7 +1,5 @@
 """Generated from the declarations: setting a key that no code reads gets a notice or is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

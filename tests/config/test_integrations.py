@@ -1,7 +1,5 @@
 """Configurations as the integrations and public pages write them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

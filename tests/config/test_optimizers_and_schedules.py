@@ -1,7 +1,5 @@
 """Names and parameters of optimizers and schedules, against torch and against this package's own classes."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

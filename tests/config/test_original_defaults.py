@@ -1,7 +1,5 @@
 """Every default against the original package's; what differs is on docs/migrating/defaults.md, with its reason."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

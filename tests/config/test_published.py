@@ -5,8 +5,6 @@ LLaMA-Factory, Axolotl, FastChat, trlX, InternVL, EVA and mistral. What the orig
 taken here, unless it would silently do something else than it says.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

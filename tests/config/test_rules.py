@@ -1,7 +1,5 @@
 """Contradictions, old spellings, values without effect, unknown names, unavailable features."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Where a configuration may come from, and which message appears when it cannot be read."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

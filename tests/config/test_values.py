@@ -1,7 +1,5 @@
 """The coercions, which are the same everywhere."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The texts in the package's code, with ``…`` where a value is filled in."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -10,8 +10,6 @@
 configuration. The comments are invisible in the rendered page.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -3,8 +3,6 @@
 Outputs with ``...`` in them are left alone.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs the blocks of a page: files, Python over ranks, shell commands, in a folder of the page's own."""
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import io

@@ -1,7 +1,5 @@
 """Everything in the documents that can run is run; configurations are checked; quoted messages exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

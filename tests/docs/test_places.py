@@ -1,7 +1,5 @@
 """The page of places names every variable of schedulers and clusters that the package reads."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The documentation site: it builds without a warning, holds every page, and its picture is that of the code."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -5,8 +5,6 @@ These two answers are replaced here, and nothing else of the libraries: ``Partia
 CPU) and the Trainer's look for a GPU that knows bf16.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -1,7 +1,5 @@
 """How the Hugging Face libraries find the package, and what they reach from the plain ``import deepspeed``."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import subprocess
 import sys

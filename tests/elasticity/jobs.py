@@ -1,7 +1,5 @@
 """Jobs of forked ranks that may be killed, children of a new process of the pool: a rank starts in milliseconds."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``DSElasticAgent``: torch's agent restarts workers, and a run that failed is an error."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

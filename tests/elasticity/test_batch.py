@@ -1,7 +1,5 @@
 """The batch of the section ``elasticity``: known values, its rules, and training with it."""
 
-from __future__ import annotations
-
 import json
 import os
 

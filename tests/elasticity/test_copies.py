@@ -1,7 +1,5 @@
 """Copies in host memory: which generations are kept, and which count."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """Links between processes, and the agreement on the next job; here all members are in one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

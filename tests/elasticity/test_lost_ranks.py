@@ -1,7 +1,5 @@
 """Ranks that are killed, and ranks that join: the losses are those of plain torch on whole batches."""
 
-from __future__ import annotations
-
 import pytest
 
 from deepspeed.run_report.page import all_events

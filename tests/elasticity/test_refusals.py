@@ -1,7 +1,5 @@
 """What runs that go on cannot do is refused by name; mostly by one rank."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

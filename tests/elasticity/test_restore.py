@@ -1,7 +1,5 @@
 """What is left of an engine whose job is over."""
 
-from __future__ import annotations
-
 import numpy
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Which processes get ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from deepspeed.comm.members.member import RunMember

@@ -1,7 +1,5 @@
 """How micro-batches are assigned."""
 
-from __future__ import annotations
-
 import pytest
 
 from deepspeed.elasticity.steps import assign_micro_batches

@@ -1,7 +1,5 @@
 """Running examples as their pages say: the commands they name, and a stand-in for the scheduler of a cluster."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

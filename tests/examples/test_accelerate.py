@@ -1,7 +1,5 @@
 """examples/accelerate: one script by four configurations, its two kinds of weights, and the configuration it shows."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

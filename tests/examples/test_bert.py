@@ -1,7 +1,5 @@
 """examples/bert: the plain script, the converted one, and both going on from their checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import importlib.util

@@ -1,7 +1,5 @@
 """examples/cifar10: the network by the deepspeed command, by torchrun, and as a job on two nodes."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,7 +1,5 @@
 """examples/compression: a model that is right as often when half of it is gone and the rest lies in 8 bits."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """examples/experts: both models learn, and the curves and loads are drawn."""
 
-from __future__ import annotations
-
 import re
 import xml.dom.minidom
 

@@ -4,8 +4,6 @@
 package ``kubeflow_trainer_api`` 2.3.0 declares them for TrainJob, JobSet and Job; what has no fields there is ``any``.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

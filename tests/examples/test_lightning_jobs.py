@@ -1,7 +1,5 @@
 """examples/lightning: the three scripts by their SLURM job files, and in the ranks of the harness."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

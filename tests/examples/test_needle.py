@@ -1,7 +1,5 @@
 """examples/needle: a model trained on texts that two ranks share finds the word that matters."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

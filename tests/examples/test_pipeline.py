@@ -1,7 +1,5 @@
 """examples/pipeline: the network on two stages, and the language model on stages and tensor ranks."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The example on a slow link, with few updates: both ways train alike."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

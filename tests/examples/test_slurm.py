@@ -1,7 +1,5 @@
 """The job scripts for Slurm, run by bash under a program that stands for ``srun``."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

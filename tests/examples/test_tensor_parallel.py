@@ -1,7 +1,5 @@
 """The example of tensor parallelism prints the table that its page shows, and trains."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.examples.support import ROOT, Desk

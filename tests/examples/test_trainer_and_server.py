@@ -1,7 +1,5 @@
 """The example of a trainer and a served copy prints how far their log-probabilities are apart."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

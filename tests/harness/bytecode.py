@@ -4,8 +4,6 @@ pytest rewrites the assertions of every test module. Collecting the tests takes 
 bytecode is not there yet and 7 s where it is, so the other processes wait for the first one.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

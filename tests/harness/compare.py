@@ -1,7 +1,5 @@
 """Comparing nested states (dicts, sequences, tensors, numbers), and references that one rank computes for all."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar

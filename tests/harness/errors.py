@@ -1,7 +1,5 @@
 """What a failed run of several ranks looks like to the test that started it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 OUTPUT_TAIL = 4000

@@ -9,8 +9,6 @@ gloo is. So do those of ``run_ranks(..., fresh="interpreter")`` everywhere: no t
 users have them (with ``LD_PRELOAD``, ``keep_freed_memory`` leaves malloc alone).
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

@@ -7,8 +7,6 @@ that loses its power. Commands come by standard input, one a line: ``cut NAME``,
 A kernel's own delays (netem) and packet filters need modules that small machines do not have; TUN devices suffice here.
 """
 
-from __future__ import annotations
-
 import fcntl
 import heapq
 import ipaddress

@@ -4,8 +4,6 @@ Tensors travel as bytes: torch's own way hands over shared-memory descriptors, w
 nor a small /dev/shm. A view carries its own elements only, and a tensor from a device arrives on the CPU.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from typing import Any

@@ -5,8 +5,6 @@ reused; a run that hangs or kills a worker costs the whole pool, which the next 
 that must see an interpreter as a user's process has it, with its own memory, requests ``fresh="interpreter"``.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Tests that need a program of the system: skipped without it, and listed by name when the session ends."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

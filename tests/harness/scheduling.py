@@ -7,8 +7,6 @@ processor time of a training went into such loops. A thread of the policy ``SCHE
 wakes up. It gets its turn when another thread waits for something or at the end of a time slice, as all others do.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """A Slurm cluster on the machines of :mod:`tests.harness.machines`: a controller on the first, a node on each."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

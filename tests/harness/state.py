@@ -1,7 +1,5 @@
 """Restores the state of a worker process after a call, so that one call cannot affect the next."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """Which worker of pytest-xdist gets which tests, and who waits for the bytecode of a fresh clone."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

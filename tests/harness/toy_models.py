@@ -11,8 +11,6 @@
 A model with one peculiarity that one test is about stands in the file of that test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

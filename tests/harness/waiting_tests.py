@@ -5,8 +5,6 @@ has nothing to do meanwhile. ``-n logical`` starts one worker more than there ar
 while the others share the rest.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -5,8 +5,6 @@ STACKS_FD`` where a run needs an interpreter of its own; never by hand. Its stdo
 reads.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import os

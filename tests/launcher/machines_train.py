@@ -4,8 +4,6 @@ Trains from step FIRST to LAST, from the checkpoint in FOLDER unless FIRST is 0,
 seen to ``rank<number>.json``. With ``up`` it touches ``up<number>`` after its first step, and continues much longer.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Starting real launchers, and finding every process that came from one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

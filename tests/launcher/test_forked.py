@@ -1,7 +1,5 @@
 """Scripts in a fork, beside the same scripts as programs of their own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What a launcher says of itself (``launcher.handshake``)."""
 
-from __future__ import annotations
-
 from deepspeed.launcher.handshake import FRONT, LauncherInfo
 
 

@@ -1,7 +1,5 @@
 """The launchers' connections, with fake clients: what strangers send neither ends a run nor stops the hub."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

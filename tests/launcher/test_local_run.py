@@ -1,7 +1,5 @@
 """When the launcher of one machine ends ranks (``launcher.local_run``), without processes."""
 
-from __future__ import annotations
-
 import signal
 import time
 from types import SimpleNamespace

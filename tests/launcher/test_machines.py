@@ -3,8 +3,6 @@
 Runs only what users run: the ``deepspeed`` command by ssh, torchrun, mpirun and srun, with the programs of this system.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """MuonClip: the logits of each head that were above the threshold are brought down to it, as by plain torch."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Real training steps along any axis, counted, and plans compared with them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

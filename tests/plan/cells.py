@@ -1,7 +1,5 @@
 """What planned and real runs of the same training are compared on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

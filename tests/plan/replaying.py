@@ -1,7 +1,5 @@
 """Simulated steps of one decoder, and replays of events made by hand on a toy machine, for tests of the timeline."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import deepspeed

@@ -1,7 +1,5 @@
 """The small model, the configuration and the call that tests of plans share."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Autocast without values: what torch itself makes of the same operations, and what it documents for CUDA."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """Plans along the tensor and the sequence axis against real ranks, of a model by its sizes and one of Transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

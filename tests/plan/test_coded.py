@@ -1,7 +1,5 @@
 """A plan of a run with codecs: bytes of error feedback, and bytes of the codes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Compares bytes by formula with the traffic counters, for every codec and number of ranks; tests when codes pay."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Decoders by their sizes take the keys of published runs: cut logits, cut norms, attention computed again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans of mixtures of experts against real ranks, whose tokens go to all experts alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch

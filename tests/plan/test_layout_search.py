@@ -1,7 +1,5 @@
 """The search for layouts: what it finds is not slower than anything that it should have tried."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

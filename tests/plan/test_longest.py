@@ -1,7 +1,5 @@
 """The longest sequence that fits is found with few plans, whatever memory does with the length."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Measuring a machine: what the probes conclude from times, and a file that plans can use."""
 
-from __future__ import annotations
-
 import io
 from contextlib import redirect_stdout
 from dataclasses import replace

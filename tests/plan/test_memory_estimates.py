@@ -1,7 +1,5 @@
 """The classic estimates: the planner's numbers under the old names, against what a real training holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

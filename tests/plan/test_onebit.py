@@ -1,7 +1,5 @@
 """A plan of a run with an optimizer that exchanges momenta: what ranks keep for it."""
 
-from __future__ import annotations
-
 import pytest
 
 import deepspeed

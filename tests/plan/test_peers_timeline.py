@@ -1,7 +1,5 @@
 """Steps of FSDP2 and DDP on the timeline (``benchmarks/peers_timeline.py``), beside this project's."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Pictures and traces of a simulated step."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Plans of pipelines: stages against real ranks that work in the same order, times against the schedules' formulas."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models that a plan takes: live ones, functions, Transformers configurations; and those that it cannot take."""
 
-from __future__ import annotations
-
 import functools
 import json
 

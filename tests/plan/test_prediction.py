@@ -1,7 +1,5 @@
 """Predicted steps: what must follow from physics, layouts, search, pictures and the command line."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import json

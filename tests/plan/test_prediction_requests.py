@@ -1,7 +1,5 @@
 """What ``ds_plan`` refuses: each case with one sentence that names the setting and what to change."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Predicted steps against published runs, and the reader of their records."""
 
-from __future__ import annotations
-
 import json
 import statistics
 

@@ -1,7 +1,5 @@
 """Numbers of purely data-parallel plans, as they were before the planner knew other axes; RMSNorm is one kernel."""
 
-from __future__ import annotations
-
 import pytest
 
 import deepspeed

@@ -1,7 +1,5 @@
 """What goes into a plan and what comes out: machines, refusals, advice, sweeps and the command line."""
 
-from __future__ import annotations
-
 import json
 import re
 from types import SimpleNamespace

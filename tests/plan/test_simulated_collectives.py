@@ -1,7 +1,5 @@
 """What losses and optimizers exchange is simulated where ranks do not exist, and is counted by its axis."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """The memory of a predicted step by part, against numbers worked out by hand, plans that count, and published runs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

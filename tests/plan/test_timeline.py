@@ -1,7 +1,5 @@
 """The recorded step of a simulation, and the times that a replay gives it."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace

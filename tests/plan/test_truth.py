@@ -1,7 +1,5 @@
 """Plans against real runs: bytes by kind, their highest sum, activations, collectives and what is sent for them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.harness import run_ranks

@@ -1,7 +1,5 @@
 """Shapes that are not worked out twice: a plan is the same with and without, to the byte."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

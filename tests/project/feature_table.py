@@ -3,8 +3,6 @@
 ``python -m tests.project.feature_table`` writes ``docs/reference/features.md`` from the features themselves.
 """
 
-from __future__ import annotations
-
 from deepspeed.engine.features import FEATURES, feature_of
 from deepspeed.engine_feature import OTHERS, EngineFeature
 from tests.project.graph import ROOT

@@ -1,7 +1,5 @@
 """The import graph of the package, read from the sources without importing anything."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

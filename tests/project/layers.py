@@ -3,8 +3,6 @@
 ``python -m tests.project.layers`` writes ``docs/design/layers.md`` from :data:`LAYERS` and the packages' docstrings.
 """
 
-from __future__ import annotations
-
 import ast
 import textwrap
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Writes one JSON object per rank into the folder given: stage -> losses.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

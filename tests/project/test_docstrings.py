@@ -1,7 +1,5 @@
 """Docstrings of public functions say the shapes of tensors and their errors, and are no bare references."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import re

@@ -1,7 +1,5 @@
 """README and docs against the tree: links lead somewhere, commands exist, the example is valid."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Features of the engine: their page is in step, and every name by which one is asked for is in the list."""
 
-from __future__ import annotations
-
 import ast
 
 from deepspeed.config.section import Section, features_of

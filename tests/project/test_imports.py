@@ -1,7 +1,5 @@
 """Imports point one way, communication goes through two packages, nothing prints, and `import deepspeed` is light."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Code gets its job as an argument; only public functions and layers of the program ask which one there is."""
 
-from __future__ import annotations
-
 import re
 
 from tests.project import graph

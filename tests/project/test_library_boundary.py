@@ -4,8 +4,6 @@ A release of the library that renames something then breaks one package. What is
 :data:`ALLOWED`, each with its reason; the list is to become shorter.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Log lines come from rank 0, or name the rank that they come from."""
 
-from __future__ import annotations
-
 import ast
 
 from tests.project import graph

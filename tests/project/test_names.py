@@ -1,7 +1,5 @@
 """Class names: none occurs twice in the package, and the last word of each is known."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

@@ -4,8 +4,6 @@ Only what can be seen without running a test is looked at: imports, those inside
 modules and classes; and what ``monkeypatch.setattr(module, "name", ...)`` replaces.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Patches and private names of other libraries stand in ``docs/design/other-libraries.md``, with reasons that hold."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect

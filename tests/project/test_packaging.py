@@ -1,7 +1,5 @@
 """The distribution: a pure-Python wheel that installs from a folder of wheels into an empty environment."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

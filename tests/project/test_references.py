@@ -1,7 +1,5 @@
 """What docstrings of the package refer to exists."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

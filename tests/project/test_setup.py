@@ -1,7 +1,5 @@
 """The set-up that `make` does: one line per step, and everything that a failing step printed."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Limits for files and functions, wide enough for one that tells a story from its beginning to its end."""
 
-from __future__ import annotations
-
 import ast
 
 from tests.project.graph import ROOT, modules, nodes_of

@@ -1,7 +1,5 @@
 """What a user does first, in fresh processes: the commands, a training script, the quickstart."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What lies in the repository: every test is collected, nothing names the machine it was written on."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

@@ -4,8 +4,6 @@ Programs use only names that both packages have, so that the same file ran in re
 comes from.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -5,8 +5,6 @@ plain torch: 1-bit optimizers and LoCo need CUDA there, MiCS NCCL, sparse attent
 compared with plain torch too, since 0.19.6 moves a dropped layer by its momentum.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

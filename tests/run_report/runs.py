@@ -1,7 +1,5 @@
 """Files of a run that never ran."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from deepspeed.run_report.rank_file import RankFile

@@ -1,7 +1,5 @@
 """What is made of the lines of a run."""
 
-from __future__ import annotations
-
 import pytest
 
 from deepspeed.errors import DeepSpeedError

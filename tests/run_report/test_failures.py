@@ -1,7 +1,5 @@
 """Failures on the page of a run: exceptions, and ranks that were killed."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

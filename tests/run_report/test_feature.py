@@ -1,7 +1,5 @@
 """The line about a rank that stays slow."""
 
-from __future__ import annotations
-
 import pytest
 from torch.distributed import HashStore
 

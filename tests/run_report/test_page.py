@@ -1,7 +1,5 @@
 """The page about a run: all of it in one file, escaped, and seen by a browser."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What one rank writes about its steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -13,8 +13,6 @@ A line is one of::
     option ds_plan --sweep
 """
 
-from __future__ import annotations
-
 import ast
 import enum
 import importlib

@@ -1,7 +1,5 @@
 """Names of missing features can be imported; using one raises one sentence."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Public names exist at the paths from which other libraries import them."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

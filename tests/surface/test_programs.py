@@ -1,7 +1,5 @@
 """What programs import from the inside of upstream computes what they count on."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The public surface is what the last version promised, apart from changes that ``CHANGELOG.md`` declares."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Type checkers, IDEs and programs that freeze applications see the modules and names that a program sees."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Uses names at upstream's paths as training programs use them."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Run once per version, by the code that writes it, before a later version replace
 cannot be made again. Each is a zip of a folder of checkpoints, with digests of what the run held (``values.json``).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

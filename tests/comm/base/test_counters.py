@@ -1,7 +1,5 @@
 """What is counted while somebody reads it."""
 
-from __future__ import annotations
-
 import torch
 
 from deepspeed.comm.base.counters import Tally, WaitClock, traffic

@@ -1,7 +1,5 @@
 """Which device a process takes, by an accelerator that records what it is asked for."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Finding one's place from the environment: pure, one environment per way of starting."""
 
-from __future__ import annotations
-
 import pytest
 
 from deepspeed.comm.base.environment import Place, find_place, local_rank_of, run_of_adopted

@@ -1,7 +1,5 @@
 """Which connections are probed."""
 
-from __future__ import annotations
-
 import os
 import socket
 from datetime import timedelta

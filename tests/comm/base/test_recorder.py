@@ -1,7 +1,5 @@
 """The communication log: what it counts, what it leaves out, what it prints."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 

@@ -1,7 +1,5 @@
 """Rows of zeros beside codes that cannot say 0: they arrive as zeros, and error feedback stays 0."""
 
-from __future__ import annotations
-
 import torch
 
 from deepspeed.comm.base.codec import Residual

@@ -1,7 +1,5 @@
 """Reductions and gathers as codes: equal to a simulation in one process, the same bits on all ranks, bounded errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

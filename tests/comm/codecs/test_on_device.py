@@ -1,7 +1,5 @@
 """On a device a bucket becomes codes, and codes a bucket, in a few kernels whatever its size, with the host's bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """``sparse_gradients``: rows of embeddings travel instead of whole gradients, and nothing else changes."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Codecs against a slow reference that goes element by element, and what error feedback makes of them."""
 
-from __future__ import annotations
-
 import random
 
 import numpy

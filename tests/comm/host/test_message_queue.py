@@ -1,7 +1,5 @@
 """Short messages between ranks of one host."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

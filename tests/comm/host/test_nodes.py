@@ -1,7 +1,5 @@
 """Gathers that cross nodes once: four ranks as two nodes of two."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """What ranks of one host hand each other through memory that they share."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """Strangers at the sockets through which ranks of one host find each other."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Which owner number a transport has (``comm.transports.connect``): transfers of two owners must not meet."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

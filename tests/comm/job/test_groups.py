@@ -1,7 +1,5 @@
 """The registry of parallel groups: a purely data-parallel world, and one that an mpu describes."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

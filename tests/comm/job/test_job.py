@@ -1,7 +1,5 @@
 """The job: one per life of the process group, with all that belongs to it; simulated ones; and one after another."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from pathlib import Path

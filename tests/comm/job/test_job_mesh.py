@@ -1,7 +1,5 @@
 """How `initialize` learns how the ranks are laid out, and where that is registered: one mesh from every source."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

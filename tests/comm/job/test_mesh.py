@@ -1,7 +1,5 @@
 """The arithmetic of a mesh: any axes, any order of the ranks, any choice of axes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

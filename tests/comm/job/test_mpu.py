@@ -1,7 +1,5 @@
 """What ``initialize`` takes from a model-parallel unit: who shards, who sees other samples, who decides together."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

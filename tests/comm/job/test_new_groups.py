@@ -1,7 +1,5 @@
 """Process groups are made by all ranks from the same list, in one order; ranks meet before torch's calls that block."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as torch_dist

@@ -1,7 +1,5 @@
 """Processes of two runs reach one store: those of the other run are refused, and every process gets an error."""
 
-from __future__ import annotations
-
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor

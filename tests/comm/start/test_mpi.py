@@ -1,7 +1,5 @@
 """Rank 0's host under MPI without mpi4py: asked of the process manager, or read from lists of hosts."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Starting and adopting the process group, each in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Where the ranks meet, by names that come late, mean several addresses or are unknown."""
 
-from __future__ import annotations
-
 import re
 import socket
 from contextlib import closing

@@ -1,7 +1,5 @@
 """What the start of thousands of ranks costs at the store: messages of rank 0, which all others wait for."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """What ranks tell each other before they start, and the ones that do not match."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

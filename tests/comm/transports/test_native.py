@@ -1,7 +1,5 @@
 """The transport over a backend's own collectives, here gloo's: small exchanges use the device that they were given."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensors of any shapes travel one behind another."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

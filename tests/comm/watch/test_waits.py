@@ -1,7 +1,5 @@
 """Every wait is watched: whoever waits in vain, and for what, is named on all ranks within seconds."""
 
-from __future__ import annotations
-
 import ast
 import time
 from collections.abc import Iterator

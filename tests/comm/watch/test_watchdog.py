@@ -1,7 +1,5 @@
 """Ranks that wait in vain get an error at once: their peer has ended, or executes another operation."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """A transfer that cannot start and one that cannot end raise the same error: from the wait, worded by the watchdog."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

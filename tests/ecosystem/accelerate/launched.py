@@ -1,7 +1,5 @@
 """Started by ``accelerate launch`` in the tests: trains a few updates and writes what it saw, a file per rank."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """A model, its data, an Accelerate loop over them, and the same training in plain torch."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A configuration file full of "auto"; optimizer and schedule in it or in the code: the four combinations."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """``accelerate launch`` with flags and with its yaml file, two processes on one machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Every argument of DeepSpeedPlugin reaches the engine."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import json

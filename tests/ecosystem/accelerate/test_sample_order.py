@@ -1,7 +1,5 @@
 """Accelerate's stateful loader resumes in order: the samples of each update are those of an uninterrupted run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Several models in one process by a dictionary of plugins, and models that are only run."""
 
-from __future__ import annotations
-
 import copy
 import os
 

@@ -1,7 +1,5 @@
 """Accelerate's loop with layers that ranks share: batches, numbers and what is saved are those of plain torch."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Accelerate's loop at every stage against the same training in plain torch; saving, resuming, taking the model out."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -4,8 +4,6 @@ Lightning's DeepSpeed strategies insist on GPUs. With a GPU for every rank of a 
 replaced; otherwise the ranks are on the CPU, behind ``examples/on_cpu.py``, which replaces that check and no more.
 """
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Callable
 from pathlib import Path

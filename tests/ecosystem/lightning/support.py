@@ -1,7 +1,5 @@
 """Runs of Lightning; imported by the ranks only, since it loads Lightning."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Checkpoints of Lightning's Trainer under DeepSpeed: saved, resumed, tested, and turned into one file."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Lightning Fabric: the user's own loop around an engine that Fabric makes and drives."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

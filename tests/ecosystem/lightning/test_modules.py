@@ -1,7 +1,5 @@
 """Hooks of a LightningModule: building under zero.Init, manual optimization, the package's optimizers, callbacks."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

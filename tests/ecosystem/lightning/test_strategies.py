@@ -1,7 +1,5 @@
 """Lightning's strategies by name and by argument: they train as Lightning does without deepspeed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 

@@ -1,7 +1,5 @@
 """Training in the kernel of a notebook: cells that run again, that are interrupted, and that start several ranks."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """LoRA on sharded models: trained by the Trainer, saved whole, read again by plain peft; bytes are counted."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The other methods of peft that look into sharded parameters: initializers, prompts, importance from gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

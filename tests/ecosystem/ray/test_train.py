@@ -4,8 +4,6 @@ The calls are those of Ray's own example for DeepSpeed: ``optimizer.step()`` and
 ``gradient_clipping`` as true, a checkpoint folder per worker. Needs ray[train]: ``make test-ray``.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

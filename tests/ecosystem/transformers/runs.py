@@ -1,7 +1,5 @@
 """One small Trainer run, with and without deepspeed, described by a few options."""
 
-from __future__ import annotations
-
 import copy
 import os
 from typing import Any

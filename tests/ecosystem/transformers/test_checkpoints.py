@@ -1,7 +1,5 @@
 """Saving, resuming, evaluation, the best model and the final model of Trainer runs."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Seq2SeqTrainer with ``predict_with_generate`` under ZeRO, and generation of different lengths on the ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The Trainer resumes in order: the samples of each step are those of a run that was never interrupted."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

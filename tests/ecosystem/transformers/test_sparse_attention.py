@@ -1,7 +1,5 @@
 """Sparse attention in Transformers models: equal to the model where the pattern is dense; training by configuration."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

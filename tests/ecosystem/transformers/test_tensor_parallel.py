@@ -1,7 +1,5 @@
 """The Trainer with layers that ranks share: its log is that of plain data parallelism, and it saves whole models."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

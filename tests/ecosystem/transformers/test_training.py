@@ -1,7 +1,5 @@
 """The Trainer at every stage against the Trainer without deepspeed, on the same two ranks and the same data."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Words for tokens, two small data sets and the arguments that all TRL runs share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Generation in the middle of training at stage 3: everything gathered, hooks taken out, and put back."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

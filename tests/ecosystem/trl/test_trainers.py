@@ -1,7 +1,5 @@
 """SFTTrainer and DPOTrainer under ZeRO, against the same trainers without deepspeed."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """An accelerator of the package whose streams and events are clocks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

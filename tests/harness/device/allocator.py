@@ -12,8 +12,6 @@ Page-locked host memory is rounded up to a power of two. A freed block is used a
 size, once the copies that used it are over; it never goes back to the driver.
 """
 
-from __future__ import annotations
-
 import threading
 from bisect import bisect_left, insort
 from collections import deque

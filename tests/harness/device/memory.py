@@ -6,8 +6,6 @@ sentence that names both places. Findings are collected, not raised: the values 
 the CPU), so the program continues and one run shows all there are.
 """
 
-from __future__ import annotations
-
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ waits for a transfer between ranks that is not over, the host waits for it first
 one, leaves the kernel to a thread of the stream and continues.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

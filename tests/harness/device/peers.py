@@ -11,8 +11,6 @@
 What travels goes through the rendezvous store, so models must be small.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import time

@@ -1,7 +1,5 @@
 """Where in a program something was done, found on the stack and put into words only when it is needed."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import CodeType

@@ -1,7 +1,5 @@
 """The simulated device as one context: everything that the package must not notice, undone at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path

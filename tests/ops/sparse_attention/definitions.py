@@ -1,7 +1,5 @@
 """References: the published patterns computed entry by entry, and dense attention under a mask."""
 
-from __future__ import annotations
-
 import math
 import random
 

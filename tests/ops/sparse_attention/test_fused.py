@@ -3,8 +3,6 @@
 Gradients are compared on a GPU (``tests/gpu/test_operations.py``), since it has none on the CPU.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

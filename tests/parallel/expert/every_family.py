@@ -1,7 +1,5 @@
 """A tiny model of every family of the Transformers library that has stacked experts."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Collection

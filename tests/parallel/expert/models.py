@@ -1,7 +1,5 @@
 """Tiny mixture-of-experts models of the Transformers library."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

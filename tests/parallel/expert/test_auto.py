@@ -1,7 +1,5 @@
 """Transformers models whose experts are spread by the configuration equal the same models in plain torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

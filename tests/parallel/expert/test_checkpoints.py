@@ -1,7 +1,5 @@
 """What was saved with experts spread over some ranks loads with any other spread, stage and number of ranks."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

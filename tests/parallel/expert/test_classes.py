@@ -1,7 +1,5 @@
 """Every class of experts in the Transformers library computes the same when its experts are spread."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Expert layers together with everything else: precisions, accumulation by hand, frozen experts, evaluation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

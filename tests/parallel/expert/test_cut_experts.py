@@ -1,7 +1,5 @@
 """Experts that the program itself cuts over tensor-parallel ranks, and spreads over those that see other samples."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows in flight: their sum and gradients beside the formula, and how often they are written."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

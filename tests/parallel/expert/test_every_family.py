@@ -1,7 +1,5 @@
 """Every family with experts, from a folder of plain Transformers back to one: loaded, cut, trained, saved, loaded."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Expert layers in bad cases: values not finite, no tokens, no capacity, ranks that differ, offload to files."""
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile

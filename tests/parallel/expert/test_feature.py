@@ -1,7 +1,5 @@
 """The engine feature of experts: what it tells a pipeline about the order of gathers."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Gates against their published definition, written out slowly, route for route."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Models of one process whose experts are laid out differently: an engine's groups end with it."""
 
-from __future__ import annotations
-
 import pytest
 
 from deepspeed.comm.job import groups

@@ -1,7 +1,5 @@
 """Models that are read with the experts of this rank only: values, losses, and how much is held meanwhile."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

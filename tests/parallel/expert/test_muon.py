@@ -1,7 +1,5 @@
 """Muon with experts that are spread over ranks: every matrix of a stack is orthogonalized as in one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers whose experts are spread over ranks equal one process that has them all."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

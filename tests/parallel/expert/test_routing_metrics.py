@@ -1,7 +1,5 @@
 """Loads of experts: numbers, monitor events, the picture; and both ways of computing stacked experts."""
 
-from __future__ import annotations
-
 import csv
 import xml.dom.minidom
 from pathlib import Path

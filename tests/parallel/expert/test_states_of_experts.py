@@ -1,7 +1,5 @@
 """Buffers and extra states of spread experts: each expert keeps its own, and checkpoints have those of all."""
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints of the original package with native experts, written here file by file as its layout is documented."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

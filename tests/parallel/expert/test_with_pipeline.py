@@ -3,8 +3,6 @@
 And two by two by two: the rest of each stage cut over tensor-parallel ranks besides.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts over ranks that share a sequence: groups of data x sequence ranks equal one process that has everything."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts spread over the ranks that see other samples, everything else cut over the others: two by two."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A small model with everything awkward in it, as a pipeline and as one module, and runs of both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

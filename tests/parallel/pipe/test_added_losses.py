@@ -1,7 +1,5 @@
 """Losses of layers on several stages: the same losses, norms and weights as one process of plain torch."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

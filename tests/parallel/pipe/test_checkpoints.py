@@ -1,7 +1,5 @@
 """A checkpoint of any pipeline continues in any other: stages, copies, ZeRO stage, schedule; tied weights included."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Pipelines with everything else: precisions, overflow, offload, frozen and empty stages, recomputation, 3D layouts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

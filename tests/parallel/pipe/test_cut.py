@@ -1,7 +1,5 @@
 """Where layers are cut for the least step time."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations, pairwise
 

@@ -1,7 +1,5 @@
 """Ranks of one copy of a pipeline that have other samples than the rest are named before anything is computed."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional
 

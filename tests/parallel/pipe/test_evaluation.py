@@ -1,7 +1,5 @@
 """Evaluation in all its forms, labels that only the first stage has, metrics, and data as programs have it."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

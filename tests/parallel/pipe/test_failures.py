@@ -1,7 +1,5 @@
 """No pipeline hangs: whatever goes wrong on one rank ends the step on all of them, in the same words."""
 
-from __future__ import annotations
-
 import os
 import time
 

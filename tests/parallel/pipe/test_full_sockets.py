@@ -1,7 +1,5 @@
 """Pipelines whose packets fill the sockets between the stages."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

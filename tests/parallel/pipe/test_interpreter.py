@@ -1,7 +1,5 @@
 """``parallel.pipe.interpreter``: the stages of a pipeline as threads of one process, over queues."""
 
-from __future__ import annotations
-
 import queue
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping

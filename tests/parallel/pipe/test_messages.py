@@ -1,7 +1,5 @@
 """Messages about mistakes in a first pipeline program, and the mean of outputs over the copies of the model."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

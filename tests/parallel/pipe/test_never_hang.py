@@ -1,7 +1,5 @@
 """Whatever goes wrong on one stage ends the step on all of them, soon, with the first cause and where it was."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Programs that bring schedules and instructions of their own, or run the published ones; DualPipeV under its name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

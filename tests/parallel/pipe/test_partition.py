@@ -1,7 +1,5 @@
 """How the row of layers is cut, and what is asked of topologies; no ranks are needed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The schedules that other programs know, in the forms in which they read them."""
 
-from __future__ import annotations
-
 import pytest
 
 from deepspeed.parallel.pipe.schedule import lists as instr

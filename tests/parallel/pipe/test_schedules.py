@@ -1,7 +1,5 @@
 """Every schedule, proven by the simulator: live, complete, in order, as quick and as lean as published."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The schedules beside those of torch.distributed.pipelining: its prover takes ours, its lists are not quicker."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The command that shows schedules, and its pictures."""
 
-from __future__ import annotations
-
 from xml.etree import ElementTree
 
 import pytest

@@ -1,7 +1,5 @@
 """The two halves of a backward are the whole, and the first one computes nothing for weights."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

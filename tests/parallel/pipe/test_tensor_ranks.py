@@ -1,7 +1,5 @@
 """Stages beside ranks that share layers: embedding and head are cut, norms work on parts of the tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

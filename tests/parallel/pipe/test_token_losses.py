@@ -1,7 +1,5 @@
 """A loss_fn that returns (sum, count): any split of the same samples gives the update of plain torch."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pipelines compute what one process computes: losses, norms, weights; at every ZeRO stage, with several copies."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

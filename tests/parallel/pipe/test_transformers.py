@@ -1,7 +1,5 @@
 """Transformers models become pipelines: the same losses and weights as the model itself, and their names are found."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

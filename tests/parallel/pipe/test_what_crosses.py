@@ -1,7 +1,5 @@
 """What crosses from one stage to the next, and odd models: the same losses on two stages as on one, bit by bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

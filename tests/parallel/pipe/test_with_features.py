@@ -1,7 +1,5 @@
 """Pipelines with what models and machines bring along: disks, compiled layers, recomputation, adapters, memory."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest

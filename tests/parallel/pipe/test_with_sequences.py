@@ -1,7 +1,5 @@
 """Pipelines whose ranks share sequences: the losses, norms and weights of one process that has the whole of both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny Transformers models, whole and shared, and batches for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

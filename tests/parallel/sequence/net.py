@@ -1,7 +1,5 @@
 """A small causal model whose activations may be cut along the sequence, and plain torch's answer for whole ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

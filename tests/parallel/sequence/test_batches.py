@@ -1,7 +1,5 @@
 """What the loader adapter gives each rank: all samples once, cut, padded and with the next token's label."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole sequences are evaluated by the ranks that share them in training: the same answers, and parts of the memory."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """What is cut along the sequence becomes cut along the heads, and back: shapes, values, gradients, bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Layers computed chunk by chunk are the layers: values and every gradient, and what is dealt to whom."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

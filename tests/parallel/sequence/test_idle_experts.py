@@ -1,7 +1,5 @@
 """Ranks that share a sequence send their tokens to different experts, so each has parameters that it does not use."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

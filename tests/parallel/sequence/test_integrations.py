@@ -1,7 +1,5 @@
 """Accelerate and the Trainer, unmodified: what they train is what plain torch trains on whole sequences."""
 
-from __future__ import annotations
-
 import tempfile
 
 import pytest

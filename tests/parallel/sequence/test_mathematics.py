@@ -1,7 +1,5 @@
 """The gradient of a sharded sequence is that of the unsharded loss, at every stage, by every way to write the loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

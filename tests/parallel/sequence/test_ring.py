@@ -1,7 +1,5 @@
 """Attention whose keys and values go round the ranks, or wait in host memory, is dense attention."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention's result is kept once: the same gradients to the bit, and a rank keeps its part of what one rank keeps."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

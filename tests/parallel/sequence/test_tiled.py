@@ -1,7 +1,5 @@
 """Tile by tile is the whole: values, gradients, later factors, what is masked; and how much is there at once."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Shared sequences together with everything else that shards: the training is that of plain torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

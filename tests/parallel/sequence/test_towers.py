@@ -1,7 +1,5 @@
 """Vision-language and encoder-decoder models by configuration: towers whole, decoders cut, equal to plain torch."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

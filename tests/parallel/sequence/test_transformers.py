@@ -1,7 +1,5 @@
 """Transformers models on shared sequences: what a model computes does not change, or it is refused by name."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """A model of one's own that attends to its own part of a sequence only is found in its first forward."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Callable

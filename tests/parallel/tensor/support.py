@@ -1,7 +1,5 @@
 """Small models for tensor parallelism, and a plain torch run of one rank to compare with."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that torch's ``parallelize_module`` or Transformers' ``tp_plan`` has cut are taken as they are."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

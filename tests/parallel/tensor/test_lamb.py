@@ -1,7 +1,5 @@
 """LAMB's trust ratio is that of the whole parameter, however many ranks share the layer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

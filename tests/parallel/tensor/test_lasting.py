@@ -1,7 +1,5 @@
 """What must hold over many steps, under torch.compile, and on a mesh that the program lays out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

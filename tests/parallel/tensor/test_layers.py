@@ -1,7 +1,5 @@
 """Cut layers by themselves: outputs, gradients, and how often something travels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """How single parameters are cut (``parallel.tensor.making``)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

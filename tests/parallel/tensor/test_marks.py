@@ -1,7 +1,5 @@
 """A program that cuts its layers itself, as Megatron-LM does: its mpu and its marks are enough."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Transformers models of many families are cut by config alone; the numeric check compares output and gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

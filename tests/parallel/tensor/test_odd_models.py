@@ -4,8 +4,6 @@ In fp64, so that a difference is no rounding; what computes in fp32 inside (norm
 differ by as much as that.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

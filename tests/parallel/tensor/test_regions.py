@@ -1,7 +1,5 @@
 """The gradients of an input that several cut layers share, on ranks that are threads."""
 
-from __future__ import annotations
-
 import torch
 
 from deepspeed.comm.transports.channel import Channel

@@ -1,7 +1,5 @@
 """Norms and residual sums on a part of the sequence: the same numbers, a part of the memory, the same bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """How dimensions and heads are dealt: every index once or as often as heads are shared, heads whole, pairs fitting."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """A state dict of a model whose layers or experts ranks share is this rank's part, and this is logged."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """What the ranks that share layers must have in common, and combinations with everything else that changes a step."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """A model that is cut trains like the whole one: losses, norms and weights, at every stage."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Folders that the original package wrote with tensor parallelism, as ranks wrote them and converted, are read."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path

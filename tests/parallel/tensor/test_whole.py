@@ -1,7 +1,5 @@
 """Of a cut parameter programs get the whole: accessors, the walk over everything, exports, checkpoints of any cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

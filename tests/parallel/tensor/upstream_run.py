@@ -5,8 +5,6 @@
 PYTHON is an interpreter that has the original package and transformers. The same file is what its ranks run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
