@@ -15,7 +15,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
 from tests.checkpoint.training import engine as make_engine
 from tests.checkpoint.training import fragments, joined, other_state, train
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 
 
 class Evil:
@@ -56,7 +56,10 @@ class InMemory(CheckpointEngine):
         return self.files[str(path)]
 
 
-def _layers_in_files(folder):
+@on_ranks(1)
+def test_a_pipeline_writes_its_layers_through_one(tmp_path) -> None:
+    folder = str(tmp_path)
+
     def built(seed):
         torch.manual_seed(seed)
         return PipelineModule([LayerSpec(torch.nn.Linear, 3, 3) for _ in range(2)], num_stages=1)
@@ -72,10 +75,6 @@ def _layers_in_files(folder):
             assert len(engine.files) == 2
     with pytest.raises(NotImplementedError, match=r"CheckpointEngine\.save: derive it"):
         CheckpointEngine().save({}, folder)
-
-
-def test_a_pipeline_writes_its_layers_through_one(tmp_path):
-    run_ranks(_layers_in_files, 1, str(tmp_path))
 
 
 class Elsewhere(CheckpointEngine):
@@ -208,13 +207,10 @@ def test_any_number_of_ranks_loads_it_and_what_was_altered_is_named(tmp_path):
             run_ranks(_another_topology, 1, str(folder), str(store), False)
 
 
-def _refused():
+@on_ranks(1)
+def test_what_is_no_checkpoint_engine_is_refused() -> None:
     run = make_engine(0, "fp32", checkpoint={"keep_last": 2})
     with pytest.raises(DeepSpeedConfigError, match=r"derived from CheckpointEngine, found dict"):
         run.checkpoint_engine = {}
     with pytest.raises(DeepSpeedConfigError, match=r"checkpoint\.keep_last=2: expected null"):
         run.checkpoint_engine = InMemory()
-
-
-def test_what_is_no_checkpoint_engine_is_refused():
-    run_ranks(_refused, 1)

@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 import deepspeed
 from deepspeed.data import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed.errors import DeepSpeedConfigError
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 
 class Noisy(Dataset):
@@ -205,7 +205,9 @@ def in_parts(folder, stops, loads_first):
     return found
 
 
-def runs_in_parts(folder):
+@on_ranks(2)
+def test_a_loader_of_others_continues_in_the_order_of_its_pass_for_the_second_time_too(tmp_path) -> None:
+    folder = str(tmp_path)
     whole = in_parts(folder, [24], True)
     assert len(set(whole[:7])) == 7 and whole[:7] != whole[7:14] != whole[14:21]
     for loads_first in (True, False):
@@ -213,18 +215,11 @@ def runs_in_parts(folder):
             assert in_parts(folder, stops, loads_first) == whole, (loads_first, stops)
 
 
-def test_a_loader_of_others_continues_in_the_order_of_its_pass_for_the_second_time_too(tmp_path):
-    run_ranks(runs_in_parts, 2, str(tmp_path))
-
-
-def loader_as_training_data():
+@on_ranks(1)
+def test_a_loader_is_no_training_data() -> None:
     with pytest.raises(DeepSpeedConfigError, match=r"training_data.*found DataLoader.*engine\.training_dataloader"):
         config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
         deepspeed.initialize(model=nn.Linear(2, 1), training_data=DataLoader(Noisy()), config=config)
-
-
-def test_a_loader_is_no_training_data():
-    run_ranks(loader_as_training_data, 1)
 
 
 def _samples(loaders, batches):

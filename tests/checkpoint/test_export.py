@@ -21,7 +21,7 @@ from deepspeed.errors import CheckpointError
 from deepspeed.utils import zero_to_fp32
 from tests.checkpoint.training import Net, engine, fragments, joined, train
 from tests.engine.support import engine_of
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 
 GATHER = {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}
 FROZEN = [name for name, parameter in Net().named_parameters() if not parameter.requires_grad]
@@ -334,18 +334,16 @@ def write_a_part(_: object, path: Path) -> None:
     raise RuntimeError("file write failed")
 
 
-def full_disk(folder: str, limit: int | None):
+@pytest.mark.parametrize("limit", [64, None], ids=["shards", "one file"])
+@on_ranks(2)
+def test_files_that_cannot_be_written_leave_nothing(tmp_path, limit: int | None) -> None:
     """Torch tells of a full disk by a RuntimeError; with shards in the middle, while the other ranks are gathering."""
+    folder = str(tmp_path)
     run = engine(3, "bf16", **GATHER)
     with mock.patch("torch.save", write_a_part), pytest.raises(CheckpointError, match="file write failed"):
         run.save_16bit_model(folder, max_shard_size=limit)
     train(run, range(1))
     assert not os.listdir(folder)
-
-
-@pytest.mark.parametrize("limit", [64, None], ids=["shards", "one file"])
-def test_files_that_cannot_be_written_leave_nothing(limit, tmp_path):
-    run_ranks(full_disk, 2, str(tmp_path), limit)
 
 
 def test_the_script_names_a_file_that_cannot_be_written(tmp_path, capsys):
@@ -393,14 +391,11 @@ class Twice(torch.nn.Module):
         self.two = self.one
 
 
-def extra_state_of_both_names():
+@on_ranks(1)
+def test_a_module_with_two_names_has_its_extra_state_under_both() -> None:
     state = engine_of(Twice(), 0)._consolidated_16bit_state_dict()
     assert state.keys() == Twice().state_dict().keys()
     Twice().load_state_dict(state)
-
-
-def test_a_module_with_two_names_has_its_extra_state_under_both():
-    run_ranks(extra_state_of_both_names, 1)
 
 
 def test_a_dtype_that_no_file_has_leaves_nothing(tmp_path):

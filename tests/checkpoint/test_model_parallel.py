@@ -17,7 +17,7 @@ from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.zero.tiling.describe import put_in_group
 from deepspeed.zero.tiling.parts import say_part
 from deepspeed.zero.tiling.tiles import TilePart
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 
 SHAPES = {"packed": (12, 5), "wide": (4, 9), "late": (7,), "norm": (6,)}
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
@@ -192,7 +192,9 @@ def test_any_cut_reads_any_other(ranks, how, stage, written):
         )
 
 
-def _copies(folder: str):
+@on_ranks(2)
+def test_cut_parameters_without_a_mark_of_their_part_are_not_saved_as_copies(tmp_path) -> None:
+    folder = str(tmp_path)
     model = nn.Linear(4, 4)
     model.weight.tensor_model_parallel = True
     config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam"}}
@@ -200,10 +202,6 @@ def _copies(folder: str):
     with pytest.raises(CheckpointError, match="'weight' is whole on rank 0 and again on rank 1.*partition_dim"):
         engine.save_checkpoint(folder)
     assert not list(Path(folder).iterdir())
-
-
-def test_cut_parameters_without_a_mark_of_their_part_are_not_saved_as_copies(tmp_path):
-    run_ranks(_copies, 2, str(tmp_path))
 
 
 class Expert(nn.Module):
@@ -257,12 +255,9 @@ def test_experts_are_found_by_their_logical_names(tmp_path):
             assert_states_equal(rank, {key: expected[key] for key in rank})
 
 
-def _misfit():
+@on_ranks(1)
+def test_a_part_that_does_not_fit_is_refused() -> None:
     model = nn.Linear(4, 4)
     say_part(model.weight, TilePart.cut("weight", (8, 4), 0, [(0, 5)]))
     with pytest.raises(DeepSpeedConfigError, match="tile 'weight'.*does not lie inside the shape"):
         deepspeed.initialize(model=model, config={"train_batch_size": 1})
-
-
-def test_a_part_that_does_not_fit_is_refused():
-    run_ranks(_misfit, 1)

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed import comm
 from tests.checkpoint.training import PRECISIONS, engine, fragments, joined, other_state, train
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 
 
 def straight_and_resumed(folder: str, stages: tuple[int, ...], precision: str):
@@ -65,7 +65,9 @@ def test_each_rank_gets_its_own_random_states_back(tmp_path):
     assert first[0] != other[0]
 
 
-def written_before_the_save(folder: str):
+@on_ranks(1)
+def test_a_write_before_the_save_is_in_it_and_masters_may_be_left_out(tmp_path) -> None:
+    folder = str(tmp_path)
     run = engine(1)
     train(run, range(1))
     with torch.no_grad():
@@ -80,10 +82,6 @@ def written_before_the_save(folder: str):
         if use_masters:
             masters = joined([fragments(again)])
             assert masters["master/blocks.0.rise.weight"].unique().tolist() == [torch.tensor(0.3).bfloat16().item()]
-
-
-def test_a_write_before_the_save_is_in_it_and_masters_may_be_left_out(tmp_path):
-    run_ranks(written_before_the_save, 1, str(tmp_path))
 
 
 def on_other_ranks(folder: str):

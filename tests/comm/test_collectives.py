@@ -8,7 +8,7 @@ import torch
 import torch.distributed as torch_dist
 
 import deepspeed.comm as dist
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 WORLD_SIZES = [1, 2, 3]
 run_at_each_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -118,7 +118,8 @@ def check_uneven_all_to_all() -> None:
     assert output.tolist() == [float(r) for r in range(size) for _ in range(rank + 1)]
 
 
-def check_all_to_all_of_lists_as_in_torch() -> None:
+@on_ranks(2)
+def test_all_to_all_of_lists_as_in_torch() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     mine = [torch.full((2,), float(rank)) for _ in range(size)]
     outputs = [torch.nn.Parameter(torch.empty(2)) for _ in range(size)]
@@ -136,39 +137,13 @@ def check_all_to_all_of_lists_as_in_torch() -> None:
         handle.wait()
 
 
-def test_all_to_all_of_lists_as_in_torch():
-    run_ranks(check_all_to_all_of_lists_as_in_torch, 2)
-
-
 def _strided(rank: int, transposed: bool) -> torch.Tensor:
     whole = torch.arange(24.0).view(4, 6) + 100 * rank
     return whole.t() if transposed else whole[:, ::2]
 
 
-def check_strides(async_op: bool, transposed: bool) -> None:
-    """The result is that of contiguous tensors, and what lies between the elements is untouched."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    every = [_strided(r, transposed) for r in range(size)]
-    mine, total = every[rank].contiguous(), sum(every)
-    exchanged = torch.cat([part.chunk(size)[rank] for part in every])
-    for name, arguments, expected in (
-        ("all_reduce", (), total),
-        ("inference_all_reduce", (), total),
-        ("reduce", (0,), total),
-        ("broadcast", (size - 1,), every[-1]),
-        ("reduce_scatter", ([_strided(rank, transposed)] * size,), total),
-        ("scatter", (every if rank == 0 else None,), every[rank]),
-        ("all_to_all_single", (mine,), exchanged),
-    ):
-        x = _strided(rank, transposed)
-        memory = x.as_strided((24,), (1,))
-        gaps = memory[1::2].clone()
-        _wait(getattr(dist, name)(x, *arguments, async_op=async_op), async_op)
-        assert torch.equal(x, expected) or (name == "reduce" and rank > 0), name
-        assert transposed or torch.equal(memory[1::2], gaps), name
-
-
-def check_expanded_tensors() -> None:
+@on_ranks(2)
+def test_expanded_tensors() -> None:
     x = _mine(3).view(3, 1).expand(3, 2)
     dist.all_reduce(x)
     assert torch.equal(x, _sum(3).view(3, 1).expand(3, 2))
@@ -177,11 +152,8 @@ def check_expanded_tensors() -> None:
     assert torch.equal(x, _of(1, 3).view(3, 1).expand(3, 2))
 
 
-def test_expanded_tensors():
-    run_ranks(check_expanded_tensors, 2)
-
-
-def check_shapes_of_flat_collectives() -> None:
+@on_ranks(2)
+def test_shapes_of_flat_collectives() -> None:
     """Only the numbers of elements matter."""
     size, rank = dist.get_world_size(), dist.get_rank()
     for part, whole in [
@@ -204,14 +176,30 @@ def check_shapes_of_flat_collectives() -> None:
         assert torch.equal(output, _sum(numel * size).chunk(size)[rank].view(part))
 
 
-def test_shapes_of_flat_collectives():
-    run_ranks(check_shapes_of_flat_collectives, 2)
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("async_op", [False, True])
-def test_strided_tensors(async_op, transposed):
-    run_ranks(check_strides, 2, async_op, transposed)
+@on_ranks(2)
+def test_strided_tensors(async_op: bool, transposed: bool) -> None:
+    """The result is that of contiguous tensors, and what lies between the elements is untouched."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    every = [_strided(r, transposed) for r in range(size)]
+    mine, total = every[rank].contiguous(), sum(every)
+    exchanged = torch.cat([part.chunk(size)[rank] for part in every])
+    for name, arguments, expected in (
+        ("all_reduce", (), total),
+        ("inference_all_reduce", (), total),
+        ("reduce", (0,), total),
+        ("broadcast", (size - 1,), every[-1]),
+        ("reduce_scatter", ([_strided(rank, transposed)] * size,), total),
+        ("scatter", (every if rank == 0 else None,), every[rank]),
+        ("all_to_all_single", (mine,), exchanged),
+    ):
+        x = _strided(rank, transposed)
+        memory = x.as_strided((24,), (1,))
+        gaps = memory[1::2].clone()
+        _wait(getattr(dist, name)(x, *arguments, async_op=async_op), async_op)
+        assert torch.equal(x, expected) or (name == "reduce" and rank > 0), name
+        assert transposed or torch.equal(memory[1::2], gaps), name
 
 
 def check_group_after_a_refused_coalescing() -> list:
@@ -291,7 +279,8 @@ def test_other_collectives(check, world_size):
     run_ranks(check_without_warnings, world_size, check)
 
 
-def check_profiling_arguments_are_accepted() -> None:
+@on_ranks(2)
+def test_profiling_arguments_are_accepted() -> None:
     tensor, output = torch.ones(1), torch.empty(dist.get_world_size())
     extra = {"prof": True, "log_name": "mine", "debug": "caller"}
     dist.all_reduce(tensor, **extra)
@@ -301,10 +290,6 @@ def check_profiling_arguments_are_accepted() -> None:
     dist.barrier(**extra)
     dist.all_gather([torch.empty(1) for _ in range(dist.get_world_size())], tensor, **extra)
     assert not dist.has_comm_data()  # the log is off: prof alone records nothing
-
-
-def test_profiling_arguments_are_accepted():
-    run_ranks(check_profiling_arguments_are_accepted, 2)
 
 
 def check_groups() -> tuple:

@@ -14,7 +14,7 @@ from deepspeed.ops.fragments import FragmentTable, SharedTensor, TensorFragment
 from deepspeed.ops.muon import Muon, set_optimizer_flags
 from deepspeed.ops.muon.muon import orthogonalize
 from tests.ecosystem.support import needs_transformers
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.ops.fragments import SHAPES, Layout, ThreadedAxis, use_threaded_collectives
 
 OPTIONS = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}
@@ -275,7 +275,8 @@ def test_stacks_and_convolutions_are_distinguished():
     assert any(p is model.experts_bias for p in rest["params"])
 
 
-def initialize_with_convolution():
+@on_ranks(1)
+def test_an_engine_refuses_a_convolution_in_a_group_of_stacks() -> None:
     import deepspeed
     from deepspeed.errors import DeepSpeedConfigError
 
@@ -283,10 +284,6 @@ def initialize_with_convolution():
     for given in (Muon(model.parameters()), lambda params: Muon(params)):
         with pytest.raises(DeepSpeedConfigError, match=r"0\.weight.*kernel of a convolution"):
             deepspeed.initialize(model=model, optimizer=given, config={"train_batch_size": 1})
-
-
-def test_an_engine_refuses_a_convolution_in_a_group_of_stacks():
-    run_ranks(initialize_with_convolution, 1)
 
 
 class Experts(torch.nn.Module):
@@ -443,7 +440,9 @@ def test_flags(config):
     }
 
 
-def _flags_of_a_pipeline():
+@needs_transformers
+@on_ranks(1)
+def test_flags_of_a_pipeline_are_those_of_its_transformers_model() -> None:
     from deepspeed.pipe import PipelineModule
     from tests.parallel.sequence.llama import llama
 
@@ -460,11 +459,6 @@ def _flags_of_a_pipeline():
         set_optimizer_flags(config, model)
         assert found == {name: parameter.use_muon for name, parameter in model.named_parameters()}
         assert not found["model.embed_tokens.weight"] and found["model.layers.0.mlp.up_proj.weight"]
-
-
-@needs_transformers
-def test_flags_of_a_pipeline_are_those_of_its_transformers_model():
-    run_ranks(_flags_of_a_pipeline, 1)
 
 
 @pytest.mark.parametrize("config", [{"optimizer": {"type": "Adam"}}, {}, {"optimizer": None}])

@@ -12,7 +12,7 @@ import deepspeed
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.ops.muon.qk_clip import largest_logits
 from tests.ecosystem.support import needs_transformers
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import causal_model
 from tests.oracle.optimizers import Muon as Reference
 from tests.oracle.optimizers import muon_groups
@@ -165,7 +165,9 @@ def test_equal_to_plain_torch(world):
     run_ranks(_kinds, world, CELLS[world])
 
 
-def _recomputed() -> None:
+@needs_transformers
+@on_ranks(1)
+def test_logits_end_at_the_threshold() -> None:
     """A step that changes nothing but by clipping brings the logits to the threshold; also where blocks run again."""
     model = _model("own keys")
     model.gradient_checkpointing_enable({"use_reentrant": True})
@@ -187,11 +189,6 @@ def _recomputed() -> None:
     again = _record(model)
     _loss(model, *_batch(0))
     torch.testing.assert_close(again[0], kept[0].clamp(max=THRESHOLD), rtol=1e-4, atol=1e-5)
-
-
-@needs_transformers
-def test_logits_end_at_the_threshold():
-    run_ranks(_recomputed, 1)
 
 
 def test_logits_in_blocks(monkeypatch):
@@ -223,7 +220,9 @@ def _config(**more: Any) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Muon", "params": params}, **more}
 
 
-def _refused() -> None:
+@needs_transformers
+@on_ranks(1)
+def test_what_cannot_be_clipped_is_refused_by_name() -> None:
     from deepspeed.ops.muon import Muon
 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -254,8 +253,3 @@ def _refused() -> None:
     weight.grad = torch.randn(3, 2)
     with pytest.raises(RuntimeError, match="attention logits are not measured"):
         Muon([weight], qk_clip_threshold=1.0).step()
-
-
-@needs_transformers
-def test_what_cannot_be_clipped_is_refused_by_name():
-    run_ranks(_refused, 1)

@@ -11,7 +11,7 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.transport import Reduction
 from deepspeed.plan.codes import CodedCost, PlannedSum, coded_costs
 from deepspeed.plan.machine import Machine
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 CODECS: tuple[BlockCodec, ...] = (SignCodec(2048), Int8Codec(256), Int4Codec(256))
 
@@ -23,7 +23,9 @@ def costs(numel: int, ranks: int, whole: bool, network: float = 1e9) -> list[Cod
     return coded_costs([one], machine, native=False, may_skip=False, codecs=CODECS)
 
 
-def check_sent_bytes() -> None:
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks()
+def test_bytes_by_formula_equal_the_counted_bytes() -> None:
     plain = Job.adopt().axis_of().transport()
     numel = 6 * 2048 * plain.size
     for number, codec in enumerate((None, *CODECS)):
@@ -36,11 +38,6 @@ def check_sent_bytes() -> None:
                 moved = traffic.ran["send"].nbytes
             cost = costs(numel, plain.size, whole)[number]
             assert moved == pytest.approx(cost.nbytes, rel=1e-3), (cost, whole)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_bytes_by_formula_equal_the_counted_bytes(ranks: int) -> None:
-    run_ranks(check_sent_bytes, ranks)
 
 
 def test_when_codes_pay() -> None:

@@ -13,6 +13,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.decoder import Decoder, layers_of, token_loss
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from tests.harness import on_ranks
 from tests.harness.pool import run_ranks
 
 SHAPE = DecoderShape(layers=2, hidden=24, heads=4, vocab=41, intermediate=40, is_gated=False, has_fused_attention=False)
@@ -97,14 +98,11 @@ def test_trained_as_one_process(train, ranks):
         assert losses == pytest.approx(_expected(), rel=2e-6)
 
 
-def _without_attention() -> None:
+@on_ranks(2)
+def test_stages_without_attention_are_refused() -> None:
     module = PipelineModule([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)], num_stages=2, loss_fn=token_loss)
     with pytest.raises(DeepSpeedConfigError, match="or modules with a method recompute_core_attention"):
         deepspeed.initialize(model=module, config=_config(**RECOMPUTED))
-
-
-def test_stages_without_attention_are_refused():
-    run_ranks(_without_attention, 2)
 
 
 def test_each_key_takes_memory_off():

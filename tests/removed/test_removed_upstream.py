@@ -23,7 +23,7 @@ from tests.compression import test_pacing as pacing
 from tests.compression.test_mathematics import formula
 from tests.engine import test_zero_plus_plus as zero_plus_plus
 from tests.engine.support import engine_of, inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import tower
 from tests.onebit import simulated
 from tests.ops.sparse_attention.definitions import layout_of, masked_dense
@@ -138,7 +138,8 @@ def test_widths_of_moq_fall_by_the_rule() -> None:
     assert found == pytest.approx(plain_losses("quantize_training", 1, lambda step: {}, rounded), rel=1e-5)
 
 
-def paced() -> None:
+@on_ranks(2)
+def test_eigenvalues_pace_the_widths() -> None:
     """As MoQ's tutorial has it: the section eigenvalue beside the widths that it paces."""
     widths = {key: value for key, value in pacing.moq().items() if key != "eigenvalue"}
     engine = engine_of(pacing.uneven(), 0, quantize_training=widths, **shortened("eigenvalue"))
@@ -151,10 +152,6 @@ def paced() -> None:
     for block in range(2):
         assert [row[1][block] for row in rows] == pacing.bits_of([row[0] for row in rows], block)
     assert {state.bits for state in compression_state(engine.module)} != {pacing.BITS}
-
-
-def test_eigenvalues_pace_the_widths() -> None:
-    run_ranks(paced, 2)
 
 
 # -- optimizers and LoCo, by the definitions of the papers -------------------------------------------------------------

@@ -14,7 +14,7 @@ from deepspeed.run_report.rank_file import RankFile, has_end
 from deepspeed.run_report.recorder import StepRecorder
 from deepspeed.run_report.run_data import read_run
 from tests.engine.support import engine_of, inputs
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import tower
 
 
@@ -175,7 +175,9 @@ def test_an_evaluation_of_any_length_keeps_few_marks(tmp_path):
     assert step["phases"]["forward"] == 5_000 and step["waits"] == {"forward": {"data": 2_500}}
 
 
-def _refused(folder):
+@on_ranks(1)
+def test_a_plan_that_is_missing_or_has_no_page_is_refused_before_the_model_is_changed(tmp_path) -> None:
+    folder = str(tmp_path)
     config = {"run_report": {"path": f"{folder}/report", "plan": f"{folder}/nowhere.json"}}
     model = tower()
     before = [id(parameter) for parameter in model.parameters()]
@@ -190,10 +192,6 @@ def _refused(folder):
     plan = Path(folder, "report", "plan.json")  # where it is copied to
     plan.write_text("{}")
     engine_of(model, 3, run_report={"path": str(plan.parent), "plan": str(plan)}).destroy()
-
-
-def test_a_plan_that_is_missing_or_has_no_page_is_refused_before_the_model_is_changed(tmp_path):
-    run_ranks(_refused, 1, str(tmp_path))
 
 
 def _on_some_ranks(folder):

@@ -10,7 +10,7 @@ from torch import nn
 import deepspeed
 import deepspeed.comm as dist
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError, OffloadError
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.tensor.support import llama
 
 FIXTURES = Path(__file__).resolve().parents[1] / "checkpoint" / "fixtures"
@@ -45,7 +45,8 @@ def test_tensors_in_parts(size):
     run_ranks(_parts_of_tensors, size)
 
 
-def _updated_buffers():
+@on_ranks(2)
+def test_flat_buffers_gathered_by_a_program() -> None:
     from deepspeed.runtime.utils import all_gather_dp_groups
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -56,10 +57,6 @@ def _updated_buffers():
     all_gather_dp_groups(flats, parts, [None, None], start_alignment_factor=2, allgather_bucket_size=100)
     for flat in flats:
         assert flat.view(size, -1)[:, 0].tolist() == list(range(1, size + 1))
-
-
-def test_flat_buffers_gathered_by_a_program():
-    run_ranks(_updated_buffers, 2)
 
 
 def _weights_for_another_program(stage: int):
@@ -208,7 +205,8 @@ def _one_engine(stage: int = 0, **sections):
     return deepspeed.initialize(model=nn.Linear(2, 2), config={**config, "zero_optimization": {"stage": stage}})[0]
 
 
-def _timers_and_autocast():
+@on_ranks(1)
+def test_timers_and_autocast_of_an_engine() -> None:
     from deepspeed.runtime.engine import autocast_if_enabled
     from deepspeed.utils.timer import BACKWARD_INNER_MICRO_TIMER, BACKWARD_MICRO_TIMER, FORWARD_MICRO_TIMER
 
@@ -222,10 +220,6 @@ def _timers_and_autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     with autocast_if_enabled(_one_engine()):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
-
-
-def test_timers_and_autocast_of_an_engine():
-    run_ranks(_timers_and_autocast, 1)
 
 
 def _version_line() -> str:
@@ -242,7 +236,8 @@ def test_first_line_of_an_engine_has_the_version():
     assert line.endswith(f"path={Path(deepspeed.__file__).parent}")
 
 
-def _backend():
+@on_ranks(2)
+def test_backend_as_an_object() -> None:
     from deepspeed.comm.torch import TorchBackend
 
     backend = TorchBackend("gloo", timeout=None, init_method=None)
@@ -252,10 +247,6 @@ def _backend():
     assert TorchBackend.get_all_gather_function() is torch.distributed.all_gather_into_tensor
     with pytest.raises(AttributeError, match="deepspeed.comm lists the functions"):
         _ = backend.no_such_function
-
-
-def test_backend_as_an_object():
-    run_ranks(_backend, 2)
 
 
 def test_placeholders_of_modules():

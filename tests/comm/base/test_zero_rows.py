@@ -9,7 +9,7 @@ from deepspeed.comm.codecs.table import SignCodec, WholeSignCodec
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.transport import Reduction
 from tests.engine.support import rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 
 def test_rows_of_tensors() -> None:
@@ -44,7 +44,8 @@ def test_elements_of_rows_that_are_not_zeros() -> None:
     assert rows.per_slice(numbers) == [(1, 2), (2, 10)]
 
 
-def exchange() -> None:
+@on_ranks(2)
+def test_rows_of_zeros_stay_zeros() -> None:
     plain = Job.adopt().axis_of().transport()
     width, count = 12, 8 * plain.size  # rows, some of which two slices share
     numel = width * count
@@ -69,7 +70,3 @@ def exchange() -> None:
         assert same_on_all_ranks(total.numpy().tobytes())
         kept = error.sent.view(count, width)
         assert not bool(kept[::3].any()) and not bool(kept[1 + rank()].any()) and bool(kept[4].any())
-
-
-def test_rows_of_zeros_stay_zeros() -> None:
-    run_ranks(exchange, 2)

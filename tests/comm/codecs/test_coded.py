@@ -10,7 +10,7 @@ from deepspeed.comm.codecs.table import Int4Codec, Int8Codec, SignCodec, WholeSi
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.transport import LocalTransport, Reduction
 from tests.engine.support import rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 ROUNDS, SLICE = 20, 576
 CODECS: tuple[Codec, ...] = (SignCodec(64), WholeSignCodec(), Int8Codec(64), Int4Codec(64))
@@ -45,7 +45,9 @@ def simulated(
     return torch.cat(whole)
 
 
-def exchange() -> None:
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks()
+def test_two_stages_equal_the_simulation() -> None:
     plain = Job.adopt().axis_of().transport()
     ranks, numel = plain.size, plain.size * SLICE
     for number, codec in enumerate(CODECS):
@@ -82,7 +84,8 @@ def exchange() -> None:
         assert moved == ROUNDS * 2 * (ranks - 1) * coded_nbytes(codec, SLICE), codec.name
 
 
-def gather() -> None:
+@on_ranks(3)
+def test_a_gather_overwrites_every_slice() -> None:
     plain = Job.adopt().axis_of().transport()
     for number, codec in enumerate(CODECS):
         transport = coded(plain, codec)
@@ -94,15 +97,6 @@ def gather() -> None:
         assert torch.equal(flat, torch.cat([transport.as_gathered(one) for one in every]))
         assert same_on_all_ranks(flat.float().numpy().tobytes())
         assert not torch.equal(transport.my_slice(flat), every[rank()])
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_two_stages_equal_the_simulation(ranks: int) -> None:
-    run_ranks(exchange, ranks)
-
-
-def test_a_gather_overwrites_every_slice() -> None:
-    run_ranks(gather, 3)
 
 
 @pytest.mark.slow

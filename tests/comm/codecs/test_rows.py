@@ -14,7 +14,7 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.transport import Reduction, transfer_key
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from tests.engine.support import rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 SHAPES = ((7, 3), (5, 4))
 
@@ -83,7 +83,9 @@ def _trained(stage, is_sparse, steps=2):
     return state, norm, sent
 
 
-def _as_whole(stages):
+@on_ranks(2)
+def test_training_is_that_of_whole_gradients() -> None:
+    stages = (0, 1, 2, 3)
     for stage in stages:
         whole, norm, all_bytes = _trained(stage, False)
         rows, found, some_bytes = _trained(stage, True)
@@ -93,18 +95,11 @@ def _as_whole(stages):
             assert torch.equal(rows[name], value), (stage, name)
 
 
-def test_training_is_that_of_whole_gradients():
-    run_ranks(_as_whole, 2, (0, 1, 2, 3))
-
-
-def _refused():
+@on_ranks(1)
+def test_refused_with_momentum_and_with_norms_of_tensors() -> None:
     settings = {"train_micro_batch_size_per_gpu": 1, "sparse_gradients": True, "optimizer": {"type": "OneBitAdam"}}
     with pytest.raises(DeepSpeedConfigError, match="sparse_gradients: .* exchanges momentum in the place of gradients"):
         deepspeed.initialize(model=Words(), config=settings)
     settings |= {"optimizer": {"type": "Lamb"}, "zero_optimization": {"stage": 1}}
     with pytest.raises(NotYetSupportedError, match="FusedLamb .* or set sparse_gradients to false"):
         deepspeed.initialize(model=Words(), config=settings)
-
-
-def test_refused_with_momentum_and_with_norms_of_tensors():
-    run_ranks(_refused, 1)

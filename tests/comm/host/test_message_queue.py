@@ -27,7 +27,7 @@ from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import CommunicationError, DivergenceError
 from deepspeed.parallel.pipe.channel import StageChannels
-from tests.harness import RanksFailed, run_ranks
+from tests.harness import RanksFailed, on_ranks, run_ranks
 
 SOON = 60.0  # seconds, on a busy machine
 
@@ -295,7 +295,8 @@ def test_engines_of_a_group_share_it_and_do_not_mix(size):
     run_ranks(_is_shared, size)
 
 
-def _other_hosts() -> None:
+@on_ranks(2, fresh=True)
+def test_ranks_of_several_hosts_continue_over_gloo() -> None:
     """Ranks of different hosts, of hosts that have no room, or which cannot be reached, use gloo; nothing is left."""
     before = sockets._host
     results = []
@@ -324,11 +325,21 @@ def _other_hosts() -> None:
     assert len(os.listdir("/proc/self/fd")) < open_before + 12
 
 
-def test_ranks_of_several_hosts_continue_over_gloo():
-    run_ranks(_other_hosts, 2, fresh=True)
+def _sockets_without_names() -> int:
+    """Sockets of this process that are not gloo's."""
+    with open("/proc/net/unix", encoding="ascii") as file:
+        unix = {line.split()[6] for line in file.readlines()[1:]}
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:  # the one that lists them
+            continue
+    return sum(link.startswith("socket:[") and link[8:-1] in unix for link in links)
 
 
-def _groups_come_and_go() -> None:
+@on_ranks(2, fresh=True)
+def test_destroying_a_group_drops_its_messages() -> None:
     """Destroying a process group closes its connections, and the job's other groups still work."""
     world = Job.adopt().axis_of().transport()
     warm_up(world)
@@ -358,23 +369,6 @@ def _groups_come_and_go() -> None:
         counts.append(_sockets_without_names())
         aborts.append(len(world.watch.aborts) + len(world.watch._connections))
     assert counts[5] == counts[1] and aborts[5] == aborts[1], (counts, aborts)
-
-
-def _sockets_without_names() -> int:
-    """Sockets of this process that are not gloo's."""
-    with open("/proc/net/unix", encoding="ascii") as file:
-        unix = {line.split()[6] for line in file.readlines()[1:]}
-    links = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{name}"))
-        except OSError:  # the one that lists them
-            continue
-    return sum(link.startswith("socket:[") and link[8:-1] in unix for link in links)
-
-
-def test_destroying_a_group_drops_its_messages():
-    run_ranks(_groups_come_and_go, 2, fresh=True)
 
 
 _LEFT: list[Any] = []  # of former jobs
@@ -411,7 +405,8 @@ def test_a_job_that_is_over_holds_no_connections():
     run_ranks(_after_the_jobs, 2)
 
 
-def _parted() -> None:
+@on_ranks(2, fresh=True)
+def test_ranks_that_take_different_branches_are_named() -> None:
     transport = Job.adopt().axis_of().transport()
     warm_up(transport)
     started = time.monotonic()
@@ -423,21 +418,14 @@ def _parted() -> None:
         small(transport, 1.0)
 
 
-def test_ranks_that_take_different_branches_are_named():
-    run_ranks(_parted, 2, fresh=True)
-
-
-def _other_lengths() -> None:
+@on_ranks(2, fresh=True)
+def test_rows_of_other_lengths_are_an_error() -> None:
     transport = Job.adopt().axis_of().transport()
     warm_up(transport)
     transport.watch._patience = 0.0  # no rank has words that would say more
     words = f"sent {(3, 2)[transport.rank] * 4} bytes where {(2, 3)[transport.rank] * 4} were expected"
     with pytest.raises(CommunicationError, match=words):
         transport.gather_small(torch.ones(2 + transport.rank), channel="call", label="a call")
-
-
-def test_rows_of_other_lengths_are_an_error():
-    run_ranks(_other_lengths, 2, fresh=True)
 
 
 def _killed(folder: str) -> None:
@@ -472,7 +460,8 @@ def test_a_rank_that_is_killed_ends_the_waits(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]
 
 
-def _too_late() -> None:
+@on_ranks(2, fresh=True)
+def test_a_wait_ends_at_the_time_limit_of_the_group() -> None:
     transport = Job.adopt().connector.over(dist.new_group([0, 1], timeout=timedelta(seconds=1.5)), None)
     warm_up(transport)
     transport.watch._patience = 0.0
@@ -484,11 +473,8 @@ def _too_late() -> None:
     dist.barrier()
 
 
-def test_a_wait_ends_at_the_time_limit_of_the_group():
-    run_ranks(_too_late, 2, fresh=True)
-
-
-def _late_stage() -> None:
+@on_ranks(3, fresh=True)
+def test_a_rank_that_reads_late_is_no_divergence() -> None:
     """Stage 1 waits for room at stage 0, which is late; stage 2 waits for both, in a call that they come to later."""
     queue_module._SOCKET_BYTES = 1 << 17
     transports = StageChannels(Job.adopt(), Mesh((("pipe", 3),)), torch.device("cpu"))
@@ -511,11 +497,8 @@ def _late_stage() -> None:
     assert small(transport, 1.0) == [1.0] * 3
 
 
-def test_a_rank_that_reads_late_is_no_divergence():
-    run_ranks(_late_stage, 3, fresh=True)
-
-
-def _far_away() -> None:
+@on_ranks(3)
+def test_a_failed_rendezvous_leaves_nothing() -> None:
     """No rank can be reached: nothing of the attempt stays open."""
     transport = Job.adopt().axis_of().transport()
     open_before = _sockets_without_names()
@@ -530,7 +513,3 @@ def _far_away() -> None:
         assert connect_on_host(transport, make, "a meeting") is None
         gc.collect()
     assert _sockets_without_names() == open_before
-
-
-def test_a_failed_rendezvous_leaves_nothing():
-    run_ranks(_far_away, 3)

@@ -15,7 +15,7 @@ from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import transfer_key
 from deepspeed.errors import DeepSpeedConfigError
 from tests.engine.support import SHARDED, engine_of, inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import tower
 from tests.zero.gather.test_uneven_ranks import ChooserTower
 from tests.zero.reading import full_masters
@@ -118,7 +118,8 @@ def test_slices_arrive_where_a_flat_collective_puts_them_and_cross_nodes_once():
         }
 
 
-def _relays():
+@on_ranks(4)
+def test_a_rank_hands_on_before_it_blocks() -> None:
     """Rank 3 waits for a buffer that rank 2 must hand on, while rank 2 blocks where rank 3 comes only later."""
     _as_two_nodes()
     plain = Job.adopt().axis_of().transport()
@@ -133,10 +134,6 @@ def _relays():
         work.wait()
     transport.progress_pending()
     assert not any(flat.isnan().any() for flat in flats)
-
-
-def test_a_rank_hands_on_before_it_blocks():
-    run_ranks(_relays, 4)
 
 
 # -- engines ---------------------------------------------------------------------------------------------------------
@@ -171,7 +168,8 @@ def _uneven(engine, step):
     return engine(inputs(step, rank()).bfloat16())
 
 
-def _engines():
+@on_ranks(4)
+def test_engines_have_the_same_bits_either_way() -> None:
     _as_two_nodes()
     for zero in (SHARDED, {"stage3_param_persistence_threshold": 0}):
         for call, model in ((None, tower), (_uneven, ChooserTower)):
@@ -185,11 +183,8 @@ def _engines():
                 assert torch.equal(value, other_masters[name]), name
 
 
-def test_engines_have_the_same_bits_either_way():
-    run_ranks(_engines, 4)
-
-
-def _inside_one_node():
+@on_ranks(4)
+def test_where_two_steps_would_be_one() -> None:
     """Groups of two: the key changes nothing on nodes of two or four ranks."""
     for width in (2, 4):
         os.environ.update(LOCAL_WORLD_SIZE=str(width), LOCAL_RANK=str(rank() % width))
@@ -202,18 +197,11 @@ def _inside_one_node():
         engine_of(tower(), 3, zero={**zero, "mics_shard_size": 4})
 
 
-def test_where_two_steps_would_be_one():
-    run_ranks(_inside_one_node, 4)
-
-
-def _grid():
+@pytest.mark.slow
+@on_ranks(8, timeout=200)
+def test_several_groups_over_several_nodes() -> None:
     """Eight ranks: two groups of four, each over two nodes of two."""
     _as_two_nodes()
     runs = [_train({**SHARDED, "mics_hierarchical_params_gather": key}) for key in (False, True)]
     assert [run[2] for run in runs] == [False, True] and runs[0][0] == runs[1][0]
     assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
-
-
-@pytest.mark.slow
-def test_several_groups_over_several_nodes():
-    run_ranks(_grid, 8, timeout=200)

@@ -21,7 +21,7 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import CommunicationError, DivergenceError
-from tests.harness import RanksFailed, run_ranks
+from tests.harness import RanksFailed, on_ranks, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool)
 
@@ -105,7 +105,8 @@ def test_everything_arrives_whoever_is_late(size, large):
     run_ranks(_exchanges, size, large)
 
 
-def _one_sided() -> None:
+@on_ranks(3)
+def test_ranks_that_get_nothing_wait_for_nobody() -> None:
     """Rank 0 tells, nobody answers, and nobody hears rank 2: no queue fills."""
     transport = Job.adopt().axis_of().transport()
     for round_ in range(600):
@@ -116,11 +117,8 @@ def _one_sided() -> None:
         assert torch.equal(out, torch.full_like(out, float(round_)))
 
 
-def test_ranks_that_get_nothing_wait_for_nobody():
-    run_ranks(_one_sided, 3)
-
-
-def _modes() -> None:
+@on_ranks(2)
+def test_modes_of_autograd_do_not_matter() -> None:
     """Inside and outside inference mode, of tensors that want a gradient; the bytes are counted once."""
     transport = Job.adopt().axis_of().transport()
     transport.staging_buffer(0, torch.empty(0), label="a tensor")  # now they know each other
@@ -134,11 +132,8 @@ def _modes() -> None:
         assert traffic.requested["all_to_all"].nbytes == traffic.ran["send"].nbytes == 12
 
 
-def test_modes_of_autograd_do_not_matter():
-    run_ranks(_modes, 2)
-
-
-def _elsewhere() -> None:
+@on_ranks(2)
+def test_ranks_of_several_hosts_use_the_backend() -> None:
     """Ranks of different hosts, or without such memory on one of them, exchange over gloo."""
     rank = dist.get_rank()
     before = sockets._host, os.memfd_create
@@ -165,17 +160,15 @@ def _elsewhere() -> None:
             sockets._MEETING = 10.0
 
 
-def test_ranks_of_several_hosts_use_the_backend():
-    run_ranks(_elsewhere, 2)
-
-
 def _exchange(transport: Transport, numels: Sequence[int], label: str) -> None:
     sent, received = [0, 0], [0, 0]
     sent[1 - transport.rank], received[1 - transport.rank] = numels
     transport.all_to_all(torch.ones(numels[0]), sent, torch.empty(numels[1]), received, label=label).wait()
 
 
-def _parted(first: str) -> None:
+@pytest.mark.parametrize("first", ["", "what both do"])
+@on_ranks(2, fresh=True)
+def test_exchanges_of_different_things_are_named(first: str) -> None:
     transport = Job.adopt().axis_of().transport()
     if first:
         _exchange(transport, (2, 2), first)
@@ -187,12 +180,8 @@ def _parted(first: str) -> None:
         _exchange(transport, (2, 2), "what is broken stays broken")
 
 
-@pytest.mark.parametrize("first", ["", "what both do"])
-def test_exchanges_of_different_things_are_named(first):
-    run_ranks(_parted, 2, first, fresh=True)
-
-
-def _miscounted() -> None:
+@on_ranks(2, fresh=True)
+def test_counts_that_do_not_match_are_named() -> None:
     transport = Job.adopt().axis_of().transport()
     if transport.rank == 0:
         with pytest.raises(DivergenceError, match="rank 0 exchanges.* expects 16 bytes of it where 12 come"):
@@ -204,11 +193,8 @@ def _miscounted() -> None:
             _exchange(transport, (3, 2), "tokens")
 
 
-def test_counts_that_do_not_match_are_named():
-    run_ranks(_miscounted, 2, fresh=True)
-
-
-def _in_vain() -> None:
+@on_ranks(2, fresh=True)
+def test_ranks_that_wait_in_vain_are_named() -> None:
     transport = Job.adopt().axis_of().transport()
     _exchange(transport, (2, 2), "what both do")
     started = time.monotonic()
@@ -218,10 +204,6 @@ def _in_vain() -> None:
         else:
             transport.gather_small(torch.ones(1), channel="call", label="another call")
     assert time.monotonic() - started < 60
-
-
-def test_ranks_that_wait_in_vain_are_named():
-    run_ranks(_in_vain, 2, fresh=True)
 
 
 def _killed(folder: str) -> None:
@@ -244,7 +226,8 @@ def test_a_rank_that_is_killed_ends_the_wait(tmp_path):
     assert (tmp_path / "named").exists()
 
 
-def _sees_file_limit() -> None:
+@on_ranks(2, fresh=True)
+def test_memory_that_cannot_be_had() -> None:
     """Memory that cannot be had is named by the rank that wants it, and no other rank hangs."""
     transport = Job.adopt().axis_of().transport()
     _exchange(transport, (2, 2), "what both do")
@@ -259,11 +242,8 @@ def _sees_file_limit() -> None:
             _exchange(transport, (2, 1 << 20), "tokens")
 
 
-def test_memory_that_cannot_be_had():
-    run_ranks(_sees_file_limit, 2, fresh=True)
-
-
-def _too_late() -> None:
+@on_ranks(2, fresh=True)
+def test_a_wait_ends_at_the_time_limit() -> None:
     """A wait ends at the time limit of the group, as gloo's would."""
     transport = Job.adopt().connector.over(dist.new_group([0, 1], timeout=timedelta(seconds=1.5)), None)
     _exchange(transport, (2, 2), "what both do")
@@ -274,11 +254,8 @@ def _too_late() -> None:
     dist.barrier()
 
 
-def test_a_wait_ends_at_the_time_limit():
-    run_ranks(_too_late, 2, fresh=True)
-
-
-def _many_at_once() -> None:
+@on_ranks(4, fresh=True)
+def test_groups_at_once_and_a_fork() -> None:
     """Exchanges in three groups at once, one of all ranks, beside a process that was forked from this one."""
     rank = dist.get_rank()
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
@@ -311,11 +288,8 @@ def _many_at_once() -> None:
     assert len(os.listdir("/proc/self/fd")) <= open_before - 2 * (3 + 1 + 1) - (3 + 1 + 1)
 
 
-def test_groups_at_once_and_a_fork():
-    run_ranks(_many_at_once, 4, fresh=True)
-
-
-def _logged() -> None:
+@on_ranks(2, fresh=True)
+def test_exchanges_are_logged_once() -> None:
     """The communication log has one line for an exchange, through memory or over gloo."""
     before = sockets._host
     for place in ("one host", "several"):
@@ -331,10 +305,6 @@ def _logged() -> None:
         finally:
             sockets._host = before
             log.enabled, log.totals = False, {}
-
-
-def test_exchanges_are_logged_once():
-    run_ranks(_logged, 2, fresh=True)
 
 
 _KEPT: list[
@@ -445,7 +415,8 @@ def test_sums(size):
     run_ranks(_sums, size)
 
 
-def _larger_ones() -> None:
+@on_ranks(2)
+def test_large_sums_are_the_backends() -> None:
     """Summands above the limit are gloo's, in between others."""
     before, shared_exchange.MOST = shared_exchange.MOST, 64
     try:
@@ -459,11 +430,8 @@ def _larger_ones() -> None:
         shared_exchange.MOST = before
 
 
-def test_large_sums_are_the_backends():
-    run_ranks(_larger_ones, 2)
-
-
-def _staged_up_to_the_limit() -> None:
+@on_ranks(2, fresh=True)
+def test_what_is_sent_is_staged_in_shared_memory_up_to_the_limit() -> None:
     before, shared_exchange.MOST = shared_exchange.MOST, 64
     try:
         transport = Job.adopt().axis_of().transport()
@@ -475,11 +443,8 @@ def _staged_up_to_the_limit() -> None:
         shared_exchange.MOST = before
 
 
-def test_what_is_sent_is_staged_in_shared_memory_up_to_the_limit():
-    run_ranks(_staged_up_to_the_limit, 2, fresh=True)
-
-
-def _parted_sums() -> None:
+@on_ranks(2, fresh=True)
+def test_ranks_that_part_are_named() -> None:
     transport = Job.adopt().axis_of().transport()
     sums = same_host_sums(transport)
     started = time.monotonic()
@@ -493,11 +458,8 @@ def _parted_sums() -> None:
         sums.start(torch.ones(3), "the output of b").wait()
 
 
-def test_ranks_that_part_are_named():
-    run_ranks(_parted_sums, 2, fresh=True)
-
-
-def _other_layers() -> None:
+@on_ranks(2, fresh=True)
+def test_sums_of_different_things_are_named() -> None:
     """Sums of one size but of different things: gloo would have added them."""
     transport = Job.adopt().axis_of().transport()
     sums = same_host_sums(transport)
@@ -510,11 +472,8 @@ def _other_layers() -> None:
         sums.start(torch.ones(3), "the output of c").wait()
 
 
-def test_sums_of_different_things_are_named():
-    run_ranks(_other_layers, 2, fresh=True)
-
-
-def _one_ends() -> None:
+@on_ranks(2, fresh=True)
+def test_the_wait_ends_if_a_rank_has_left() -> None:
     transport = Job.adopt().axis_of().transport()
     sums = same_host_sums(transport)
     transport.watch._patience = 0.0
@@ -525,7 +484,3 @@ def _one_ends() -> None:
         assert time.monotonic() - started < 60
     else:
         sums.close()
-
-
-def test_the_wait_ends_if_a_rank_has_left():
-    run_ranks(_one_ends, 2, fresh=True)

@@ -14,7 +14,7 @@ from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.mesh_sources import mesh_of_config, mesh_of_device_mesh, mesh_of_mpu
 from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DeprecatedException
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 
 def check_data_parallel_world() -> None:
@@ -71,7 +71,8 @@ class TwoByOne:
         return self.data_group
 
 
-def check_mpu_is_used() -> None:
+@on_ranks(2)
+def test_mpu_is_used() -> None:
     size, rank = torch_dist.get_world_size(), torch_dist.get_rank()
     unit = TwoByOne()
     groups.initialize(mpu=unit)
@@ -85,10 +86,6 @@ def check_mpu_is_used() -> None:
         assert groups._get_broadcast_src_rank() == rank
     finally:
         groups.set_mpu(None)
-
-
-def test_mpu_is_used():
-    run_ranks(check_mpu_is_used, 2)
 
 
 class PipelineGrid:
@@ -154,7 +151,8 @@ def test_a_pipeline_grid():
     assert run_ranks(check_a_grid_is_read, 4) == [[(True, ()), (False, ())]] * 4
 
 
-def check_values_of_a_mesh() -> None:
+@on_ranks(4)
+def test_values_of_a_mesh() -> None:
     rank = torch_dist.get_rank()
     groups.set_mesh(Mesh((("data", 2), ("tensor", 2))))
     assert get_process_group_ranks(groups._get_data_parallel_group()) == [rank % 2, rank % 2 + 2]
@@ -173,10 +171,6 @@ def check_values_of_a_mesh() -> None:
         groups.set_mesh(Mesh((("data", 2),)))
     groups.set_mesh(None)
     assert groups._get_data_parallel_world_size() == 4 and groups._get_model_parallel_world_size() == 1
-
-
-def test_values_of_a_mesh():
-    run_ranks(check_values_of_a_mesh, 4)
 
 
 def check_a_device_mesh_is_read() -> tuple:
@@ -221,7 +215,8 @@ def test_expert_ranks_are_those_of_the_documentation():
             groups._get_expert_parallel_ranks(8, 1, size)
 
 
-def check_groups_by_hand() -> None:
+@on_ranks(4)
+def test_expert_groups_by_hand() -> None:
     rank = torch_dist.get_rank()
     assert groups._get_max_expert_size_name() == "ep_size_1"
     assert groups._get_expert_parallel_group_ranks(groups._get_max_expert_size_name()) == [rank]
@@ -238,7 +233,3 @@ def check_groups_by_hand() -> None:
     assert summed.item() == 2 * (rank % 2) + 2
     with pytest.raises(DeepSpeedConfigError, match=r"on the ranks \[0, 1\], \[2, 3\], as for earlier"):
         groups._create_expert_and_data_parallel(2, use_data_before_expert_parallel_=True)
-
-
-def test_expert_groups_by_hand():
-    run_ranks(check_groups_by_hand, 4)

@@ -17,7 +17,7 @@ from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from tests.engine.support import SHARDED, inputs
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
 
@@ -126,11 +126,8 @@ def _beside_the_configuration():
         JobMesh(None, "2x2", None, PATIENCE)
 
 
-def test_the_mesh_from_every_source():
-    run_ranks(_with_rank, 4)
-
-
-def _with_rank():
+@on_ranks(4)
+def test_the_mesh_from_every_source() -> None:
     _refuse_wrong_meshes(dist.get_rank())
 
 

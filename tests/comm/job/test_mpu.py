@@ -11,7 +11,7 @@ import deepspeed
 from deepspeed.comm.job.mpu import coordinates
 from deepspeed.errors import DeepSpeedConfigError
 from tests.engine.support import SHARDED, WIDTH, inputs
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
 
@@ -43,8 +43,10 @@ def _sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def _sequence(stages):
+@on_ranks(2)
+def test_zero_shards_over_data_and_sequence_ranks() -> None:
     """Each rank's loss is its share of a sequence's: gradients are summed over it and averaged over the data ranks."""
+    stages = (1, 3)
     mpu, data = SequenceUnit(), dist.get_world_size() // 2
     expected = tower()
     for step in range(2):
@@ -74,11 +76,8 @@ def _sequence(stages):
         assert nn.Linear(WIDTH, WIDTH).weight.ds_zero_partition_world_size == 2 * data
 
 
-def test_zero_shards_over_data_and_sequence_ranks():
-    run_ranks(_sequence, 2, (1, 3))
-
-
-def _left_out():
+@on_ranks(2)
+def test_a_unit_that_leaves_out_what_matters_raises() -> None:
     mpu = SequenceUnit()
     mpu.get_sequence_data_parallel_group = None
     with pytest.raises(DeepSpeedConfigError, match=r"get_sequence_data_parallel_group\(\) is missing"):
@@ -91,10 +90,6 @@ def _left_out():
     mpu.get_tensor_model_parallel_world_size = lambda: 3
     with pytest.raises(DeepSpeedConfigError, match="3 model-parallel ranks x 2 ranks .* the job has 2"):
         coordinates(mpu)
-
-
-def test_a_unit_that_leaves_out_what_matters_raises():
-    run_ranks(_left_out, 2)
 
 
 # -- tensor parallelism of the program's own -------------------------------------------------------------------------
@@ -183,8 +178,10 @@ def _tensor_config(stage, clip, **sections):
     return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": clip, "zero_optimization": zero, **sections}
 
 
-def _tensor(stages):
+@on_ranks(4)
+def test_all_tensor_ranks_clip_by_the_norm_of_the_whole_model() -> None:
     """The norm is that of the whole model, so every tensor rank clips by the same factor."""
+    stages = (0, 2, 3)
     mpu = TensorUnit()
     expected = Block()
     optimizer, norms, states = _adamw(expected.parameters()), [], []
@@ -213,12 +210,10 @@ def _tensor(stages):
         engine.destroy()
 
 
-def test_all_tensor_ranks_clip_by_the_norm_of_the_whole_model():
-    run_ranks(_tensor, 4, (0, 2, 3))
-
-
-def _skips_together(stage):
+@on_ranks(4)
+def test_an_overflow_on_one_tensor_rank_skips_the_step_of_all() -> None:
     """An overflow in what one tensor rank has alone."""
+    stage = 1
     mpu = TensorUnit()
     model = Block(mpu)
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
@@ -231,10 +226,6 @@ def _skips_together(stage):
         assert engine.optimizer.overflow == bool(boost)
     assert engine.optimizer.loss_scale == 128
     assert re.search(r"first in 'rise.weight' \(slice of rank [13]\)", engine.inspect().updater._first_skip)
-
-
-def test_an_overflow_on_one_tensor_rank_skips_the_step_of_all():
-    run_ranks(_skips_together, 4, 1)
 
 
 class StageUnit:
@@ -250,8 +241,10 @@ class StageUnit:
         return 2
 
 
-def _stages(stages):
+@on_ranks(2)
+def test_ranks_with_different_parts_of_the_model_decide_together() -> None:
     """Ranks that know nothing of each other's parameters decide together."""
+    stages = (0, 2)
     mpu, parts = StageUnit(), [tower(2), Block()]
     both = nn.ModuleList(parts)
     optimizer = _adamw(both.parameters())
@@ -278,7 +271,3 @@ def _stages(stages):
     engine.step()
     assert engine.optimizer.overflow
     assert "first in 'rise.weight' (slice of rank 1)" in engine.inspect().updater._first_skip
-
-
-def test_ranks_with_different_parts_of_the_model_decide_together():
-    run_ranks(_stages, 2, (0, 2))

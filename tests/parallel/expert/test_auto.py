@@ -12,7 +12,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS, get_expert_activation, register_expert_activation
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.engine.support import SHARDED, rank
-from tests.harness import on_first_rank, run_ranks
+from tests.harness import on_first_rank, on_ranks, run_ranks
 from tests.parallel.expert.models import CONFIGS, batch, build
 
 STEPS = 5
@@ -140,16 +140,13 @@ def test_every_kind_of_model_on_two_ranks() -> None:
     run_ranks(_all_cells, 2, 2, 2, CELLS, timeout=240)
 
 
-def _unusual() -> None:
+@on_ranks(2, timeout=240)
+def test_zero_experts_shared_experts_a_preset_and_activations() -> None:
     register_expert_activation("of_this_test", own_activation)
     try:
         _all_cells(2, 2, UNUSUAL)
     finally:
         del EXPERT_ACTIVATIONS["of_this_test"]
-
-
-def test_zero_experts_shared_experts_a_preset_and_activations() -> None:
-    run_ranks(_unusual, 2, timeout=240)
 
 
 def test_activations_are_registered_once() -> None:
@@ -172,7 +169,8 @@ def test_every_stage_on_four_ranks() -> None:
     run_ranks(_all_cells, 4, 4, 4, cells, timeout=240)
 
 
-def _stateful() -> None:
+@on_ranks(2)
+def test_an_optimizer_with_states_of_whole_stacks_is_refused() -> None:
     """Adagrad has states from its first moment; they have the shape of whole stacks."""
     model = build("mixtral")
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -184,11 +182,8 @@ def _stateful() -> None:
     assert shapes == {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def test_an_optimizer_with_states_of_whole_stacks_is_refused():
-    run_ranks(_stateful, 2)
-
-
-def _refused() -> None:
+@on_ranks(2)
+def test_unsupported_settings_are_refused_by_name() -> None:
     peft = pytest.importorskip("peft")
     for model, section, words in (
         (nn.Linear(2, 2), {}, "Linear has no module with stacked experts .* build other models with deepspeed.moe"),
@@ -231,7 +226,3 @@ def _refused() -> None:
         settings["expert_parallel"] |= section
         with pytest.raises(DeepSpeedConfigError, match=words):
             deepspeed.initialize(model=model, optimizer=adamw(model), config=settings)
-
-
-def test_unsupported_settings_are_refused_by_name() -> None:
-    run_ranks(_refused, 2)

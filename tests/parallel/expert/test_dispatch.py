@@ -15,7 +15,7 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.parallel.expert.dispatch import BLOCK, decode_rows, dispatch, encode_rows, plan_routes
 from tests.engine.support import rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.expert.models import batch, build
 from tests.parallel.expert.test_auto import adamw, config
 
@@ -96,7 +96,8 @@ def test_rows_reach_their_experts_and_are_written_as_seldom_as_can_be(ep_size: i
     run_ranks(_cells, ep_size, ep_size)
 
 
-def _low_precision() -> None:
+@on_ranks(1)
+def test_sums_are_wide() -> None:
     """What a token's experts return is added up in fp32, in bf16 too."""
     x = torch.ones(1, M, dtype=torch.bfloat16)
     plan = plan_routes(torch.arange(4)[:, None], 4)
@@ -104,10 +105,6 @@ def _low_precision() -> None:
     out = dispatch(x, weights, plan, list, module=nn.Identity())
     assert out.dtype == torch.bfloat16
     assert out[0, 0].item() == torch.tensor(1 + 3 / 512).bfloat16().item() != 1.0
-
-
-def test_sums_are_wide() -> None:
-    run_ranks(_low_precision, 1)
 
 
 @pytest.mark.parametrize("width", [1, 7, BLOCK, 300])
@@ -159,7 +156,8 @@ def _trained(dispatch: str | None, stage: int) -> tuple[list[float], int, int]:
     return losses, int(nbytes), exchanged.calls
 
 
-def _compared() -> None:
+@on_ranks(2)
+def test_training_in_8_bits() -> None:
     for stage in (0, 3):
         exact, whole, calls = _trained(None, stage)
         coded, less, coded_calls = _trained("int8", stage)
@@ -167,7 +165,3 @@ def _compared() -> None:
         assert coded_calls == calls
         # Two of the four ways of a row of 256 fp32 elements take 264 bytes in place of 1024.
         assert less / whole == pytest.approx((264 + 1024) / 2048, abs=0.002)
-
-
-def test_training_in_8_bits():
-    run_ranks(_compared, 2)

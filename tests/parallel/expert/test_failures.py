@@ -19,7 +19,7 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, rank
-from tests.harness import RankDied, run_ranks
+from tests.harness import RankDied, on_ranks, run_ranks
 from tests.parallel.expert.models import VOCABULARY, batch, build
 from tests.parallel.expert.test_auto import adamw as adamw_of
 from tests.parallel.expert.test_auto import config, of_this_rank
@@ -267,14 +267,12 @@ BODIES = [
 ]
 
 
-def _all(names: list[str]) -> None:
+@on_ranks(2, timeout=300)
+def test_on_two_ranks() -> None:
+    names = [body.__name__ for body in BODIES]
     for body in BODIES:
         if body.__name__ in names:
             body()
-
-
-def test_on_two_ranks() -> None:
-    run_ranks(_all, 2, [body.__name__ for body in BODIES], timeout=300)
 
 
 def test_experts_in_files() -> None:

@@ -6,13 +6,14 @@ from deepspeed.comm.job import groups
 from deepspeed.comm.job.job import Job
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from tests.engine.support import SHARDED, engine_of, inputs, rank
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.toy_models import tower
 from tests.parallel.expert.test_combinations import _losses, _net
 from tests.parallel.expert.test_parity import Net, compare
 
 
-def _one_after_another() -> None:
+@on_ranks(4)
+def test_layouts_follow_each_other() -> None:
     compare(4, (2, 2), 2, 1, 0.2)  # neighbors share experts
     assert Job.adopt().declared.defined() == {}
     compare(4, (2, 2), 3, 1, 0.2, use_data_before_expert_parallelism=True)  # and now ranks that are two apart
@@ -23,11 +24,8 @@ def _one_after_another() -> None:
     engine.destroy()
 
 
-def test_layouts_follow_each_other() -> None:
-    run_ranks(_one_after_another, 4)
-
-
-def _laid_out_by_the_configuration() -> None:
+@on_ranks(4)
+def test_the_configuration_lays_out_the_experts_of_a_model_built_before() -> None:
     model = Net((2, 2))
     assert Job.adopt().declared.defined() == {}
     engine = engine_of(model, 1, use_data_before_expert_parallelism=True)
@@ -35,11 +33,8 @@ def _laid_out_by_the_configuration() -> None:
     engine.destroy()
 
 
-def test_the_configuration_lays_out_the_experts_of_a_model_built_before() -> None:
-    run_ranks(_laid_out_by_the_configuration, 4)
-
-
-def _beside_each_other() -> None:
+@on_ranks(4)
+def test_groups_stay_as_long_as_they_are_needed() -> None:
     """Groups stay while an engine needs them, or a model that no engine has taken yet."""
     first, second = engine_of(_net(2), 1), engine_of(_net(2), 2)
     with pytest.raises(DeepSpeedConfigError, match=r"as for earlier layers.* call its destroy\(\) first"):
@@ -62,11 +57,8 @@ def _beside_each_other() -> None:
     assert Job.adopt().experts.ranks_of(2)[0] == (rank() % 2, rank() % 2 + 2)
 
 
-def test_groups_stay_as_long_as_they_are_needed() -> None:
-    run_ranks(_beside_each_other, 4)
-
-
-def _copies() -> None:
+@on_ranks(2)
+def test_copies_of_a_pipeline_end_with_it() -> None:
     Job.adopt().declared.define_copies("tied", [[0, 1]])
     engine = engine_of(tower(), 1)
     with pytest.raises(DeepSpeedConfigError, match=r"the name is taken.*destroy\(\) of the 1 engine"):
@@ -74,7 +66,3 @@ def _copies() -> None:
     engine.destroy()
     Job.adopt().declared.define_copies("tied", [[0], [1]])
     assert Job.adopt().declared.defined()["tied"].ranks == ((0,), (1,))
-
-
-def test_copies_of_a_pipeline_end_with_it() -> None:
-    run_ranks(_copies, 2)

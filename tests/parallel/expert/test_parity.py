@@ -16,7 +16,7 @@ from deepspeed.comm.job.job import Job
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.moe.layer import MoE
 from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, rank, same_on_all_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 EXPERTS = 4
 CHECKPOINTS: dict[Any, Callable[..., Any]] = {
@@ -197,7 +197,9 @@ def test_the_norm_counts_each_expert_once_wherever_it_lives() -> None:
     run_ranks(_each_expert_counts_once, 2, [1, 2])
 
 
-def _on_four() -> None:
+@on_ranks(4, timeout=200)
+def test_two_sizes_in_one_model_on_four_ranks() -> None:
+    """And hpZ and MiCS are refused."""
     _each_expert_counts_once([2, 4])
     with pytest.raises(
         DeepSpeedConfigError, match="zero_optimization.zero_hpz_partition_size 2 with expert layers of ep_size 2"
@@ -208,11 +210,6 @@ def _on_four() -> None:
     ):
         engine_of(Net((2, 1)), 3, zero={**SHARDED, "mics_shard_size": 2})
     _all_cells(4, ON_FOUR[:1])
-
-
-def test_two_sizes_in_one_model_on_four_ranks() -> None:
-    """And hpZ and MiCS are refused."""
-    run_ranks(_on_four, 4, timeout=200)
 
 
 @pytest.mark.slow

@@ -8,12 +8,14 @@ from torch.distributed import get_rank
 
 import deepspeed
 from tests.engine.support import SHARDED
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.parallel.expert.models import batch
 from tests.parallel.expert.test_auto import STEPS, adamw, build, reference
 
 
-def _two_by_two(stages: tuple[int, ...]) -> None:
+@on_ranks(4, timeout=200)
+def test_two_by_two() -> None:
+    stages = (1, 3)
     losses, trained, norms = reference("mixtral", 2)
     for stage in stages:
         model = build("mixtral")
@@ -39,7 +41,3 @@ def _two_by_two(stages: tuple[int, ...]) -> None:
             for name, parameter in trained.items():
                 assert torch.allclose(state[name], parameter, rtol=1e-3, atol=1e-4), name
         engine.destroy()
-
-
-def test_two_by_two() -> None:
-    run_ranks(_two_by_two, 4, (1, 3), timeout=200)

@@ -9,6 +9,7 @@ import torch
 import deepspeed
 from deepspeed.errors import PipelineError
 from deepspeed.pipe import LayerSpec, PipelineModule
+from tests.harness import on_ranks
 from tests.harness.errors import RankDied
 from tests.harness.pool import run_ranks
 from tests.parallel.pipe import support
@@ -108,7 +109,8 @@ def test_a_dead_rank_ends_the_others():
     assert "1" in str(caught.value)
 
 
-def _refusals():
+@on_ranks(1)
+def test_what_is_refused() -> None:
     module = PipelineModule(support.layers(), num_stages=1, loss_fn=support.loss_fn)
     engine, *_ = deepspeed.initialize(model=module, config=support.config(0, 2))
     for call in (engine, engine.backward, engine.step, engine.optimizer.backward):
@@ -124,7 +126,3 @@ def _refusals():
         PipelineModule(support.layers(), num_stages=2)
     with pytest.raises(RuntimeError, match="num_stages or topology"):
         PipelineModule(support.layers())
-
-
-def test_what_is_refused():
-    run_ranks(_refusals, 1)

@@ -21,7 +21,7 @@ from deepspeed.parallel.pipe.topology import (
     usual_topology,
 )
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 NAMES = ["Embed", "Block", "Block", "Norm", "Block", "Block", "Head"]
 SIZES = [90, 10, 10, 1, 10, 10, 90]
@@ -219,7 +219,8 @@ class TooManyParts(CutByProgram):
     bounds = [0, 1, 3, 4]
 
 
-def _cut_by_a_program():
+@on_ranks(2)
+def test_a_class_that_cuts_its_layers_itself() -> None:
     def module(kind):
         layers = [nn.Linear(4, 4) for _ in range(4)]
         return kind(layers, num_stages=2, partition_method="manual", loss_fn=nn.MSELoss())
@@ -240,7 +241,3 @@ def _cut_by_a_program():
         module(TooManyParts)
     with pytest.raises(DeepSpeedConfigError, match="partition_method='manual'"):
         module(PipelineModule)
-
-
-def test_a_class_that_cuts_its_layers_itself():
-    run_ranks(_cut_by_a_program, 2)

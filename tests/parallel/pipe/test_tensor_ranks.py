@@ -13,6 +13,7 @@ from deepspeed.errors import DeepSpeedConfigError, PipelineError
 from deepspeed.parallel.pipe.transformers_models import transformers_names
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from tests.harness import on_ranks
 from tests.harness.pool import run_ranks
 from tests.parallel.tensor.support import VOCABULARY, adamw, assert_weights_equal, ids, llama, plain_run
 
@@ -139,7 +140,8 @@ def test_elements_operations_and_bytes():
         assert cut[1] - norms[1] == hidden // 2
 
 
-def _refused() -> None:
+@on_ranks(4)
+def test_what_cannot_be_cut_is_refused_on_every_stage() -> None:
     with pytest.raises(DeepSpeedConfigError, match="expected row-parallel layers in each of them and nowhere else"):
         skip = {"patterns": [r"(3|5)\..*\.weight"], "partition_type": "skip"}  # a block, and the last norm
         specs = [skip, *SKIP["partition_config"]["layer_specs"]]
@@ -154,7 +156,3 @@ def _refused() -> None:
     odd = ids(0, 0, LENGTH + 1)
     with pytest.raises(PipelineError, match="has 9 positions, which 2 ranks do not divide; pad batches to a multiple"):
         engine.eval_batch(iter([(odd, odd)] * COUNT))
-
-
-def test_what_cannot_be_cut_is_refused_on_every_stage():
-    run_ranks(_refused, 4)

@@ -9,6 +9,7 @@ from deepspeed.parallel.pipe.transformers_models import layers_of, next_token_lo
 from deepspeed.pipe import PipelineModule, transformers_state_dict
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from tests.harness import on_ranks
 from tests.harness.pool import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -123,15 +124,12 @@ def test_more_models_compute_what_they_did():
     assert run_ranks(_differing_models, 1) == [[]]
 
 
-def _skipping_blocks():
+@on_ranks(1)
+def test_models_that_skip_blocks_are_refused() -> None:
     config = transformers.OPTConfig(**OPT, word_embed_proj_dim=24, layerdrop=1.0)
     module = PipelineModule.from_transformers(config, num_stages=1)
     with pytest.raises(NotYetSupportedError, match="OPTDecoder calls 0 of its 5 blocks; .* switch off .* .layerdrop"):
         module(_items(0)[0])
-
-
-def test_models_that_skip_blocks_are_refused():
-    run_ranks(_skipping_blocks, 1)
 
 
 def test_a_model_with_weights_outside_of_all_layers_is_refused():

@@ -16,6 +16,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAd
 from deepspeed.sequence import mean_loss
 from tests.ecosystem.support import needs_transformers
 from tests.engine.support import SHARDED
+from tests.harness import on_ranks
 from tests.harness.pool import run_ranks
 from tests.parallel.pipe.test_never_hang import SOON, raised_by
 from tests.parallel.sequence import net
@@ -314,7 +315,9 @@ def test_an_exception_on_one_rank_ends_all_with_its_words(bad):
         assert seconds < SOON
 
 
-def _refusals() -> None:
+@needs_transformers
+@on_ranks(2)
+def test_unsupported_settings_are_refused_by_name() -> None:
     place = dist.get_rank()
     routed = {"kind": "Mixtral", "num_local_experts": 2, "sliding_window": None, "output_router_logits": True}
     with pytest.raises(NotYetSupportedError, match="output_router_logits: the balance of routers would be that of"):
@@ -332,19 +335,11 @@ def _refusals() -> None:
 
 
 @needs_transformers
-def test_unsupported_settings_are_refused_by_name():
-    run_ranks(_refusals, 2)
-
-
-def _one_loss() -> None:
+@on_ranks(1)
+def test_labels_may_be_shifted_by_whoever_makes_them() -> None:
     from deepspeed.parallel.pipe.transformers_models import next_token_loss
 
     whole = plain_batch(0)
     logits = llama()(input_ids=whole["input_ids"], use_cache=False).logits
     shifted = next_token_loss(logits, {"shift_labels": whole["shift_labels"]})
     torch.testing.assert_close(next_token_loss(logits, whole["input_ids"]), shifted)
-
-
-@needs_transformers
-def test_labels_may_be_shifted_by_whoever_makes_them():
-    run_ranks(_one_loss, 1)

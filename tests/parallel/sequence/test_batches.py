@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.batches import describe_batch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 
 def _row(number, length):
@@ -54,7 +54,8 @@ def _cuts(capture):
         next(_adapter([{name: value for name, value in _row(rank, 4).items() if name != "labels" or rank == 0}]))
 
 
-def _skipped():
+@on_ranks(2)
+def test_every_pass_skips_the_same_batches() -> None:
     rank = dist.get_rank()
     rows = [_row(10 * rank + number, 4) for number in range(3)]
     adapter = _adapter(rows).skipping(3, lambda loader, count: loader[count:])
@@ -64,10 +65,6 @@ def _skipped():
             names.append(batch["name"])
             assert len(adapter) == 3
         assert names == ["text 11", "text 2", "text 12"]
-
-
-def test_every_pass_skips_the_same_batches():
-    run_ranks(_skipped, 2)
 
 
 def test_batches_are_cut(capfd):

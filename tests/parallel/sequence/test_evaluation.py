@@ -9,7 +9,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from tests.ecosystem.support import needs_transformers
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.sequence.llama import llama
 from tests.parallel.sequence.test_tiled import Largest
 
@@ -91,7 +91,8 @@ def test_every_stage_evaluates(ranks, stage):
     run_ranks(_answers, ranks, stage)
 
 
-def _alone():
+@on_ranks(2)
+def test_one_rank_evaluates() -> None:
     """Where not all ranks evaluate, the configuration states it."""
     engine = _engine(2, 0, evaluation="whole")
     engine.eval()
@@ -102,12 +103,10 @@ def _alone():
     dist.barrier()
 
 
-def test_one_rank_evaluates():
-    run_ranks(_alone, 2)
-
-
-def _whole_sequences_with_positions(modes):
+@on_ranks(2)
+def test_each_rank_may_bring_whole_sequences_with_a_mask() -> None:
     """Each rank hands in its own whole sequences, with position ids and any padding mask."""
+    modes = ["ulysses", "ring"]
     rank = dist.get_rank()
     for mode in modes:
         model, whole = llama(vocab_size=13), llama(vocab_size=13).eval()
@@ -129,11 +128,8 @@ def _whole_sequences_with_positions(modes):
         engine.destroy()
 
 
-def test_each_rank_may_bring_whole_sequences_with_a_mask():
-    run_ranks(_whole_sequences_with_positions, 2, ["ulysses", "ring"])
-
-
-def _positions_by_the_mask():
+@on_ranks(2)
+def test_a_model_may_count_positions_by_the_padding_mask() -> None:
     """OPT numbers a sequence's tokens by its padding mask."""
     rank = dist.get_rank()
     make = partial(llama, kind="OPT", vocab_size=13, hidden_size=16, word_embed_proj_dim=16, ffn_dim=20, dropout=0.0)
@@ -157,7 +153,3 @@ def _positions_by_the_mask():
             visible = given.get("attention_mask", torch.ones_like(rows["input_ids"])).bool()
             torch.testing.assert_close(found[visible], expected[visible])
     engine.destroy()
-
-
-def test_a_model_may_count_positions_by_the_padding_mask():
-    run_ranks(_positions_by_the_mask, 2)

@@ -9,7 +9,7 @@ from deepspeed.comm.base.counters import counted
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.attention import DistributedAttention, _SeqAllToAll
 from deepspeed.parallel.sequence.exchange import exchange, in_equal_parts, length_of, shares_of_heads
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 
 def test_shares_of_heads():
@@ -46,7 +46,9 @@ def _mine(whole, axis, share):
     return whole.narrow(axis, share[0], length_of(share))
 
 
-def _round_trips():
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks()
+def test_there_and_back_is_the_identity() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for axes, shape in (((1, 2), (2, 12, 5, 3)), ((0, 2), (12, 2, 5, 3)), ((2, 1), (3, 5, 12, 2))):
         tokens, head_axis = axes
@@ -74,18 +76,15 @@ def _round_trips():
         exchange(torch.zeros(1, 4, 5, 2), None, 1, 2, heads=in_equal_parts(6, size))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_there_and_back_is_the_identity(ranks):
-    run_ranks(_round_trips, ranks)
-
-
 def _dense(query, key, value, tokens_axis=1):
     q, k, v = (x.transpose(1, 2) if tokens_axis == 1 else x.permute(1, 2, 0, 3) for x in (query, key, value))
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2) if tokens_axis == 1 else out.permute(2, 0, 1, 3)
 
 
-def _attends():
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks()
+def test_distributed_attention_is_attention() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for heads, key_heads in ((4, 4), (4, 2), (7, 1), (7, 7)):
         for batch_axis in (0, 1):
@@ -127,12 +126,8 @@ def _attends():
         DistributedAttention(look, None, num_kv_heads=2)(*(_mine(x, 1, share),) * 3, 0)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_distributed_attention_is_attention(ranks):
-    run_ranks(_attends, ranks)
-
-
-def _by_its_other_name():
+@on_ranks(2)
+def test_the_exchange_under_its_other_name() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for batch_axis, shape in ((0, (2, 8, 5, 3)), (1, (8, 2, 5, 3))):
         tokens = 1 - batch_axis
@@ -146,11 +141,9 @@ def _by_its_other_name():
         assert torch.equal(mine.grad, mine.detach())
 
 
-def test_the_exchange_under_its_other_name():
-    run_ranks(_by_its_other_name, 2)
-
-
-def _bytes():
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks()
+def test_bytes_fall_with_the_number_of_ranks() -> None:
     """A block's attention moves 4 tensors of s / sp x M, each but for the part that stays."""
     size, rank = dist.get_world_size(), dist.get_rank()
     layer = DistributedAttention(_dense, dist.group.WORLD)
@@ -161,8 +154,3 @@ def _bytes():
         assert traffic.requested_along["all_to_all", "sequence"].nbytes == one_way, (rank, traffic.requested_along)
         out.sum().backward()
         assert traffic.requested_along["all_to_all", "sequence"].nbytes == 2 * one_way
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_fall_with_the_number_of_ranks(ranks):
-    run_ranks(_bytes, ranks)

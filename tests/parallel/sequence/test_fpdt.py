@@ -10,7 +10,7 @@ from torch.nn import functional
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.attention import rotated
 from deepspeed.sequence.fpdt_layer import FPDT_FFN, FPDT_Attention, FPDT_InputConstruct, FPDT_LogitsLoss
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 TOKENS, BATCH, HEADS, KEY_HEADS, WIDTH, HIDDEN = 24, 2, 4, 2, 6, 10
 CONFIG = SimpleNamespace(
@@ -59,7 +59,8 @@ def _whole():
     return [torch.randn(shape, generator=generator) / 2 for shape in shapes]
 
 
-def _attends():
+@on_ranks(2)
+def test_attention_and_loss() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     angle = torch.arange(float(TOKENS))[:, None] * torch.tensor([1.0, 0.3])
     rotary = tuple(
@@ -117,10 +118,6 @@ def _attends():
     torch.testing.assert_close(given[0].grad, whole[0].grad[part])
     with pytest.raises(DeepSpeedConfigError, match="spg_size is 3, but the group has 2 ranks"):
         FPDT_LogitsLoss.apply(given[0], labels[:, part], given[1], rank, 3, dist.group.WORLD, 2)
-
-
-def test_attention_and_loss():
-    run_ranks(_attends, 2)
 
 
 @pytest.mark.parametrize("add_bias", [True, False])

@@ -1,7 +1,5 @@
 """Ranks that share a sequence send their tokens to different experts, so each has parameters that it does not use."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed.moe.layer import MoE
 from deepspeed.sequence.layer import DistributedAttention
 from tests.engine.support import engine_of
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.parallel.sequence.net import attend
 
 WIDTH, HEADS, EXPERTS = 8, 2, 4
@@ -41,8 +39,10 @@ class Net(nn.Module):
         return self.moe(x)[0].square().mean()  # type: ignore[no-any-return]
 
 
-def _trains(recomputed: bool) -> Any:
-    # Many small buckets, and no gathers in backward.
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@on_ranks(2)
+def test_backward_does_not_wait_for_reductions_that_a_peer_holds_back(recomputed: bool) -> None:
+    """A rank that waited for its peer's idle expert would leave it waiting in the exchange of attention for ever."""
     zero = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0, "reduce_bucket_size": 20}
     engine = engine_of(Net(recomputed), 3, zero=zero, sequence_parallel_size=2)
     chosen = torch.eye(WIDTH)[dist.get_rank()] * 5
@@ -50,9 +50,3 @@ def _trains(recomputed: bool) -> Any:
         x = torch.randn(1, 6, WIDTH, generator=torch.Generator().manual_seed(step)) * 0.1 + chosen
         engine.backward(engine(x.requires_grad_()))
         engine.step()
-
-
-@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
-def test_backward_does_not_wait_for_reductions_that_a_peer_holds_back(recomputed):
-    """A rank that waited for its peer's idle expert would leave it waiting in the exchange of attention for ever."""
-    run_ranks(_trains, 2, recomputed)

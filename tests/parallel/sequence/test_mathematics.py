@@ -12,7 +12,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence import mean_loss
 from deepspeed.utils import groups
 from tests.engine.support import SHARDED
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.sequence.net import Net, batch, cut, unsharded
 
 
@@ -115,7 +115,8 @@ def test_every_combination(ranks, size):
     run_ranks(_exact, ranks, size, cells, timeout=600)
 
 
-def _by_other_keys():
+@on_ranks(2)
+def test_groups_and_refusals() -> None:
     """Three ways to say the groups; none but the configuration needs the program."""
     rank = dist.get_rank()
     for given in ({"data_parallel_size": 1, "sequence_parallel_size": 2}, {"sequence_parallel_size": 2}):
@@ -148,7 +149,3 @@ def _by_other_keys():
     assert mean_loss(loss, torch.tensor([-100])).item() == 0.0
     with pytest.raises(DeepSpeedConfigError, match=r"each of the 2 labels, found a tensor of shape \(3,\)"):
         mean_loss(torch.zeros(3), torch.zeros(2))
-
-
-def test_groups_and_refusals():
-    run_ranks(_by_other_keys, 2)

@@ -15,7 +15,7 @@ from deepspeed.parallel.sequence.chunked import chunked_attention
 from deepspeed.parallel.sequence.exchange import in_equal_parts
 from deepspeed.parallel.sequence.ring import ring_attention, zigzag
 from deepspeed.parallel.sequence.ulysses import _groups_of_mode
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 
 def test_a_mode_that_nothing_implements_is_refused():
@@ -55,7 +55,9 @@ def _whole(heads, key_heads, tokens=24):
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def _rings(tile):
+@pytest.mark.parametrize(("ranks", "tile"), [(2, 5), (4, 1024), (1, 7)])
+@on_ranks()
+def test_the_ring_is_dense_attention(tile) -> None:
     online._TILE = tile
     rank, size = dist.get_rank(), dist.get_world_size()
     documents = torch.tensor([0] * 7 + [1] * 11 + [2] * 6).expand(2, -1).clone()
@@ -75,11 +77,6 @@ def _rings(tile):
         (found * weight[:, :, start:stop]).sum().backward()
         for x, gradient in zip(mine, wanted, strict=True):
             torch.testing.assert_close(x.grad, gradient[:, :, start:stop], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("ranks", "tile"), [(2, 5), (4, 1024), (1, 7)])
-def test_the_ring_is_dense_attention(ranks, tile):
-    run_ranks(_rings, ranks, tile)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 100])

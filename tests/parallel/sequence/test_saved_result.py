@@ -18,7 +18,7 @@ from deepspeed.parallel.sequence.saved_result import SavedResult
 from deepspeed.sequence import mean_loss
 from tests.ecosystem.support import needs_transformers
 from tests.engine.support import SHARDED
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.sequence.llama import llama, packed_batch, plain_batch
 from tests.parallel.sequence.net import Block, attend, cut
 
@@ -81,7 +81,8 @@ def test_a_rank_keeps_its_part():
             assert torch.equal(one, other)
 
 
-def _changes_in_place():
+@on_ranks(2)
+def test_a_result_that_is_changed() -> None:
     layer = DistributedAttention(attend, dist.group.WORLD, recompute_exchange=True)
     parts = [torch.randn(1, 4, 2, 3, requires_grad=True) for _ in range(3)]
     with pytest.raises(CallOrderError, match="recompute_exchange: attention's result was changed in place"):
@@ -100,17 +101,15 @@ def _changes_in_place():
         torch.testing.assert_close(part.grad, gradient)
 
 
-def test_a_result_that_is_changed():
-    run_ranks(_changes_in_place, 2)
-
-
 def _loss(model, inputs):
     given = {name: value for name, value in inputs.items() if name != "shift_labels"}
     logits = model(**given, use_cache=False).logits
     return functional.cross_entropy(logits.flatten(0, 1), inputs["shift_labels"].flatten(), reduction="none")
 
 
-def _by_configuration():
+@needs_transformers
+@on_ranks(2)
+def test_by_configuration() -> None:
     """Sharded parameters' own hooks go on; checkpointed layers are left to checkpointing; documents are kept twice."""
     rank, sent = dist.get_rank(), {}
     for checkpoints in (False, True):
@@ -145,11 +144,6 @@ def _by_configuration():
         model = torch.nn.Linear(2, 2) if "mode" not in section else llama()
         with pytest.raises(DeepSpeedConfigError, match=words):
             deepspeed.initialize(model=model, config={**config, "sequence_parallel": section})
-
-
-@needs_transformers
-def test_by_configuration():
-    run_ranks(_by_configuration, 2)
 
 
 def test_an_operation_within_attention_that_saves_its_own_result_is_not_kept_by_it():

@@ -22,7 +22,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import (
 from deepspeed.sequence import chunked_cross_entropy
 from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
 from tests.ecosystem.support import needs_transformers
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 
 class Mlp(nn.Module):
@@ -117,7 +117,8 @@ def test_masks_and_sums():
             sequence_tiled_compute(*arguments)
 
 
-def _padded_vocabulary():
+@on_ranks(2)
+def test_a_rank_may_have_only_padding_of_the_vocabulary() -> None:
     rank = dist.get_rank()
     logits = torch.randn(3, 1, 8, generator=torch.Generator().manual_seed(0))
     logits[..., 4:] = -torch.inf  # padding of the vocabulary, all that rank 1 has
@@ -130,10 +131,6 @@ def _padded_vocabulary():
     found.sum().backward()
     expected.sum().backward()
     torch.testing.assert_close(mine.grad, whole.grad.chunk(2, -1)[rank])
-
-
-def test_a_rank_may_have_only_padding_of_the_vocabulary():
-    run_ranks(_padded_vocabulary, 2)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -224,7 +221,8 @@ def test_logits_exist_for_one_tile_at_a_time():
     assert seen.rows == 8
 
 
-def _cut_vocabulary():
+@on_ranks(2)
+def test_a_vocabulary_that_is_cut() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(4)
     whole = torch.randn(6, 2, 8, generator=generator).requires_grad_()
@@ -252,11 +250,39 @@ def _cut_vocabulary():
         vocab_sequence_parallel_cross_entropy(mine, target, alone, None, 4, 9)
 
 
-def test_a_vocabulary_that_is_cut():
-    run_ranks(_cut_vocabulary, 2)
+@needs_transformers
+@on_ranks(2)
+def test_ranks_with_different_numbers_of_tiles() -> None:
+    """Ranks with different lengths, so different numbers of tiles: the head is gathered as often on all."""
+    from tests.parallel.sequence.llama import llama
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "sequence_parallel": {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 2},
+    }
+    model, whole = llama(), llama()
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    losses = []
+    for rank in range(2):
+        ids = torch.arange(1, 6 + 7 * rank)[None]
+        labels = ids if rank else torch.full_like(ids, -100)  # on one rank nothing counts
+        losses.append(whole(input_ids=ids, labels=labels).loss if rank else whole(input_ids=ids).logits.sum() * 0)
+        if rank == dist.get_rank():
+            out = engine(input_ids=ids, labels=labels)
+            torch.testing.assert_close(out.loss, losses[rank])
+            engine.backward(out.loss)
+    (sum(losses) / 2).backward()
+    wanted = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    for name, gradient in engine.iter_full("grad"):
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
+    engine.step()
 
 
-def _by_configuration(stage, cuts_vocabulary):
+@needs_transformers
+@pytest.mark.parametrize(("stage", "cuts_vocabulary"), [(2, False), (3, False), (1, True)])
+@on_ranks(2)
+def test_by_configuration(stage, cuts_vocabulary) -> None:
     """The same losses and parameters as without tiles; the Trainer's and Accelerate's inputs are the same."""
     from tests.parallel.sequence.llama import llama, plain_batch
 
@@ -291,45 +317,9 @@ def _by_configuration(stage, cuts_vocabulary):
         torch.testing.assert_close(value, found[False][1][name], rtol=1e-5, atol=1e-6)
 
 
-def _uneven():
-    """Ranks with different lengths, so different numbers of tiles: the head is gathered as often on all."""
-    from tests.parallel.sequence.llama import llama
-
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "sequence_parallel": {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 2},
-    }
-    model, whole = llama(), llama()
-    engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
-    losses = []
-    for rank in range(2):
-        ids = torch.arange(1, 6 + 7 * rank)[None]
-        labels = ids if rank else torch.full_like(ids, -100)  # on one rank nothing counts
-        losses.append(whole(input_ids=ids, labels=labels).loss if rank else whole(input_ids=ids).logits.sum() * 0)
-        if rank == dist.get_rank():
-            out = engine(input_ids=ids, labels=labels)
-            torch.testing.assert_close(out.loss, losses[rank])
-            engine.backward(out.loss)
-    (sum(losses) / 2).backward()
-    wanted = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    for name, gradient in engine.iter_full("grad"):
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
-    engine.step()
-
-
 @needs_transformers
-def test_ranks_with_different_numbers_of_tiles():
-    run_ranks(_uneven, 2)
-
-
-@needs_transformers
-@pytest.mark.parametrize(("stage", "cuts_vocabulary"), [(2, False), (3, False), (1, True)])
-def test_by_configuration(stage, cuts_vocabulary):
-    run_ranks(_by_configuration, 2, stage, cuts_vocabulary)
-
-
-def _offloads():
+@on_ranks(1)
+def test_checkpoints_on_the_host() -> None:
     """Only the layers' inputs go to the host, and come back for backward; also after checkpointing is set anew."""
     from deepspeed.parallel.sequence import feature
     from tests.parallel.sequence.llama import llama, plain_batch
@@ -362,11 +352,6 @@ def _offloads():
         feature._OnHost._pack, feature._unpack = move, back
     for name, value in found[True].items():
         torch.testing.assert_close(value, found[False][name], rtol=1e-5, atol=1e-6)
-
-
-@needs_transformers
-def test_checkpoints_on_the_host():
-    run_ranks(_offloads, 1)
 
 
 class _MLP(nn.Linear):

@@ -11,6 +11,7 @@ import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
 from deepspeed.sequence import mean_loss
+from tests.harness import on_ranks
 from tests.harness.pool import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -204,7 +205,8 @@ def test_cut_by_tensor(name, cut, whole):
         assert all(shapes[key] == weights[key].shape for key in shapes if whole in key)
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_what_cannot_be_cut_is_refused() -> None:
     engine = _engine("llava", 0, sequence_parallel_size=2)
     batch = {key: value[:, :6] for key, value in _batch("llava", 0).items() if key != "pixel_values"}
     with pytest.raises(DeepSpeedConfigError, match="was called with labels and without shift_labels"):
@@ -221,7 +223,3 @@ def _refused() -> None:
         _engine("clip", 0, sequence_parallel_size=2)
     with pytest.raises(DeepSpeedConfigError, match="it attends from one sequence to another"):
         _engine("bart", 0, sequence_parallel_size=2)
-
-
-def test_what_cannot_be_cut_is_refused():
-    run_ranks(_refused, 2)

@@ -15,7 +15,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.sequence import mean_loss
 from tests.ecosystem.support import needs_transformers
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import masked_model
 from tests.parallel.sequence.llama import llama, packed_batch, padded_batch, plain_batch
 from tests.parallel.sequence.net import cut
@@ -98,7 +98,8 @@ def _same(cells, checkpointing=False):
         )
 
 
-def _reused_memory():
+@on_ranks(2)
+def test_position_ids_may_be_written_into_the_same_memory() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = llama()
     plain = copy.deepcopy(model)
@@ -111,10 +112,6 @@ def _reused_memory():
             shown = cut({"losses": _loss(plain, batch).view(2, -1)}, rank, size)["losses"].flatten()
             found = _loss(model, {**mine, "position_ids": positions})
         torch.testing.assert_close(found, shown, rtol=1e-5, atol=1e-6)
-
-
-def test_position_ids_may_be_written_into_the_same_memory():
-    run_ranks(_reused_memory, 2)
 
 
 CELLS = [("llama", "plain"), ("llama", "packed"), ("one key head", "padded on the left"), ("window", "packed")]
@@ -143,7 +140,8 @@ def test_every_combination(ranks):
     run_ranks(_same, ranks, [(model, batch) for model in MODELS for batch in BATCHES], timeout=300)
 
 
-def _unlike_parts():
+@on_ranks(2)
+def test_parts_of_other_sizes_are_named() -> None:
     """Ranks that bring other lengths, or more sequences, are named on all ranks; gloo would have ended the process."""
     rank, model = dist.get_rank(), llama()
     _register(model, 2)
@@ -157,11 +155,8 @@ def _unlike_parts():
             model(input_ids=ids, position_ids=positions, use_cache=False)
 
 
-def test_parts_of_other_sizes_are_named():
-    run_ranks(_unlike_parts, 2)
-
-
-def _evaluates():
+@on_ranks(2)
+def test_evaluation_with_whole_sequences() -> None:
     """With disable_in_eval whole sequences are computed where they are, and generation works."""
     whole = padded_batch(1, left=True)
     expected, model = llama(), llama()
@@ -171,10 +166,6 @@ def _evaluates():
     made = [m.generate(whole["input_ids"], attention_mask=whole["attention_mask"], max_new_tokens=4, do_sample=False)
             for m in (model, expected.eval())]  # fmt: skip
     assert torch.equal(*made)
-
-
-def test_evaluation_with_whole_sequences():
-    run_ranks(_evaluates, 2)
 
 
 def _packed_by_core(module, query, key, value, attention_mask, scaling=None, position_ids=None, **kwargs):
@@ -189,7 +180,8 @@ def _packed_by_core(module, query, key, value, attention_mask, scaling=None, pos
     return out.transpose(1, 2), None
 
 
-def _other_cores_and_models():
+@on_ranks(2)
+def test_other_implementations_and_encoders() -> None:
     from transformers import AttentionInterface
 
     rank = dist.get_rank()
@@ -216,10 +208,6 @@ def _other_cores_and_models():
     encoder.config.is_encoder_decoder = True
     with pytest.raises(DeepSpeedConfigError, match="attends from one sequence to another"):
         _register(encoder, 2)
-
-
-def test_other_implementations_and_encoders():
-    run_ranks(_other_cores_and_models, 2)
 
 
 def _saved_activation_bytes():
@@ -251,7 +239,8 @@ class Mamba(nn.Module):
     pass
 
 
-def _refuses():
+@on_ranks(2)
+def test_what_cannot_be_shared_is_refused() -> None:
     rank = dist.get_rank()
     model = llama()
     for arguments, words in (
@@ -298,10 +287,6 @@ def _refuses():
         copy.deepcopy(model)(input_ids=mine["input_ids"], position_ids=mine["position_ids"])
 
 
-def test_what_cannot_be_shared_is_refused():
-    run_ranks(_refuses, 2)
-
-
 class Inside(nn.Module):
     """A program's own module around Transformers models."""
 
@@ -313,7 +298,8 @@ class Inside(nn.Module):
         return self.models[0](**inputs)
 
 
-def _refuses_what_would_be_left_alone():
+@on_ranks(2)
+def test_no_attention_is_left_to_this_ranks_tokens_in_silence() -> None:
     config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2}
     for model, words in (
         (Inside(llama(), llama()), r"holds 2 Transformers models \('models.0', 'models.1'\); name the"),
@@ -327,12 +313,10 @@ def _refuses_what_would_be_left_alone():
             deepspeed.initialize(model=model, config=config)
 
 
-def test_no_attention_is_left_to_this_ranks_tokens_in_silence():
-    run_ranks(_refuses_what_would_be_left_alone, 2)
-
-
-def _modes(cells):
+@on_ranks(4)
+def test_by_configuration_alone() -> None:
     """By configuration alone, in every mode, the gradients are those of whole sequences."""
+    cells = [("ulysses", 3, 4, 2, "packed"), ("both", 1, 4, 2, "packed"), ("ring", 2, 1, 1, "padded")]
     rank, size = dist.get_rank(), dist.get_world_size()
     for number, (mode, stage, heads, key_heads, make) in enumerate(cells):
         whole, expected, model = BATCHES[make](3), llama(heads, key_heads), llama(heads, key_heads)
@@ -359,10 +343,6 @@ def _modes(cells):
         engine.destroy()
     with pytest.raises(DeepSpeedConfigError, match='mode "ring": Linear is no Transformers model'):
         deepspeed.initialize(model=nn.Linear(2, 2), config={**config, "sequence_parallel": {"mode": "ring"}})
-
-
-def test_by_configuration_alone():
-    run_ranks(_modes, 4, [("ulysses", 3, 4, 2, "packed"), ("both", 1, 4, 2, "packed"), ("ring", 2, 1, 1, "padded")])
 
 
 @pytest.mark.parametrize("size", [0, -2])

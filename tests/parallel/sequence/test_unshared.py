@@ -20,7 +20,7 @@ from deepspeed.logging import logger
 from deepspeed.parallel.sequence.loss import mean_loss
 from deepspeed.parallel.sequence.unshared import program_calls
 from tests.engine.support import SHARDED
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.parallel.sequence.net import Net, batch, cut
 
 
@@ -86,7 +86,8 @@ class Warnings(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def _first_forwards() -> None:
+@on_ranks(2)
+def test_a_model_that_exchanges_nothing_is_found() -> None:
     rank, seen = dist.get_rank(), Warnings()
     logger.addHandler(seen)
     part = cut(batch(0), rank, 2)
@@ -122,11 +123,8 @@ def _first_forwards() -> None:
             engine.destroy()
 
 
-def test_a_model_that_exchanges_nothing_is_found():
-    run_ranks(_first_forwards, 2)
-
-
-def _first_forwards_round_the_ranks() -> None:
+@on_ranks(2)
+def test_sends_and_recvs_are_an_exchange_where_torch_does_not_count_them() -> None:
     config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2, "zero_optimization": {"stage": 0}}
     hidden = torch.ones(2, 8, 8)
     # As on NCCL, whose groups count collectives only.
@@ -144,11 +142,8 @@ def _first_forwards_round_the_ranks() -> None:
             engine.destroy()
 
 
-def test_sends_and_recvs_are_an_exchange_where_torch_does_not_count_them():
-    run_ranks(_first_forwards_round_the_ranks, 2)
-
-
-def _counts() -> None:
+@on_ranks(2)
+def test_calls_of_the_program_are_counted_apart_from_transfers_of_the_package() -> None:
     rank, world = dist.get_rank(), dist.group.WORLD
     # A backend for each device, as of cpu:gloo,cuda:nccl. Torch itself counts nothing for such a group.
     make = lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout)  # noqa: E731
@@ -169,7 +164,3 @@ def _counts() -> None:
     dist.new_group([0, 1], backend="fake")
     assert program_calls(Job.adopt(), [0, 1]) is None  # this backend counts nothing
     assert program_calls(Job.adopt(), [rank]) == 0  # no group lies within one rank
-
-
-def test_calls_of_the_program_are_counted_apart_from_transfers_of_the_package():
-    run_ranks(_counts, 2)

@@ -10,7 +10,7 @@ import deepspeed
 from deepspeed.comm.job.job import Job
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
 from tests.ecosystem.support import needs_transformers
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import causal_model
 from tests.parallel.tensor.support import adamw, assert_weights_equal, config, llama, loss_of, plain_run
 
@@ -175,7 +175,8 @@ def test_a_model_that_transformers_has_sharded_is_refused_with_the_lines_to_writ
             assert "deepspeed.initialize(model=model, config=config)" in lines[3]
 
 
-def _refused():
+@on_ranks(2)
+def test_what_cannot_be_taken_is_refused_before_anything_is_changed() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -202,7 +203,3 @@ def _refused():
     with pytest.raises(DeepSpeedConfigError, match=r"initialize\(optimizer=<AdamW>\) has states of"):
         deepspeed.initialize(model=model, optimizer=optimizer, config=config(2, 0))
     assert model.lm_head.weight.shape[0] == 67
-
-
-def test_what_cannot_be_taken_is_refused_before_anything_is_changed():
-    run_ranks(_refused, 2)

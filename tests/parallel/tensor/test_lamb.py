@@ -7,7 +7,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.ops.lamb import FusedLamb
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.tensor import support
 from tests.parallel.tensor.support import config, llama, loss_of
 
@@ -54,13 +54,10 @@ def test_ranks_that_share_a_key_value_head_count_once() -> None:
     run_ranks(_stages, 4, 4, (2,))
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_others_that_need_whole_tensors_are_refused() -> None:
     for name in ("Muon", "OneBitLamb"):
         settings = config(2, 1, optimizer={"type": name, "params": {"lr": 1e-2}})
         settings.pop("gradient_clipping")
         with pytest.raises(NotYetSupportedError, match=f"{name} works on whole tensors.*tensor parallelism .* Lamb"):
             deepspeed.initialize(model=llama(), config=settings)
-
-
-def test_others_that_need_whole_tensors_are_refused() -> None:
-    run_ranks(_refused, 2)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.comm.job import groups
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.parallel.tensor.support import adamw, config, ids, llama, plain_run
 from tests.parallel.tensor.test_training import _check_weights, _whole_are_equal
 
@@ -16,7 +16,8 @@ def _loss(model, step: int, data: int) -> torch.Tensor:
     return model(input_ids=batch, labels=batch).loss
 
 
-def _many_steps():
+@on_ranks(4)
+def test_whole_parameters_have_equal_bits_after_many_steps() -> None:
     """The bits of what is whole stay equal on tensor ranks, as each of them computes and updates it by itself."""
     for stage, more in ((1, {}), (3, {"sequence_parallel_norms": True})):
         model = llama()
@@ -36,10 +37,6 @@ def _many_steps():
         engine.destroy()
 
 
-def test_whole_parameters_have_equal_bits_after_many_steps():
-    run_ranks(_many_steps, 4)
-
-
 def _train(engine, expected, data_rank: int) -> None:
     for step, (loss, norm) in enumerate(zip(expected.losses, expected.norms, strict=True)):
         found = _loss(engine, 10 * step, data_rank)
@@ -52,7 +49,12 @@ def _train(engine, expected, data_rank: int) -> None:
     _check_weights(engine, expected)
 
 
-def _compiled(cells):
+@pytest.mark.parametrize(
+    "cells",
+    [[(3, {"sequence_parallel_norms": True})], pytest.param([(0, {}), (3, {}), (1, {})], marks=pytest.mark.slow)],
+)
+@on_ranks(2, timeout=180)
+def test_compiled_blocks(cells) -> None:
     """Every block by itself; collectives stay outside of the graphs."""
     expected = plain_run(llama(), 3, 1, loss=_loss)
     for stage, more in cells:
@@ -66,15 +68,8 @@ def _compiled(cells):
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    "cells",
-    [[(3, {"sequence_parallel_norms": True})], pytest.param([(0, {}), (3, {}), (1, {})], marks=pytest.mark.slow)],
-)
-def test_compiled_blocks(cells):
-    run_ranks(_compiled, 2, cells, timeout=180)
-
-
-def _meshes():
+@on_ranks(4)
+def test_a_mesh_of_the_program() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     expected = plain_run(llama(), 3, 2, loss=_loss)
@@ -91,7 +86,3 @@ def _meshes():
         assert dist.get_process_group_ranks(groups.group_along("tensor")) == others
         _train(engine, expected, data_rank)
         engine.destroy()
-
-
-def test_a_mesh_of_the_program():
-    run_ranks(_meshes, 4)

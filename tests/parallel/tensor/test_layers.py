@@ -34,7 +34,7 @@ from deepspeed.parallel.tensor.vocabulary import (
     WidthEmbedding,
     vocab_parallel_cross_entropy,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.tensor.test_marks import Unit
 
 
@@ -174,58 +174,8 @@ def _regions(channel) -> None:
     torch.testing.assert_close(summed, channel.size * part)
 
 
-def _made_by_programs() -> None:
-    """``deepspeed.module_inject``'s layers from whole ones and a process group, and an engine that takes them."""
-    size, place, mpu = dist.get_world_size(), dist.get_rank(), Unit(dist.get_world_size())
-    group = mpu.get_tensor_model_parallel_group()
-
-    class Program(nn.Module):
-        def __init__(self, is_cut: bool) -> None:
-            super().__init__()
-            torch.manual_seed(1)
-            self.words, self.places = nn.Embedding(12, 6, padding_idx=4), nn.Embedding(12, 6)
-            self.up, self.down, self.head = nn.Linear(6, 12), nn.Linear(12, 6), nn.Linear(6, 12, bias=False)
-            if is_cut:
-                self.words, self.places = (
-                    VocabParallelEmbedding(self.words, group),
-                    HiddenParallelEmbedding(self.places, group),
-                )
-                self.up, self.down = LinearLayer(self.up, group), LinearAllreduce(self.down, group)
-                self.head = LinearLayer(module=self.head, mp_group=group, is_gathered=True, name="head")
-
-        def forward(self, ids):
-            return self.head(self.down(self.up(self.words(ids) + self.places(ids)).relu()))
-
-    whole, cut = Program(False), Program(True)
-    ids = torch.tensor([[0, 11, 5], [4, 4, 3]])
-    found, expected = cut(ids), whole(ids)
-    torch.testing.assert_close(found, expected)
-    found.square().sum().backward()
-    expected.square().sum().backward()
-    for name, dim in {"words": 0, "places": 1, "up": 0, "down": 1, "head": 0}.items():
-        gradient = getattr(whole, name).weight.grad.chunk(size, dim)[place]
-        torch.testing.assert_close(getattr(cut, name).weight.grad, gradient)
-    torch.testing.assert_close(cut.down.bias.grad, whole.down.bias.grad)
-    cut.zero_grad()
-    engine = deepspeed.initialize(
-        model=cut, mpu=mpu, config={"train_micro_batch_size_per_gpu": 2}, optimizer=torch.optim.SGD(cut.parameters())
-    )[0]
-    full = engine._consolidated_16bit_state_dict()
-    assert full is None or all(torch.equal(full[name], value) for name, value in whole.state_dict().items())
-    engine.destroy()
-    taken = LinearLayer(nn.Linear(6, 4), group, skip_partition=True)
-    assert taken.weight.shape == (4, 6) and taken(torch.ones(1, 6)).shape == (1, 4)
-    alone = LinearAllreduce(nn.Linear(3, 5))
-    assert alone(torch.ones(1, 3)).shape == (1, 5)
-    with pytest.raises(TypeError, match="expected a torch.nn.Linear that is whole, found Conv1d"):
-        LinearLayer(nn.Conv1d(1, 1, 1), group)
-    with pytest.raises(DeepSpeedConfigError, match=r"dimension 1 of its weight has 1 indices, fewer than the"):
-        LinearAllreduce(nn.Linear(1, 5), group)
-    with pytest.raises(DeepSpeedConfigError, match="max_norm, sparse and scale_grad_by_freq need all rows"):
-        VocabParallelEmbedding(nn.Embedding(4, 4, sparse=True), group)
-
-
-def _packed_by_programs() -> None:
+@on_ranks(2)
+def test_packed_layers_made_by_programs() -> None:
     """Layers with several tensors in one weight: each rank has its part of each, and exports are whole."""
     size, mpu = dist.get_world_size(), Unit(dist.get_world_size())
     group = mpu.get_tensor_model_parallel_group()
@@ -276,12 +226,56 @@ def _packed_by_programs() -> None:
         GateUpPack_LinearLayer(nn.Linear(2, 6), group)
 
 
-def test_packed_layers_made_by_programs():
-    run_ranks(_packed_by_programs, 2)
+@on_ranks(2)
+def test_layers_made_by_programs() -> None:
+    """``deepspeed.module_inject``'s layers from whole ones and a process group, and an engine that takes them."""
+    size, place, mpu = dist.get_world_size(), dist.get_rank(), Unit(dist.get_world_size())
+    group = mpu.get_tensor_model_parallel_group()
 
+    class Program(nn.Module):
+        def __init__(self, is_cut: bool) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.words, self.places = nn.Embedding(12, 6, padding_idx=4), nn.Embedding(12, 6)
+            self.up, self.down, self.head = nn.Linear(6, 12), nn.Linear(12, 6), nn.Linear(6, 12, bias=False)
+            if is_cut:
+                self.words, self.places = (
+                    VocabParallelEmbedding(self.words, group),
+                    HiddenParallelEmbedding(self.places, group),
+                )
+                self.up, self.down = LinearLayer(self.up, group), LinearAllreduce(self.down, group)
+                self.head = LinearLayer(module=self.head, mp_group=group, is_gathered=True, name="head")
 
-def test_layers_made_by_programs():
-    run_ranks(_made_by_programs, 2)
+        def forward(self, ids):
+            return self.head(self.down(self.up(self.words(ids) + self.places(ids)).relu()))
+
+    whole, cut = Program(False), Program(True)
+    ids = torch.tensor([[0, 11, 5], [4, 4, 3]])
+    found, expected = cut(ids), whole(ids)
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for name, dim in {"words": 0, "places": 1, "up": 0, "down": 1, "head": 0}.items():
+        gradient = getattr(whole, name).weight.grad.chunk(size, dim)[place]
+        torch.testing.assert_close(getattr(cut, name).weight.grad, gradient)
+    torch.testing.assert_close(cut.down.bias.grad, whole.down.bias.grad)
+    cut.zero_grad()
+    engine = deepspeed.initialize(
+        model=cut, mpu=mpu, config={"train_micro_batch_size_per_gpu": 2}, optimizer=torch.optim.SGD(cut.parameters())
+    )[0]
+    full = engine._consolidated_16bit_state_dict()
+    assert full is None or all(torch.equal(full[name], value) for name, value in whole.state_dict().items())
+    engine.destroy()
+    taken = LinearLayer(nn.Linear(6, 4), group, skip_partition=True)
+    assert taken.weight.shape == (4, 6) and taken(torch.ones(1, 6)).shape == (1, 4)
+    alone = LinearAllreduce(nn.Linear(3, 5))
+    assert alone(torch.ones(1, 3)).shape == (1, 5)
+    with pytest.raises(TypeError, match="expected a torch.nn.Linear that is whole, found Conv1d"):
+        LinearLayer(nn.Conv1d(1, 1, 1), group)
+    with pytest.raises(DeepSpeedConfigError, match=r"dimension 1 of its weight has 1 indices, fewer than the"):
+        LinearAllreduce(nn.Linear(1, 5), group)
+    with pytest.raises(DeepSpeedConfigError, match="max_norm, sparse and scale_grad_by_freq need all rows"):
+        VocabParallelEmbedding(nn.Embedding(4, 4, sparse=True), group)
 
 
 def _layers() -> None:

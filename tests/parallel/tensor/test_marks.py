@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from tests.harness import assert_states_equal, on_first_rank, run_ranks
+from tests.harness import assert_states_equal, on_first_rank, on_ranks, run_ranks
 from tests.parallel.tensor.support import adamw
 
 WIDTH, INNER, VOCABULARY, STEPS = 8, 12, 20, 3
@@ -259,7 +259,8 @@ def test_four_ranks_share_layers(tmp_path):
     run_ranks(_every_stage, 4, 4, (1, 3), str(tmp_path), timeout=180)
 
 
-def _marks_that_do_not_fit():
+@on_ranks(2)
+def test_marks_that_do_not_fit_are_refused() -> None:
     mpu = Unit(2)
     for change, words in (
         ({"partition_dim": 2}, r"'rise.0.weight' of shape \(12, 8\) is marked with partition_dim 2"),
@@ -274,7 +275,3 @@ def _marks_that_do_not_fit():
             setattr(model.rise[0].weight, name, value)
         with pytest.raises(DeepSpeedConfigError, match=words):
             deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=_settings(1), mpu=mpu)
-
-
-def test_marks_that_do_not_fit_are_refused():
-    run_ranks(_marks_that_do_not_fit, 2)

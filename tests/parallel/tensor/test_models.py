@@ -16,7 +16,7 @@ from deepspeed.parallel.tensor import structure
 from deepspeed.parallel.tensor.cutting import cut_model
 from deepspeed.parallel.tensor.rules import CutRule, CutStyle
 from tests.ecosystem.support import needs_transformers
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 LLAMA = {
     "hidden_size": 32,
@@ -228,11 +228,8 @@ def _by_patterns():
     _cut(_model("gpt2", GPT2), 2, injection_policy_tuple=["attn.c_proj", "mlp.c_proj"])
 
 
-def _by_hand():
+@needs_transformers
+@on_ranks(2)
+def test_own_rules_and_what_is_refused() -> None:
     _by_patterns()
     _refused()
-
-
-@needs_transformers
-def test_own_rules_and_what_is_refused():
-    run_ranks(_by_hand, 2)

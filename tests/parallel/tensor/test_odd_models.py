@@ -20,7 +20,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor.cutting import cut_model, inputs_of
 from deepspeed.zero.tiling.parts import part_owners_of
 from tests.ecosystem.support import needs_transformers
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.tensor.test_models import BART, BERT, EXPERTS, GPT2, LATENT, LLAMA, _model
 
 GROUPED = {**LLAMA, "hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 6}
@@ -138,13 +138,10 @@ def test_everything(size):
     run_ranks(_families, size, size, True, timeout=900)
 
 
-def _packed_with_one_key() -> None:
+@needs_transformers
+@on_ranks(2)
+def test_a_packed_weight_with_one_key_value_head_is_refused() -> None:
     model = _model("falcon", {**FALCON, "multi_query": True})
     words = "query_key_value' packs 6 query heads with 1 key/value heads, .*layer_specs with the pattern '.*query_key"
     with pytest.raises(DeepSpeedConfigError, match=words):
         cut_model(Job.adopt(), model, TensorParallel(autotp_size=2), Mesh((("tensor", 2),)), torch.device("cpu"))
-
-
-@needs_transformers
-def test_a_packed_weight_with_one_key_value_head_is_refused():
-    run_ranks(_packed_with_one_key, 2)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.comm.base.counters import traffic
 from deepspeed.errors import DeepSpeedConfigError
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import NO_DROPOUT, causal_model, masked_model
 from tests.parallel.tensor.support import adamw, config, ids, llama, plain_run
 from tests.parallel.tensor.test_training import _check_weights, _whole_are_equal
@@ -105,14 +105,11 @@ def test_memory_and_bytes():
     assert cut_nbytes - nbytes == 2 * (2 + 2) * 24 * 4 * 2
 
 
-def _refused():
+@on_ranks(2)
+def test_models_that_are_built_otherwise_are_refused() -> None:
     sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 6, "intermediate_size": 32}
     with pytest.raises(DeepSpeedConfigError, match="sequence_parallel_norms: the layers that feed .* are no module"):
         _engine(masked_model(vocab_size=67, **sizes), 2, 0)
     experts = {"num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
     with pytest.raises(DeepSpeedConfigError, match="'model.layers.0.mlp.experts.*' is a stack of weights"):
         _engine(causal_model("Qwen3Moe", vocab_size=67, **sizes, **experts), 2, 0, verify=False)
-
-
-def test_models_that_are_built_otherwise_are_refused():
-    run_ranks(_refused, 2)

@@ -11,7 +11,7 @@ from torch import nn
 import deepspeed
 from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.errors import DeepSpeedConfigError, DivergenceError
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.tensor.support import adamw, assert_weights_equal, config, ids, llama, loss_of, plain_run
 
 
@@ -20,7 +20,8 @@ def _engine(model: nn.Module, size: int, stage: int, **sections):
     return deepspeed.initialize(model=model, optimizer=adamw(trained), config=config(size, stage, **sections))[0]
 
 
-def _batches():
+@on_ranks(4)
+def test_tensor_ranks_see_the_same_batch() -> None:
     """Another sample, another mask, another length: all ranks of the tensor group say so, before anything is wrong."""
     engine = _engine(llama(), 2, 1)
     rank = dist.get_rank()
@@ -52,10 +53,6 @@ def _batches():
     assert sorted(torch.cat([gathered[0], gathered[2]]).tolist()) == list(range(16))
 
 
-def test_tensor_ranks_see_the_same_batch():
-    run_ranks(_batches, 4)
-
-
 class Dropping(nn.Module):
     """A block with dropout on what is whole and, under the tracker, on what is cut."""
 
@@ -77,7 +74,8 @@ class Dropping(nn.Module):
         return checkpointing.checkpoint(self._inner, x).square().mean()
 
 
-def _random_numbers():
+@on_ranks(2)
+def test_random_numbers_are_alike_where_all_is_whole_and_differ_where_it_is_cut() -> None:
     patterns = [{"patterns": ["rise.weight"]}, {"patterns": ["fall.weight"], "partition_type": "row"}]
     section = {"autotp_size": 2, "partition_config": {"layer_specs": patterns}}
     torch.manual_seed(dist.get_rank())
@@ -93,11 +91,8 @@ def _random_numbers():
         assert torch.equal(*gathered) == is_whole
 
 
-def test_random_numbers_are_alike_where_all_is_whole_and_differ_where_it_is_cut():
-    run_ranks(_random_numbers, 2)
-
-
-def _precisions():
+@on_ranks(2)
+def test_precisions_and_offload() -> None:
     """bf16, fp16 with a first overflow, autocast, both offloads: the losses fall as those of the whole model do."""
     expected = plain_run(llama(), 4, 1)
     for stage, sections in (
@@ -121,10 +116,6 @@ def _precisions():
         engine.step()
         assert found.item() == pytest.approx(loss, rel=1e-5)
     engine.destroy()
-
-
-def test_precisions_and_offload():
-    run_ranks(_precisions, 2)
 
 
 def _adapters(cells):
@@ -168,7 +159,8 @@ def test_adapters_on_a_frozen_base(cells):
     run_ranks(_adapters, 2, cells)
 
 
-def _requests():
+@on_ranks(2)
+def test_a_program_requests_cutting_by_tp_model_init() -> None:
     model = deepspeed.tp_model_init(llama(), 2, torch.float32)
     with pytest.raises(DeepSpeedConfigError, match="tp_model_init: it was called before"):
         deepspeed.tp_model_init(model, 4, torch.float32)
@@ -186,7 +178,3 @@ def _requests():
     again = deepspeed.initialize(model=model, config=config(0, 0))[0]  # a model that is cut is not cut again
     assert model.lm_head.weight.shape[0] in (33, 34)
     again.destroy()
-
-
-def test_a_program_requests_cutting_by_tp_model_init():
-    run_ranks(_requests, 2)

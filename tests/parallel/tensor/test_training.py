@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.tensor.support import adamw, assert_weights_equal, config, llama, loss_of, plain_run
 
 STEPS = 3
@@ -77,7 +77,8 @@ def test_four_ranks_share_each_layer_and_two_of_them_a_key_value_head():
     run_ranks(_stages, 4, 4, (1, 3))
 
 
-def _built_sharded():
+@on_ranks(4)
+def test_a_model_that_was_built_sharded_is_cut() -> None:
     """Under ``zero.Init`` modules are cut one after the other; never is more than one of them whole."""
     expected = plain_run(llama(), STEPS, 2)
     settings = config(2, 3)
@@ -99,11 +100,8 @@ def _built_sharded():
     engine.destroy()
 
 
-def test_a_model_that_was_built_sharded_is_cut():
-    run_ranks(_built_sharded, 4)
-
-
-def _awkward():
+@on_ranks(2)
+def test_tied_and_frozen_weights_accumulation_and_a_parallel_loss() -> None:
     """Accumulation, tied weights, a parallel loss, frozen parameters, checkpointing."""
     model = llama(tie_word_embeddings=True)
     expected = plain_run(model, STEPS, 1, accumulation=2)
@@ -121,10 +119,6 @@ def _awkward():
     assert engine(input_ids=batch).logits.shape == (1, 6, [34, 33][dist.get_rank()])
     _check_weights(engine, expected)
     engine.destroy()
-
-
-def test_tied_and_frozen_weights_accumulation_and_a_parallel_loss():
-    run_ranks(_awkward, 2)
 
 
 class GroupsOfAProgram:

@@ -18,7 +18,7 @@ from deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 from tests.ecosystem.support import needs_transformers
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.parallel.tensor.support import adamw, config, llama, loss_of
 
 NAMES = ("model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight")
@@ -124,7 +124,9 @@ def test_any_cut_and_stage_loads_any_other(tmp_path):
         assert torch.equal(parameter.detach(), weights[name])
 
 
-def _uneven() -> None:
+@on_ranks(3)
+def test_parts_are_put_together_where_the_ranks_have_other_buckets() -> None:
+    """Five heads over three ranks: a tile of one rank is small enough to stay gathered, that of another is not."""
     sizes = {"hidden_size": 20, "intermediate_size": 20, "num_attention_heads": 5, "num_key_value_heads": 1}
     zero = {"stage": 3, "stage3_param_persistence_threshold": 40, "reduce_bucket_size": 300}
     expected = dict(llama(**sizes).named_parameters())
@@ -144,8 +146,3 @@ def _uneven() -> None:
     safe_update_full_grad_vectorized(engine.module.parameters(), lambda gradient, _: gradient * 2)
     for name, gradient in engine.iter_full("grad"):
         torch.testing.assert_close(gradient, whole[name] * 2)
-
-
-def test_parts_are_put_together_where_the_ranks_have_other_buckets():
-    """Five heads over three ranks: a tile of one rank is small enough to stay gathered, that of another is not."""
-    run_ranks(_uneven, 3)
