@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import functools
 import gc
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -95,33 +90,6 @@ def test_workers_are_reused_also_after_an_exception():
         run_ranks(_raise_on_rank, 2, 1)
     assert [r["pid"] for r in run_ranks(_describe_process, 2)] == before
     assert run_ranks(_describe_process, 2, fresh=True)[0]["pid"] not in before
-
-
-def _origin():
-    return hash("what the order of a set of strings depends on"), os.getppid()
-
-
-def _facts_of_rank():
-    linux = sys.platform == "linux"
-    return {
-        "origin": _origin(),
-        "threads": _policies_of_threads() if linux else None,
-        "locks": _try_locked_many_times() if linux and shutil.which("cc") is not None else None,
-    }
-
-
-@functools.cache
-def _facts(fresh):
-    """What several tests ask two ranks about, together: an interpreter of their own takes seconds."""
-    return run_ranks(_facts_of_rank, 2, fresh=fresh)
-
-
-def test_neighbors_are_forked_from_different_interpreters_and_a_fresh_interpreter_from_none():
-    first, second, third = run_ranks(_origin, 3)
-    assert (
-        first == third and first[0] != second[0] and first[1] != second[1] and os.getpid() not in (first[1], second[1])
-    )
-    assert {parent for _, parent in (facts["origin"] for facts in _facts("interpreter"))} == {os.getpid()}
 
 
 @on_first_rank
@@ -219,71 +187,6 @@ def _raise_on_rank(rank):
     if dist.get_rank() == rank:
         raise ValueError("the third cause")
     dist.barrier()
-
-
-def _policies_of_threads():
-    dist.all_reduce(torch.ones(1))
-    tasks = list(Path("/proc/self/task").iterdir())
-    names = {(task / "comm").read_text().strip() for task in tasks}
-    return names, {os.sched_getscheduler(int(task.name)) for task in tasks}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the policy is Linux's")
-@pytest.mark.parametrize("fresh", [False, "interpreter"])
-def test_no_thread_of_a_rank_interrupts_others_when_it_wakes_up(fresh):
-    for names, policies in (facts["threads"] for facts in _facts(fresh)):
-        assert "gloo_tcp_loop" in names
-        assert policies == {os.SCHED_BATCH}
-
-
-def _try_locked(name, hold):
-    """Tries in a thread of this name a lock that is held for some seconds, or until the try has failed.
-
-    Returns:
-        What the try returned, its seconds, and whether it began before the lock was released.
-    """
-    libc = ctypes.CDLL(None)
-    pr_set_name = 15
-    mutex = ctypes.create_string_buffer(64)  # zeros are an unlocked mutex
-    assert libc.pthread_mutex_lock(mutex) == 0
-    found = []
-
-    def attempt():
-        libc.prctl(pr_set_name, name.encode())
-        found.append(time.monotonic())
-        found.append(libc.pthread_mutex_trylock(mutex))
-        found.append(time.monotonic())
-
-    thread = threading.Thread(target=attempt)
-    thread.start()
-    if hold is None:
-        thread.join()
-    else:
-        time.sleep(hold)
-    released = time.monotonic()
-    libc.pthread_mutex_unlock(mutex)
-    thread.join()
-    begin, result, end = found
-    return result, end - begin, begin < released
-
-
-def _try_locked_many_times():
-    waited = (_try_locked("gloo_tcp_loop", 0.001) for _ in range(500))
-    return {
-        "loop": _try_locked("gloo_tcp_loop", None),
-        "loop in the end": any(result == 0 and is_held for result, _, is_held in waited),
-        "other": [_try_locked("other", None) for _ in range(20)],
-    }
-
-
-@pytest.mark.skipif(sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler")
-def test_event_loops_wait_for_a_lock_instead_of_asking_again():
-    for found in (facts["locks"] for facts in _facts(False)):
-        result, seconds, _ = found["loop"]
-        assert result == errno.EBUSY and seconds >= 0.002
-        assert found["loop in the end"]
-        assert {result for result, _, _ in found["other"]} == {errno.EBUSY}
-        assert min(seconds for _, seconds, _ in found["other"]) < 0.001
 
 
 def test_an_exception_shows_every_rank_the_first_failure_on_top():

@@ -108,15 +108,6 @@ def test_a_signal_to_the_launcher(launch, number):
         assert f"signal {int(number)} ({number.name})" in err.splitlines()[-2]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_that_ignore_the_signal(launch, number):
-    launcher = launch(STUBBORN_RANK, "--num_gpus=2", "-q")
-    launcher.wait_for_files("ready0", "ready1")
-    launcher.process.send_signal(number)
-    all_have_ended(launcher)
-    launcher.finish()
-
-
 def test_a_second_interrupt_does_not_wait(launch):
     noting = STUBBORN_RANK.replace("signal.SIG_IGN", "lambda *_: pathlib.Path(f'told{rank}').touch()")
     world = encode_world_info({"here": [0, 1]})
@@ -256,15 +247,6 @@ def test_the_death_of_a_rank(launch, end, code):
     assert not launcher.processes()
     lines = err.splitlines()
     assert "rank 1 (local rank 1, pid" in lines[-2] and lines[-1].startswith(f"deepspeed: exit code {code};")
-
-
-def test_a_rank_killed_from_outside(launch):
-    launcher = launch(WAITING, "--num_gpus=2", "-q")
-    launcher.wait_for_files("ready0", "ready1")
-    rank_1_of(launcher).kill()
-    code, _, err = launcher.finish()
-    assert code == 137 and not launcher.processes()
-    assert "rank 1 (local rank 1" in err and "ran out of memory" in err
 
 
 def test_what_a_finished_run_leaves_behind_is_ended(launch):

@@ -11,7 +11,8 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import DeepSpeedError, PipelineError
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
-from tests.harness.pool import run_ranks
+from tests.harness import on_ranks, run_ranks
+from tests.harness.errors import RankDied
 from tests.parallel.pipe.test_what_crosses import items, mean_square
 
 SOON = 45.0  # seconds, on a busy machine
@@ -80,27 +81,35 @@ def fail_in_a_layer(schedule: str, at: int, **how: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "at", "how", "place", "cause"),
+    ("schedule", "at", "how", "words"),
     [
-        ("1f1b", 1, {"backward": 5}, ("stage 0 (rank 0)", "backward of micro-batch 2"), "this gradient is not"),
-        ("zbv", 3, {"backward": 5}, ("rank", "backward", "of micro-batch 2"), "this gradient is not wanted"),
+        ("1f1b", 1, {"forward": 5}, ["stage 0 (rank 0), forward of micro-batch 2, layer 1, Fails, input (5, 4): "]),
+        ("1f1b", 1, {"backward": 5}, ["stage 0 (rank 0), backward of micro-batch 2", "this gradient is not wanted"]),
+        ("zbv", 3, {"backward": 5}, ["rank", "backward", "of micro-batch 2", "this gradient is not wanted"]),
     ],
 )
-def test_an_exception_on_one_stage(schedule, at, how, place, cause):
+def test_an_exception_on_one_stage(schedule, at, how, words):
     for text, seconds in run_ranks(fail_in_a_layer, 3, schedule, at, **how):
-        assert text.startswith("PipelineError: train_batch: ") and "ArithmeticError" in text and cause in text
-        assert all(word in text for word in place), text
+        assert text.startswith("PipelineError: train_batch: ") and "ArithmeticError" in text
+        assert all(word in text for word in words), text
         assert seconds < SOON
 
 
-def run_out_of_data() -> list[tuple[str, float] | float]:
+def run_out_of_data() -> tuple[list[tuple[str, float]], bool, float]:
     engine = engine_of(linears(2), 2, 3)
-    here = engine.is_first_stage()
-    text: list[Any] = [raised_by(lambda: engine.train_batch(iter(items(2, 2) if here else items(2, 2, 2))))]
-    # No weight has changed: the engine continues.
-    text.append(engine.train_batch(iter(items(2, 2, 2))).item())
-    text.append(raised_by(lambda: engine.train_batch(iter(items(2, 2, 2)) if here else iter(_broken()))))
-    return text
+    before = [parameter.clone() for parameter in engine.module.parameters()]
+    here, whole = engine.is_first_stage(), items(2, 2, 2)
+    raised = [
+        raised_by(lambda: engine.train_batch(iter(items(2, 2) if here else whole))),
+        raised_by(lambda: engine.train_batch(iter([]) if here else None)),
+    ]
+    engine.set_train_batch_size(2 * (2 if here else 3))
+    raised.append(raised_by(lambda: engine.train_batch(iter(whole))))
+    engine.set_train_batch_size(2 * 3)
+    same = all(map(torch.equal, before, engine.module.parameters()))
+    loss = engine.train_batch(iter(whole)).item()  # no weight has changed: the engine continues
+    raised.append(raised_by(lambda: engine.train_batch(iter(whole) if here else iter(_broken()))))
+    return raised, same, loss
 
 
 def _broken() -> Any:
@@ -109,62 +118,79 @@ def _broken() -> Any:
 
 
 def test_the_end_of_the_data_and_a_loader_that_fails():
-    for ended, loss, broken in run_ranks(run_out_of_data, 2):
-        assert "data of stage 0 (rank 0) ended after 2 of 3 micro-batches" in ended[0] and ended[1] < SOON
-        assert loss > 0
-        assert "stage 1 (rank 1), pulling data: OSError: the disk is gone" in broken[0] and broken[1] < SOON
+    for (ended, empty, counts, broken), same, loss in run_ranks(run_out_of_data, 2):
+        assert ended[0] == (
+            "PipelineError: train_batch: the data of stage 0 (rank 0) ended after 2 of 3 micro-batches, so micro-batch "
+            "2 is missing. No weight has changed; give the ranks that load data loaders of equal length, or a "
+            "RepeatingLoader"
+        )
+        assert "the data of stage 0 (rank 0) ended after 0 of 3" in empty[0]
+        assert "stage 1 (rank 1), pulling data: OSError: the disk is gone" in broken[0]
+        assert "the same number of micro-batches on all ranks of a pipeline" in counts[0]
+        assert "3 on rank 1" in counts[0] and "2 on rank 0" in counts[0]
+        assert all(seconds < SOON for _, seconds in (ended, empty, broken, counts)) and same and loss > 0
 
 
-def give_what_is_no_pair() -> list[tuple[str, float]]:
-    engine = engine_of(linears(2), 2, 2)
-    return [raised_by(lambda: engine.train_batch(iter([torch.ones(2, 4)] * 2)))]
+class Gives(nn.Module):
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.layer, self.given = nn.Linear(4, 4), given
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x), self.given()
 
 
-def test_items_that_are_no_pairs():
-    for ((text, seconds),) in run_ranks(give_what_is_no_pair, 2):
-        assert "expected pairs (inputs, labels)" in text and "PipelineError" in text and seconds < SOON
+def no_pairs() -> tuple[str, float]:
+    return raised_by(lambda: engine_of(linears(2), 2, 2).train_batch(iter([torch.ones(2, 4)] * 2)))
 
 
-def lose_in_another_way(kind: str) -> tuple[str, float]:
-    losses = {
-        "raises": lambda outputs, labels: {}["no such key"],
-        "not scalar": lambda outputs, labels: outputs - labels,
-        "no gradient": lambda outputs, labels: (outputs.detach() - labels).mean(),
-    }
-    engine = engine_of(linears(2), 2, 2, losses[kind])
+def a_loss_that_raises() -> tuple[str, float]:
+    engine = engine_of(linears(2), 2, 2, lambda outputs, labels: {}["no such key"])
     return raised_by(lambda: engine.train_batch(iter(items(2, 2))))
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"), [("raises", "KeyError: 'no such key'"), ("not scalar", "loss"), ("no gradient", "gradient")]
-)
-def test_a_loss_function_that_is_wrong(kind, words):
-    for text, seconds in run_ranks(lose_in_another_way, 2, kind):
-        assert text.startswith("PipelineError: train_batch: stage 1 (rank 1)") and words in text and seconds < SOON
+def a_loss_without_gradient() -> tuple[str, float]:
+    engine = engine_of(linears(2), 2, 2, lambda outputs, labels: (outputs.detach() - labels).mean())
+    return raised_by(lambda: engine.train_batch(iter(items(2, 2))))
 
 
-def count_differently() -> tuple[str, float]:
-    engine = engine_of(linears(2), 2, 2)
-    if engine.is_last_stage():
-        engine.set_train_batch_size(6)
-    return raised_by(lambda: engine.train_batch(iter(items(2, 2, 2))))
-
-
-def test_another_number_of_micro_batches_on_one_stage():
-    for text, seconds in run_ranks(count_differently, 2):
-        assert "micro-batches" in text and "PipelineError" in text and seconds < SOON
-        assert "the same number of micro-batches on all ranks of a pipeline" in text
-
-
-def tie_differently() -> tuple[str, float]:
+def ties_of_two_shapes() -> tuple[str, float]:
     width = 5 + int(os.environ["RANK"])
     layers = [TiedLayerSpec("key", nn.Linear, 4, width), nn.Linear(width, 4), TiedLayerSpec("key", nn.Linear, 4, width)]
     return raised_by(lambda: engine_of([*layers, nn.Identity()], 2, 2))
 
 
-def test_tied_weights_of_another_shape_on_one_stage():
-    for text, seconds in run_ranks(tie_differently, 2):
-        assert "key" in text and "(5, 4)" in text and "(6, 4)" in text and seconds < SOON
+def an_exception_in_evaluation() -> tuple[str, float]:
+    engine = engine_of([nn.Linear(4, 4), Fails(forward=5)], 2, 2)
+    assert engine.train_batch(iter(items(2, 2))).item() > 0
+    return raised_by(lambda: engine.eval_batch(iter(items(2, 5))))
+
+
+def what_cannot_be_sent() -> tuple[str, float]:
+    engine = engine_of([Gives(lambda: (i for i in range(3))), nn.Linear(4, 4)], 2, 2)
+    return raised_by(lambda: engine.train_batch(iter(items(2, 2))))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (no_pairs, ["expected pairs (inputs, labels)"]),
+        (a_loss_that_raises, ["train_batch: stage 1 (rank 1)", "KeyError: 'no such key'"]),
+        (a_loss_without_gradient, ["train_batch: stage 1 (rank 1)", "gradient"]),
+        (ties_of_two_shapes, ["key", "(5, 4)", "(6, 4)"]),
+        (an_exception_in_evaluation, ["eval_batch: stage 1 (rank 1)", "this layer cannot take it"]),
+        (
+            what_cannot_be_sent,
+            [
+                "stage 0 (rank 0), sending the activations of micro-batch 0",
+                "cannot be sent (cannot pickle 'generator' object); let its last layer return tensors",
+            ],
+        ),
+    ],
+)
+def test_both_ranks_raise_the_cause(body, words):
+    for text, seconds in run_ranks(body, 2):
+        assert seconds < SOON and all(word in text for word in ("Error: ", *words)), text
 
 
 def tie_under_other_seeds() -> torch.Tensor:
@@ -177,19 +203,6 @@ def tie_under_other_seeds() -> torch.Tensor:
 def test_tied_weights_begin_equal_whatever_the_ranks_drew():
     first, second = run_ranks(tie_under_other_seeds, 2)
     assert torch.equal(first, second) and first.any()
-
-
-def fail_in_evaluation() -> list[Any]:
-    engine = engine_of([nn.Linear(4, 4), Fails(forward=5)], 2, 2)
-    first = engine.train_batch(iter(items(2, 2))).item()
-    text = raised_by(lambda: engine.eval_batch(iter(items(2, 5))))
-    return [first, text]
-
-
-def test_an_exception_in_evaluation():
-    for first, (text, seconds) in run_ranks(fail_in_evaluation, 2):
-        assert first > 0 and seconds < SOON
-        assert text.startswith("PipelineError: eval_batch: stage 1 (rank 1)") and "this layer cannot take it" in text
 
 
 def call_after_a_failure() -> list[Any]:
@@ -222,21 +235,35 @@ def test_another_call_on_one_stage():
     assert loss == other > 0
 
 
-class Gives(nn.Module):
-    def __init__(self, given: Any) -> None:
-        super().__init__()
-        self.layer, self.given = nn.Linear(4, 4), given
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.layer(x), self.given()
+class Dies(nn.Module):
+    def forward(self, value: Any) -> Any:
+        os._exit(7)
 
 
-def send_what_cannot_be_sent() -> tuple[str, float]:
-    engine = engine_of([Gives(lambda: (i for i in range(3))), nn.Linear(4, 4)], 2, 2)
-    return raised_by(lambda: engine.train_batch(iter(items(2, 2))))
+def _dies() -> None:
+    engine_of([nn.Linear(4, 4), Dies()], 2, 2).train_batch(iter(items(2, 2)))
 
 
-def test_what_cannot_be_sent():
-    for text, seconds in run_ranks(send_what_cannot_be_sent, 2):
-        assert "stage 0 (rank 0), sending the activations of micro-batch 0" in text and seconds < SOON
-        assert "cannot be sent (cannot pickle 'generator' object); let its last layer return tensors" in text
+def test_a_dead_rank_ends_the_others():
+    with pytest.raises(RankDied) as caught:
+        run_ranks(_dies, 2, fresh=True)
+    assert "exited with code 7" in caught.value.reports[1].outcome
+    assert "raised" in caught.value.reports[0].outcome
+
+
+@on_ranks(1)
+def test_what_is_refused() -> None:
+    engine = engine_of(linears(2), 1, 2)
+    for call in (engine, engine.backward, engine.step, engine.optimizer.backward):
+        with pytest.raises(PipelineError):
+            call(torch.zeros(1))
+    with pytest.raises(PipelineError, match="no_sync"), engine.no_sync():
+        pass
+    with torch.no_grad(), pytest.raises(RuntimeError, match="eval_batch"):
+        engine.train_batch(iter(items(2, 2)))
+    with pytest.raises(NotImplementedError, match="reduce_output"):
+        engine.eval_batch(iter(items(2, 2)), reduce_output="max")
+    with pytest.raises(RuntimeError, match="num_stages=2"):
+        PipelineModule(linears(2), num_stages=2)
+    with pytest.raises(RuntimeError, match="num_stages or topology"):
+        PipelineModule(linears(2))
