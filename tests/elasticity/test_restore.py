@@ -10,7 +10,7 @@ from deepspeed.elasticity.continuation import continuation_of
 from deepspeed.elasticity.restore import build_again, restore, take_apart
 from deepspeed.engine.resuming import run_state_of
 from tests.elasticity.program import SAMPLES, order
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 
 def _raise(*_):
@@ -54,7 +54,8 @@ ELASTIC = {
 }
 
 
-def _modes_after_a_rebuild():
+@on_ranks(1)
+def test_layers_keep_their_mode_when_an_engine_is_rebuilt() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     engine, *_ = deepspeed.initialize(model=model, config=ELASTIC)
     model[1].eval()  # its statistics stay as they are
@@ -64,11 +65,7 @@ def _modes_after_a_rebuild():
         take_apart(engine)
         build_again(engine)
         found.append([module.training for module in (engine, model, *model)])
-    return found
-
-
-def test_layers_keep_their_mode_when_an_engine_is_rebuilt():
-    assert run_ranks(_modes_after_a_rebuild, 1) == [[[True, True, True, False], [False, True, True, False]]]
+    assert found == [[True, True, True, False], [False, True, True, False]]
 
 
 def _restored_buffers():

@@ -16,7 +16,7 @@ from deepspeed.comm.base.device import bound_device, local_device, unbound
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.start import process_group
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 
 class Recorder(CUDAAccelerator):
@@ -225,15 +225,12 @@ def test_groups_are_made_as_if_no_device_were_bound(gpus, monkeypatch):
     assert bound_device() is not None
 
 
-def _gloo_with_device_memory():
+@on_ranks(2)
+def test_gloo_is_refused_for_device_memory() -> None:
     set_accelerator(Recorder(2))
     device = torch.device("cuda", 0)
     with pytest.raises(DeepSpeedConfigError) as refused:
         Job.adopt().axis_of().transport(device=device)
     Job.adopt().axis_of().transport()  # for host memory
-    return str(refused.value)
-
-
-def test_gloo_is_refused_for_device_memory():
-    for text in run_ranks(_gloo_with_device_memory, 2):
-        assert "backend 'gloo'" in text and "cuda:0" in text and "'cpu:gloo,cuda:nccl'" in text
+    text = str(refused.value)
+    assert "backend 'gloo'" in text and "cuda:0" in text and "'cpu:gloo,cuda:nccl'" in text

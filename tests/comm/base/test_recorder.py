@@ -11,7 +11,7 @@ from deepspeed.comm.base.recorder import CommsLog, bandwidths, log, num_bytes
 from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -73,13 +73,10 @@ def test_straggler_time_is_that_beyond_the_shortest_wait():
     assert run_ranks(check_straggler_time, 2) == [0.0, 1000.0]
 
 
-def check_off_records_nothing() -> bool:
+@on_ranks(1)
+def test_off_by_default() -> None:
     dist.all_reduce(torch.ones(1), prof=True)
-    return dist.has_comm_data()
-
-
-def test_off_by_default():
-    assert run_ranks(check_off_records_nothing, 1) == [False]
+    assert not dist.has_comm_data()
 
 
 def check_selection() -> list:

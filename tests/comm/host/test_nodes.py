@@ -15,7 +15,7 @@ from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import transfer_key
 from deepspeed.errors import DeepSpeedConfigError
 from tests.engine.support import SHARDED, engine_of, inputs, rank
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.toy_models import tower
 from tests.zero.gather.test_uneven_ranks import ChooserTower
 from tests.zero.reading import full_masters
@@ -83,7 +83,8 @@ def _native(plain):
     return NativeByNodes(native, Nodes(2, 2), far, near)
 
 
-def _gathers():
+@on_ranks(4)
+def test_slices_arrive_where_a_flat_collective_puts_them_and_cross_nodes_once() -> None:
     _as_two_nodes()
     plain = Job.adopt().axis_of().transport()
     gloo = Job.adopt().connector.by_nodes(plain, plain, [range(4)], device=None, timeout=None)
@@ -104,18 +105,13 @@ def _gathers():
         for number, flat in enumerate(buffers):
             expected = torch.cat([torch.arange(NUMEL // 4) + 100.0 * r + number for r in range(4)])
             assert torch.equal(flat, expected), (name, number)
-    return sent
-
-
-def test_slices_arrive_where_a_flat_collective_puts_them_and_cross_nodes_once():
-    for sent in run_ranks(_gathers, 4):
-        slices = 3 * NUMEL  # bytes of a slice, three buffers
-        assert sent["plain"] == {"send": 3 * slices}  # two of the three peers are on the other node
-        assert sent["gloo"] == {"send between nodes": slices, "send inside nodes": 2 * slices}
-        assert sent["native"] == {
-            "all_gather_into_tensor between nodes": slices,
-            "all_gather_into_tensor inside nodes": 2 * slices,
-        }
+    slices = 3 * NUMEL  # bytes of a slice, three buffers
+    assert sent["plain"] == {"send": 3 * slices}  # two of the three peers are on the other node
+    assert sent["gloo"] == {"send between nodes": slices, "send inside nodes": 2 * slices}
+    assert sent["native"] == {
+        "all_gather_into_tensor between nodes": slices,
+        "all_gather_into_tensor inside nodes": 2 * slices,
+    }
 
 
 @on_ranks(4)

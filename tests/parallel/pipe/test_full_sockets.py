@@ -9,6 +9,7 @@ from torch import nn
 import deepspeed
 from deepspeed.comm.host import message_queue
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from tests.harness import on_ranks
 from tests.harness.pool import run_ranks
 from tests.parallel.pipe.test_never_hang import SOON, raised_by
 
@@ -124,12 +125,9 @@ class Raises:
         return mean_square(outputs, labels)
 
 
-def _raising() -> tuple[str, float]:
+@on_ranks(3)
+def test_a_loss_that_fails_while_sockets_are_full_raises_on_all_ranks() -> None:
     engine = engine_of([nn.Linear(4, 4) for _ in range(3)], 3, 30, "gpipe", Raises())
-    return raised_by(lambda: engine.train_batch(iter(items(*[ROWS] * 30))))
-
-
-def test_a_loss_that_fails_while_sockets_are_full_raises_on_all_ranks():
-    for text, seconds in run_ranks(_raising, 3):
-        assert text.startswith("PipelineError: train_batch: stage 2 (rank 2)") and "no such loss" in text, text
-        assert seconds < SOON
+    text, seconds = raised_by(lambda: engine.train_batch(iter(items(*[ROWS] * 30))))
+    assert text.startswith("PipelineError: train_batch: stage 2 (rank 2)") and "no such loss" in text, text
+    assert seconds < SOON

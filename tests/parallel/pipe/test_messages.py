@@ -11,6 +11,7 @@ from deepspeed.errors import PipelineError
 from deepspeed.logging import logger
 from deepspeed.parallel.pipe.schedule import lists
 from deepspeed.pipe import PipelineModule
+from tests.harness import on_ranks
 from tests.harness.pool import run_ranks
 
 
@@ -66,16 +67,13 @@ def test_every_instruction_has_words():
     assert lists.ForwardPass(1).describe() == "forward in buffer 1"
 
 
-def _refers_to_train_batch():
+@on_ranks(1)
+def test_train_batch_without_a_pipeline() -> None:
     engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config={"train_micro_batch_size_per_gpu": 1})
     assert not hasattr(engine, "eval_batch") and not hasattr(engine, "of_nobody")
     with pytest.raises(AttributeError) as caught:
         engine.train_batch()
-    return str(caught.value)
-
-
-def test_train_batch_without_a_pipeline():
-    text = run_ranks(_refers_to_train_batch, 1)[0]
+    text = str(caught.value)
     assert text == (
         "neither the engine nor the wrapped Linear has 'train_batch'. engine.train_batch is for pipelines: expected a "
         "deepspeed.pipe.PipelineModule in initialize(model=...). For any other model call loss = engine(...), "
@@ -117,7 +115,8 @@ def test_other_rows_than_the_micro_batch_are_warned_of_once(pipeline):
     assert "expected inputs of 2 row(s), found 4 in the first training batch" in line and "batch_size" in line
 
 
-def _outputs_of_copies():
+@on_ranks(2)
+def test_the_mean_of_outputs_is_over_micro_batches_and_copies() -> None:
     engine = _engine([nn.Identity(), nn.Linear(2, 2)], steps=2)
     copy = engine.grid.data_parallel_id
     values = [torch.full((4, 2), float(10 * copy + number)) for number in range(2)]
@@ -130,9 +129,5 @@ def _outputs_of_copies():
     again = engine.eval_batch(iter([(value, None) for value in values]), compute_loss=False)
     torch.testing.assert_close(mean, expected)
     assert torch.equal(mean, again) and len(each) == 2
-    return str(caught.value)
-
-
-def test_the_mean_of_outputs_is_over_micro_batches_and_copies():
-    for text in run_ranks(_outputs_of_copies, 2):
-        assert "found (4, 2) in micro-batch 0 of rank 0 and (5, 2) in micro-batch 0 of rank 1. Pad the inputs" in text
+    text = str(caught.value)
+    assert "found (4, 2) in micro-batch 0 of rank 0 and (5, 2) in micro-batch 0 of rank 1. Pad the inputs" in text

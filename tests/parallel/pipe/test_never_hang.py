@@ -95,7 +95,13 @@ def test_an_exception_on_one_stage(schedule, at, how, words):
         assert seconds < SOON
 
 
-def run_out_of_data() -> tuple[list[tuple[str, float]], bool, float]:
+def _broken() -> Any:
+    yield items(2)[0]
+    raise OSError("the disk is gone")
+
+
+@on_ranks(2)
+def test_the_end_of_the_data_and_a_loader_that_fails() -> None:
     engine = engine_of(linears(2), 2, 3)
     before = [parameter.clone() for parameter in engine.module.parameters()]
     here, whole = engine.is_first_stage(), items(2, 2, 2)
@@ -109,26 +115,17 @@ def run_out_of_data() -> tuple[list[tuple[str, float]], bool, float]:
     same = all(map(torch.equal, before, engine.module.parameters()))
     loss = engine.train_batch(iter(whole)).item()  # no weight has changed: the engine continues
     raised.append(raised_by(lambda: engine.train_batch(iter(whole) if here else iter(_broken()))))
-    return raised, same, loss
-
-
-def _broken() -> Any:
-    yield items(2)[0]
-    raise OSError("the disk is gone")
-
-
-def test_the_end_of_the_data_and_a_loader_that_fails():
-    for (ended, empty, counts, broken), same, loss in run_ranks(run_out_of_data, 2):
-        assert ended[0] == (
-            "PipelineError: train_batch: the data of stage 0 (rank 0) ended after 2 of 3 micro-batches, so micro-batch "
-            "2 is missing. No weight has changed; give the ranks that load data loaders of equal length, or a "
-            "RepeatingLoader"
-        )
-        assert "the data of stage 0 (rank 0) ended after 0 of 3" in empty[0]
-        assert "stage 1 (rank 1), pulling data: OSError: the disk is gone" in broken[0]
-        assert "the same number of micro-batches on all ranks of a pipeline" in counts[0]
-        assert "3 on rank 1" in counts[0] and "2 on rank 0" in counts[0]
-        assert all(seconds < SOON for _, seconds in (ended, empty, broken, counts)) and same and loss > 0
+    ended, empty, counts, broken = raised
+    assert ended[0] == (
+        "PipelineError: train_batch: the data of stage 0 (rank 0) ended after 2 of 3 micro-batches, so micro-batch "
+        "2 is missing. No weight has changed; give the ranks that load data loaders of equal length, or a "
+        "RepeatingLoader"
+    )
+    assert "the data of stage 0 (rank 0) ended after 0 of 3" in empty[0]
+    assert "stage 1 (rank 1), pulling data: OSError: the disk is gone" in broken[0]
+    assert "the same number of micro-batches on all ranks of a pipeline" in counts[0]
+    assert "3 on rank 1" in counts[0] and "2 on rank 0" in counts[0]
+    assert all(seconds < SOON for _, seconds in (ended, empty, broken, counts)) and same and loss > 0
 
 
 class Gives(nn.Module):
@@ -205,20 +202,17 @@ def test_tied_weights_begin_equal_whatever_the_ranks_drew():
     assert torch.equal(first, second) and first.any()
 
 
-def call_after_a_failure() -> list[Any]:
+@on_ranks(2)
+def test_calls_after_a_failure_name_its_cause() -> None:
     engine = engine_of([nn.Linear(4, 4), Fails(forward=5)], 2, 2)
-    return [
+    first, *later = [
         raised_by(lambda: engine.train_batch(iter(items(2, 5)))),
         raised_by(lambda: engine.train_batch(iter(items(2, 2)))),
         raised_by(lambda: engine.eval_batch(iter(items(2, 2)))),
     ]
-
-
-def test_calls_after_a_failure_name_its_cause():
-    for first, *later in run_ranks(call_after_a_failure, 2):
-        for call, (text, seconds) in zip(("train_batch", "eval_batch"), later, strict=True):
-            assert text.startswith(f"PipelineError: {call}: an earlier call failed, and the ranks are no longer connec")
-            assert first[0].removeprefix("PipelineError: ") in text and seconds < SOON
+    for call, (text, seconds) in zip(("train_batch", "eval_batch"), later, strict=True):
+        assert text.startswith(f"PipelineError: {call}: an earlier call failed, and the ranks are no longer connec")
+        assert first[0].removeprefix("PipelineError: ") in text and seconds < SOON
 
 
 def call_differently() -> list[Any]:

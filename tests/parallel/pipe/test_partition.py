@@ -21,7 +21,7 @@ from deepspeed.parallel.pipe.topology import (
     usual_topology,
 )
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 
 NAMES = ["Embed", "Block", "Block", "Norm", "Block", "Block", "Head"]
 SIZES = [90, 10, 10, 1, 10, 10, 90]
@@ -136,12 +136,9 @@ def _recomputed_together(interval: int) -> list[int]:
     return blocks
 
 
-def _intervals() -> list[list[int]]:
-    return [_recomputed_together(interval) for interval in (0, 1, 2, 5)]
-
-
-def test_the_interval_sets_how_many_layers_are_recomputed_together():
-    assert run_ranks(_intervals, 1) == [[[], [1, 1, 1], [2, 1], [3]]]
+@on_ranks(1)
+def test_the_interval_sets_how_many_layers_are_recomputed_together() -> None:
+    assert [_recomputed_together(interval) for interval in (0, 1, 2, 5)] == [[], [1, 1, 1], [2, 1], [3]]
 
 
 def test_the_loss_and_the_head_get_fewer_blocks_beside_them():

@@ -12,6 +12,7 @@ import deepspeed
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, PipelineError
 from deepspeed.pipe import LayerSpec, PipelineModule, add_loss
 from tests.ecosystem.support import needs_transformers
+from tests.harness import on_ranks
 from tests.harness.pool import run_ranks
 from tests.parallel.pipe.support import VOCABULARY, config, layers
 
@@ -146,20 +147,17 @@ def _as_words(logits: torch.Tensor, labels: torch.Tensor) -> Any:
     return _sum(logits, labels)[0], "tokens"
 
 
-def _refused() -> list[str]:
+@on_ranks(2)
+def test_losses_that_do_not_fit_together_are_refused_on_every_rank() -> None:
     found = []
     for loss_fn in (_differently, _negative, _as_words):
         with pytest.raises((PipelineError, DeepSpeedConfigError, CallOrderError)) as caught:
             _train([(1, 2, {}, {"loss_fn": loss_fn})])
         found.append(str(caught.value))
-    return found
-
-
-def test_losses_that_do_not_fit_together_are_refused_on_every_rank():
-    for mixed, negative, words in run_ranks(_refused, 2):
-        assert "the loss_fn of rank 0 returns (sum, count), that of rank 1 a mean" in mixed
-        assert "count=-1" in negative
-        assert "expected the number of tokens in this rank's loss" in words
+    mixed, negative, words = found
+    assert "the loss_fn of rank 0 returns (sum, count), that of rank 1 a mean" in mixed
+    assert "count=-1" in negative
+    assert "expected the number of tokens in this rank's loss" in words
 
 
 def _transformers(cells: list[Any]) -> Any:

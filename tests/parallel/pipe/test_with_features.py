@@ -10,6 +10,7 @@ import deepspeed
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, make_schedule
 from deepspeed.parallel.pipe.schedule.lists import held
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from tests.harness import on_ranks
 from tests.harness.pool import run_ranks
 from tests.harness.toy_models import causal_model
 from tests.parallel.pipe import support
@@ -207,7 +208,8 @@ def test_adapters():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=5e-6)
 
 
-def _compiled_before_initialize() -> list[bool]:
+@on_ranks(1)
+def test_the_weights_of_a_compiled_tied_head_belong_to_its_chunk() -> None:
     layers = [TiedLayerSpec("embed", support.Embed), TiedLayerSpec("embed", support.Embed, forward_fn=support.head)]
     module = PipelineModule(layers, num_stages=1)
     before = set(module.parameters_of(0))
@@ -217,8 +219,4 @@ def _compiled_before_initialize() -> list[bool]:
     module.forward_funcs[0] = lambda value: value  # leaves the tied head alone
     found = set(module.parameters_of(0))
     module.forward_funcs[0] = module.tied_modules["embed"]
-    return [bool(before), found == before, torch.equal(module(tokens), expected)]
-
-
-def test_the_weights_of_a_compiled_tied_head_belong_to_its_chunk():
-    assert run_ranks(_compiled_before_initialize, 1) == [[True, True, True]]
+    assert [bool(before), found == before, torch.equal(module(tokens), expected)] == [True, True, True]
