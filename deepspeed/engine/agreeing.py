@@ -44,7 +44,6 @@ def start_ranks(distributed_port: int, dist_init_required: bool | None) -> Job:
     """Starts a process group if there is none, and logs which package runs. Every rank must call it.
 
     Args:
-        distributed_port: Port of rank 0.
         dist_init_required: False: a process group must exist already.
 
     Returns:
@@ -68,8 +67,6 @@ def agree(job: Job, client: Client, config: Any) -> AgreedSetup:
     """Reads the configuration, lays out the ranks, and checks what is requested. Every rank must call it.
 
     Args:
-        job: The job whose ranks train together.
-        client: What the caller of ``initialize`` handed in.
         config: Dict, path or base64.
 
     Raises:
@@ -163,9 +160,6 @@ def check_model_alike(
 
     Args:
         model: The model; sharded parameters count with their full shapes.
-        precision: Decides the dtypes that parameters will have.
-        optimizer: The torch optimizer, or None.
-        group: Torch process group; None: all ranks.
     """
     comm.check_same_model(_model_lines(model, precision, optimizer, group_indices(optimizer)), group)
 

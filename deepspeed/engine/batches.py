@@ -7,13 +7,7 @@ from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 
 
 class Batches:
-    """Sizes of batches, and the count of micro-steps.
-
-    Args:
-        sizes: The configured sizes.
-        data_size: Data-parallel ranks.
-        is_counted: Whether updates are found by counting micro-steps; otherwise each micro-step ends in one.
-    """
+    """Sizes of batches, and the count of micro-steps."""
 
     def __init__(self, sizes: BatchSizes, data_size: int, *, is_counted: bool) -> None:
         self._uneven_total = sizes.train_batch_size if sizes.is_uneven else None

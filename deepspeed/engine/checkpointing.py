@@ -28,15 +28,7 @@ if TYPE_CHECKING:
 
 
 class EngineCheckpoints:
-    """Saving and loading of one engine.
-
-    Args:
-        parts: The parts of the engine.
-        progress: Receives the times.
-        run_state: Gives the engine's present state.
-        resume: Called with what was loaded, so that the engine continues from there.
-        sums_are_open: Whether micro-steps have run since the last update.
-    """
+    """Saving and loading of one engine."""
 
     def __init__(
         self,

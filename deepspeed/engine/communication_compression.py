@@ -42,9 +42,6 @@ def compressed(groups: Groups, setup: EngineSetup, precision: PrecisionPolicy, *
     """Returns the groups with the codecs that the configuration requests. Every rank must call it.
 
     Args:
-        groups: The engine's groups.
-        setup: What was requested.
-        precision: Dtypes of what is sent uncompressed.
         has_warm_up: Gradients are sent in the warm-up of the optimizer only.
     """
     if ROWS in groups.by_name and setup.device.type != "meta":  # a plan has no row numbers: it counts whole gradients
@@ -60,10 +57,6 @@ def with_codecs(
     """Returns the groups as ``communication_compression`` wants them. Every rank must call it.
 
     Args:
-        groups: The engine's groups.
-        root: The configuration.
-        precision: Dtypes of what is sent as it is.
-        device: Where gradients are.
         has_warm_up: Gradients are sent in the warm-up of the optimizer only.
     """
     section = root.communication_compression
@@ -173,13 +166,6 @@ def reduction_seconds(
     """Returns the seconds of one reduction without a codec, then with each; the slowest rank's.
 
     Every rank must call it.
-
-    Args:
-        transport: Carries gradients.
-        codecs: The codecs to time.
-        dtype: Dtype in which gradients are sent.
-        device: Where the gradients are.
-        to_owner: Whether the engine reduces each slice to its owner only.
     """
     length = -(-MEASURED_NUMEL // (64 * transport.size)) * 64
     flat = torch.randn(length * transport.size, device=device).to(dtype)
@@ -215,10 +201,6 @@ def use_zero_plus_plus(groups: Groups, zero: ZeroOptimization) -> Groups:
     ZeRO++ (arXiv 2306.10209; LoCo: arXiv 2407.04480): qwZ is a codec on the gathers of parameters, qgZ one on both
     halves of a reduction (between the ranks that share slices, then between those that hold the same ones). hpZ is the
     placement with neighbors. Each is independent of the others.
-
-    Args:
-        groups: The engine's groups.
-        zero: The section ``zero_optimization``, without contradictions.
     """
     if zero.stage < 3:
         return groups

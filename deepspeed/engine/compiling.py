@@ -18,7 +18,6 @@ class EngineCompile:
     """Compiles the model of one engine.
 
     Args:
-        module: The model.
         gathers_between: Whether there are gathers between compiled graphs, see :func:`gathers_between_graphs`.
     """
 

@@ -88,12 +88,7 @@ class FeatureSet:
             self._add(["deepspeed.autotuning.feature"])
 
     def add_for_configuration(self, root: Root, mesh: Mesh, *, has_dtensors: bool = False) -> None:
-        """Adds the features that sections of the configuration and axes of the job's mesh request.
-
-        Args:
-            mesh: The mesh of the job.
-            has_dtensors: The model has ``DTensor`` parameters, possibly on a mesh of one rank.
-        """
+        """Adds the features that sections of the configuration and axes of the job's mesh request."""
         axes = {axis for axis, size in mesh.axes if size > 1} | ({TENSOR} if has_dtensors else set())
         of_axes = [_OF_AXES.get(axis, axis) for axis in axes]
         self._add([*features_of(root), *(feature for feature in of_axes if feature is not None)])
@@ -169,9 +164,6 @@ class FeatureSet:
         """Returns what the features do in the steps of an engine.
 
         Args:
-            setup: What was requested, with the model as it is now.
-            runtime: The parameters of the model.
-            groups: The engine's groups.
             batch_size: Samples of an update, over all ranks.
         """
         made = {name: feature.hooks(setup, runtime, groups, batch_size) for name, feature in self._features.items()}
@@ -184,11 +176,7 @@ class FeatureSet:
         return ordinary if name is None else resolve_name(name)
 
     def finish(self, engine: Any, training_data: Any) -> None:
-        """Calls each feature's ``finish``, which needs the engine. Every rank must call it.
-
-        Args:
-            training_data: What the caller of ``initialize`` gave.
-        """
+        """Calls each feature's ``finish``, which needs the engine. Every rank must call it."""
         for feature in self._features.values():
             feature.finish(engine, training_data)
 

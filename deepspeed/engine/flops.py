@@ -18,12 +18,7 @@ from deepspeed.profiling.flops_profiler.profiler import BACKWARD_FACTOR, FlopsPr
 
 
 class ProfiledStep:
-    """Counts the first forward of the chosen step and reports when the step is done, on rank 0.
-
-    Args:
-        settings: The section ``flops_profiler``.
-        engine: The engine; its wrapped model is counted.
-    """
+    """Counts the first forward of the chosen step and reports when the step is done, on rank 0."""
 
     def __init__(self, settings: Settings, engine: Any) -> None:
         self._settings = settings
@@ -71,9 +66,6 @@ class FlopsCounter:
     Counted in one training forward, without what recomputation repeats; a backward counts as two forwards (PaLM,
     Appendix B). Nothing is counted on a device that the table of devices does not have, such as a processor, nor in a
     compiled model, since torch does not compile while operations are counted.
-
-    Args:
-        is_wanted: Whether this rank shows the MFU.
     """
 
     def __init__(self, is_wanted: bool) -> None:

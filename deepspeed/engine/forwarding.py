@@ -11,12 +11,7 @@ R = TypeVar("R")
 
 
 def forwarded(collaborator: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Returns a method that calls ``method`` on an attribute of its object, with that method's signature and docstring.
-
-    Args:
-        collaborator: Name of the attribute.
-        method: The method of the collaborator's class.
-    """
+    """Returns a method with the signature of ``method`` that calls it on an attribute of its object."""
 
     @wraps(method)
     def forward(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -26,13 +21,7 @@ def forwarded(collaborator: str, method: Callable[Concatenate[Any, P], R]) -> Ca
 
 
 def forwarded_attribute(collaborator: str, name: str, meaning: str) -> Any:
-    """Returns a property that reads and writes ``name`` of one of its object's attributes.
-
-    Args:
-        collaborator: Name of the attribute.
-        name: The name of the collaborator's attribute.
-        meaning: Its docstring.
-    """
+    """Returns a property that reads and writes ``name`` of one of its object's attributes."""
 
     def read(self: Any) -> Any:
         return getattr(getattr(self, collaborator), name)

@@ -17,7 +17,6 @@ def take_accelerate_sizes(config: Any, *, is_cut: bool) -> None:
 
     Args:
         config: What ``initialize`` got. Nothing happens if it is not the one that Accelerate keeps.
-        is_cut: The model has ``DTensor`` parameters, so that its layers are cut already.
 
     Raises:
         DeepSpeedConfigError: The sizes contradict the configuration, or cannot be used together.

@@ -23,9 +23,6 @@ def with_cache(arguments: dict[str, Any]) -> dict[str, Any]:
 
     ``cache_implementation="offloaded"`` keeps keys and values in host memory and brings them layer by layer; without a
     device they are there anyway, so the ordinary cache of that kind does the same.
-
-    Args:
-        arguments: As the caller gave them; not changed.
     """
     if get_accelerator().device_name() != "cpu":
         return arguments

@@ -42,10 +42,6 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's own ``generate`` with the present weights. Every rank must call it.
 
-        Args:
-            *args: Positional arguments of the model's ``generate``.
-            **kwargs: Keyword arguments of the model's ``generate``.
-
         Raises:
             CallOrderError: A backward is running.
         """

@@ -93,9 +93,6 @@ def build_parts(
     """Builds everything below the engine. Every rank must call it.
 
     Args:
-        client: What the caller handed in.
-        config: Dict, path or base64.
-        distributed_port: Port of rank 0 if a process group must be started.
         dist_init_required: False: a process group must exist already.
     """
     job = start_ranks(distributed_port, dist_init_required)

@@ -68,7 +68,6 @@ class IslandTraining(TrainingGroup):
         """Gives all islands the parameters and buffers of the first one. Every rank must call it.
 
         Args:
-            model: This rank's model.
             device: Where the ranks communicate; values elsewhere are sent through it.
         """
         for tensor in (*model.parameters(), *model.buffers()):
@@ -103,11 +102,7 @@ class IslandTraining(TrainingGroup):
 
 
 def settle_islands(setup: EngineSetup) -> IslandTraining | None:
-    """Returns the islands that the configuration requests; None for none. Every rank must call it.
-
-    Args:
-        setup: Its model gets the values of the first island.
-    """
+    """Returns the islands that the configuration requests; None for none. Every rank must call it."""
     job, ranks, device = setup.job, setup.ranks, setup.device
     section = setup.root.communication_compression.islands
     if section is None:

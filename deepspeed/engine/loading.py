@@ -26,13 +26,7 @@ _ACCELERATE = "accelerate.data_loader"  # its stateful loaders resume with wrong
 
 
 class EngineLoading:
-    """Makes the loaders of one engine.
-
-    Args:
-        parts: The parts of the engine.
-        batches: Its batch sizes.
-        collate_fn: Returns the default ``collate_fn`` of loaders.
-    """
+    """Makes the loaders of one engine."""
 
     def __init__(self, parts: EngineParts, batches: Batches, collate_fn: Callable[[], Any]) -> None:
         self._parts = parts
@@ -49,7 +43,6 @@ class EngineLoading:
         """Records that a checkpoint was loaded, and warns of training data that start from the beginning.
 
         Args:
-            step: The step of the checkpoint.
             restored: The loader whose position checkpoints contain, or None.
         """
         self._resumed_at = 0 if restored is not None else step
@@ -118,17 +111,11 @@ def make_loader(
     """Makes a loader that gives each rank its share of ``dataset``.
 
     Args:
-        root: The configuration.
-        ranks: Where this rank stands.
-        dataset: Any data set of torch.
         batch_size: Samples of a micro-batch on a rank.
-        steps: Micro-batches of an update.
         route: ``train`` and ``pipeline`` take the configured sampler; ``train`` shuffles without one.
         pin_memory: Keep batches in pinned memory, where ``on_device``.
-        data_sampler: Sampler of the caller, or None.
         collate_fn: Makes a batch of samples; None: torch's.
         workers: Processes that load; None: the configured number.
-        on_device: Whether the model computes on a device.
 
     Raises:
         DeepSpeedConfigError: The configured sampler needs numbered samples, or ``dataset`` is no data set.

@@ -29,11 +29,7 @@ _FIRST_COUNT = with_advice(
 
 
 class LossCounter:
-    """Counts the tokens (or samples) of the losses of one update, and determines what its gradients are divided by.
-
-    Args:
-        runtime: The ZeRO runtime of the model.
-    """
+    """Counts the tokens (or samples) of the losses of one update, and determines what its gradients are divided by."""
 
     def __init__(self, runtime: ZeroRuntime) -> None:
         self._runtime = runtime
@@ -54,7 +50,6 @@ class LossCounter:
 
         Args:
             count: Tokens in this rank's loss, as :func:`checked_count` returns them.
-            micro_batches: Micro-batches of an update.
 
         Returns:
             The divisor of the loss before its backward.
@@ -128,11 +123,7 @@ class LossCounter:
         return 1.0 if counts is None else self._divisor(counts)
 
     def _counts_of(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Returns the counts of the ranks whose losses are sums, 1-D; None where losses are means.
-
-        Args:
-            rows: One row for every rank of the job: 2-D, fp64, :meth:`numbers` in the last two columns.
-        """
+        """Returns the counts of the ranks whose losses are sums, 1-D; None where losses are means."""
         kinds = rows[:, -2]
         is_counted = kinds == _COUNTED
         if not bool(is_counted.any()):
@@ -151,11 +142,7 @@ class LossCounter:
         )
 
     def _divisor(self, counts: torch.Tensor) -> float:
-        """Returns what the mean gradient is still divided by, after the division of losses by :meth:`begin_sum`.
-
-        Args:
-            counts: The count of every rank of the job: 1-D, fp64.
-        """
+        """Returns what the mean gradient is still divided by, after the division of losses by :meth:`begin_sum`."""
         total = float(counts.sum()) / self._copies()
         if not total:
             return 1.0  # every gradient is zero
@@ -169,11 +156,7 @@ class LossCounter:
         return groups.job.size // groups.peers.size  # they hold other parts of the model
 
     def end_update(self, rows: torch.Tensor) -> None:
-        """Starts over after an update, with the power of two that fits its tokens.
-
-        Args:
-            rows: As for :meth:`divisor_of`.
-        """
+        """Starts over after an update, with the power of two that fits its tokens (``rows``: 2-D, of all ranks)."""
         counts = self._counts_of(rows)
         if counts is not None and (mean := float(counts.mean())):
             fitting = _near(mean)
@@ -193,10 +176,6 @@ class PipelineLossCounter(LossCounter):
 
     The other stages learn the sum in the exchange of the update. Nothing can be gathered while micro-batches run
     through the stages, so the first power of two comes from the sizes of the labels.
-
-    Args:
-        runtime: The ZeRO runtime of the model.
-        stages: Stages of the pipeline.
     """
 
     def __init__(self, runtime: ZeroRuntime, stages: int) -> None:
@@ -237,10 +216,6 @@ def checked_count(count: Any, where: str = "engine.backward(loss, count=...)") -
     """Returns ``count`` as a float, or as a detached 0-dim tensor whose value is not read yet.
 
     Its value is checked where the ranks exchange it (:func:`refuse_bad_counts`), so that all of them raise.
-
-    Args:
-        count: What the program gave.
-        where: The call that got it, for messages.
 
     Raises:
         DeepSpeedConfigError: It is no number and no tensor of one element.
@@ -291,11 +266,7 @@ def mean_of_sum(total: torch.Tensor, count: Any) -> torch.Tensor:
 
 
 def read_counts(counts: Sequence[Any]) -> list[float]:
-    """Returns counts as numbers. Waits for the device once, for all tensors together.
-
-    Args:
-        counts: As :func:`checked_count` returns them.
-    """
+    """Returns counts as numbers. Waits for the device once, for all tensors together."""
     tensors = [count.double() for count in counts if isinstance(count, torch.Tensor)]
     read = iter(torch.stack([each.to(tensors[0].device) for each in tensors]).tolist() if tensors else ())
     return [next(read) if isinstance(count, torch.Tensor) else float(count) for count in counts]

@@ -10,11 +10,7 @@ from deepspeed.errors import CallOrderError
 
 
 class LossScaling:
-    """Scales losses, and refuses gradients of an unscaled one.
-
-    Args:
-        scaler: The fp16 loss scaler, or None where losses are not scaled.
-    """
+    """Scales losses, and refuses gradients of an unscaled one."""
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler

@@ -21,8 +21,6 @@ def mean_outputs(job: Job, ranks: Transport, mesh: Mesh, outputs: list[Any] | No
     """Returns the mean of the outputs, tensor by tensor. Every rank of the job must call it.
 
     Args:
-        ranks: All ranks of the job.
-        mesh: How they are laid out.
         outputs: By micro-batch, on ranks with the last chunk; None elsewhere.
 
     Returns:

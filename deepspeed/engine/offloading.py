@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class EngineOffload:
-    """Moves the states of one engine.
-
-    Args:
-        parts: The parts of the engine.
-    """
+    """Moves the states of one engine."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
@@ -81,10 +77,6 @@ class StateTransfer:
     """Moves states of one engine between the device and the host. What lives elsewhere already stays there.
 
     The tensors are replaced, not emptied: a state read while it is offloaded is read from the host copy.
-
-    Args:
-        runtime: The sharded model.
-        optimizer: The torch optimizer, or None.
     """
 
     def __init__(self, runtime: ZeroRuntime, optimizer: torch.optim.Optimizer | None) -> None:
@@ -118,12 +110,7 @@ class StateTransfer:
         self._runtime.offloaded.update(wanted)
 
     def reload(self, *, non_blocking: bool) -> None:
-        """Brings everything back that :meth:`offload` moved.
-
-        Args:
-            non_blocking: Queue the copies without waiting for each one. They are over when this method returns all the
-                same: the locked pages that they come from are given back then, and nothing else keeps those.
-        """
+        """Brings everything back that :meth:`offload` moved."""
         device = self._runtime.device
         sources: list[torch.Tensor] = []  # kept until every copy is done: pages are unlocked with their last reference
 

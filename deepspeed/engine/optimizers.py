@@ -84,12 +84,6 @@ def choose_optimizer(
 ) -> torch.optim.Optimizer | None:
     """Returns the torch optimizer: the client's instance, what its callable returns, the configured one, or None.
 
-    Args:
-        root: The configuration.
-        optimizer: What the caller gave.
-        model_parameters: What the caller gave.
-        placement: Where masters live: where they are updated on the host, a configured optimizer is of the CPU kind.
-
     Raises:
         DeepSpeedConfigError: The client's object is neither, or a parameter is not the model's or occurs twice.
     """

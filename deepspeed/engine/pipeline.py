@@ -120,13 +120,7 @@ class PipelineEngine(EngineBase):
         return module
 
     def start_interpreter(self, wires: StageChannels, stage_of: tuple[int, ...], device: torch.device) -> None:
-        """Makes the interpreter of this stage's instructions.
-
-        Args:
-            wires: The channels to other stages.
-            stage_of: The stage of each chunk of the model.
-            device: Where the model computes.
-        """
+        """Makes the interpreter of this stage's instructions."""
         self._interpreter = Interpreter(wires, stage_of, device, self._compute)
 
     def inspect(self) -> EngineInspection:

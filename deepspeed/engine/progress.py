@@ -29,14 +29,7 @@ PHASES = ("forward", "backward", "step")
 
 
 class ProgressLog:
-    """Times phases, adds up losses, and reports both after each update.
-
-    Args:
-        root: The configuration (``steps_per_print``, ``wall_clock_breakdown``, ``memory_breakdown``, ``timers``).
-        monitor: Receives the events.
-        is_rank_0: Whether this is rank 0.
-        trackers: The trackers of features, on every rank.
-    """
+    """Times phases, adds up losses, and reports both after each update."""
 
     def __init__(
         self,
@@ -140,12 +133,7 @@ class ProgressLog:
 
     @contextmanager
     def during(self, phase: str, **values: Any) -> Iterator[None]:
-        """Records work outside of steps, such as a save, while the context is open.
-
-        Args:
-            phase: Its name.
-            **values: Further values to be written with it.
-        """
+        """Records work outside of steps, such as a save, while the context is open."""
         started = time.perf_counter()
         with ExitStack() as stack:
             self._report.enter()

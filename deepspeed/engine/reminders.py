@@ -48,22 +48,13 @@ class MissingStep:
 
 
 class RowCheck:
-    """Compares the batch dimension of the first training batch with the configured micro-batch.
-
-    Args:
-        is_done: Compare nothing, because the batches have other sizes on purpose.
-    """
+    """Compares the batch dimension of the first training batch with the configured micro-batch."""
 
     def __init__(self, *, is_done: bool = False) -> None:
         self.is_done = is_done  # whether nothing is left to compare
 
     def compare(self, inputs: Any, micro_batch_size: int) -> None:
-        """Warns unless some tensor of ``inputs`` has ``micro_batch_size`` rows (its first dimension).
-
-        Args:
-            inputs: Arguments of a forward, in any nesting.
-            micro_batch_size: As configured.
-        """
+        """Warns unless some tensor of ``inputs`` has ``micro_batch_size`` rows (its first dimension)."""
         rows = [tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim() > 0]
         self.is_done = bool(rows)
         if rows and micro_batch_size not in rows:
@@ -128,10 +119,6 @@ def _is_trained_by_an_engine(parameter: torch.Tensor) -> bool:
 
 def check_loss(loss: Any, gradient: Any) -> None:
     """Raises if ``loss`` cannot be backpropagated.
-
-    Args:
-        loss: What ``engine.backward`` was given.
-        gradient: The argument of ``Tensor.backward``, or None.
 
     Raises:
         CallOrderError: It is no tensor of one element that requires a gradient, or gradients are off.
@@ -203,14 +190,7 @@ def _as_sequence(value: Any) -> Sequence[Any]:
 def explain_mismatch(
     error: RuntimeError, policy: PrecisionPolicy, inputs: Sequence[Any], named: Mapping[str, Any]
 ) -> str | None:
-    """Returns a message for a forward that failed because of its inputs' dtype; None if the cause is another one.
-
-    Args:
-        error: What forward raised.
-        policy: The engine's dtypes.
-        inputs: Positional arguments of forward.
-        named: Its other arguments.
-    """
+    """Returns a message for a forward that failed because of its inputs' dtype; None if the cause is another one."""
     dtype = policy.compute_dtype
     if dtype is None or isinstance(error, DeepSpeedError) or not _ABOUT_DTYPES.search(str(error)):
         return None

@@ -36,18 +36,8 @@ class PipelineCompute:
     """Computes the chunks of one pipeline stage. Implements ``StageCompute`` for the interpreter.
 
     Args:
-        module: The layers of the stage; its ``forward`` runs the active chunk.
-        step: The engine's training step.
-        batches: Sizes of batches.
-        progress: Receives the losses.
-        everybody: All ranks of the job.
-        rank: This one.
-        device: Where losses are.
-        failures: Reports failures to the other ranks.
         reduces_each: Reduce after every micro-batch (stage 3); otherwise gradients are summed on this rank and reduced
             by the backward that closes them.
-        splits_backward: The gradients of weights may be computed after those of inputs.
-        after_update: Called at the end of each update.
     """
 
     def __init__(
@@ -100,7 +90,6 @@ class PipelineCompute:
 
         Args:
             call: What the program called: train_batch, eval_batch or _exec_schedule.
-            count: Micro-batches.
             mode: What is computed: ``train``, ``loss`` or ``outputs``.
 
         Raises:
@@ -204,8 +193,6 @@ class PipelineCompute:
         """Computes the gradients of a chunk's inputs and weights.
 
         Args:
-            chunk: Number of the chunk in the model.
-            micro_batch: Number of the micro-batch in the step.
             outputs: What the forward returned and what needs a gradient, of any shape.
             gradients: For each output one of its shape, or None for one without; None: ``outputs`` is the loss.
             closes: Whether no weight gradients of this micro-batch are computed later.
@@ -231,8 +218,6 @@ class PipelineCompute:
         """Computes the gradients of a chunk's ``inputs``; returns what :meth:`compute_weight_gradients` needs.
 
         Args:
-            chunk: Number of the chunk in the model.
-            micro_batch: Number of the micro-batch in the step.
             outputs: What the forward returned and what needs a gradient, of any shape.
             gradients: For each output one of its shape, or None for one without; None: ``outputs`` is the loss.
             inputs: Leaves, of any shape; their gradients are accumulated in ``.grad``.
@@ -332,12 +317,7 @@ class PipelineCompute:
 
 
 class StageFailures:
-    """Ends a call on every rank with the message of the first rank that fails in it.
-
-    Args:
-        job: All ranks.
-        place: Returns the position of this rank inside the named call, for messages.
-    """
+    """Ends a call on every rank with the message of the first rank that fails in it."""
 
     def __init__(self, job: Transport, place: Callable[[str], str]) -> None:
         self._job = job
@@ -393,7 +373,6 @@ class MicroBatchLosses:
         """Adds the loss and the metrics of a micro-batch; they stay on the device.
 
         Args:
-            micro_batch: Its number.
             loss: One element, of any shape.
             metrics: Numbers or tensors of one element, by name.
             count: Tokens that ``loss`` is a sum over, as :func:`checked_count` returns them; None: it is a mean.
@@ -449,7 +428,6 @@ def split_loss(value: Any, *, has_loss_fn: bool) -> GivenLoss:
     Args:
         value: What the loss function returned; without one, what the last layer returned: a mean, ``(mean, metrics)``,
             ``(sum, count)`` or ``(sum, count, metrics)``.
-        has_loss_fn: Whether there is one.
 
     Raises:
         DeepSpeedConfigError: The count is no count.
@@ -477,12 +455,7 @@ def split_loss(value: Any, *, has_loss_fn: bool) -> GivenLoss:
 
 
 def row_of(found: MicroBatchLosses | None, count: int) -> list[float]:
-    """Returns the numbers that a rank sends to all others.
-
-    Args:
-        found: The losses on a rank with the last chunk; None elsewhere.
-        count: Micro-batches.
-    """
+    """Returns the numbers that a rank sends to all others."""
     if found is None:
         return [0.0] * (2 * count + 2)
     values = torch.stack(found.losses).double().tolist() if found.losses else []
@@ -496,9 +469,6 @@ def read_rows(
     """Reads the rows of all ranks of the job. Every rank must call it: metrics are sent if there are any.
 
     Args:
-        job: All ranks.
-        mesh: How they are laid out.
-        rank: This one.
         rows: :func:`row_of` of each rank: 2-D, fp64.
         found: What a rank with the last chunk has; None elsewhere.
 
@@ -533,13 +503,6 @@ def share_losses(
     job: Transport, mesh: Mesh, rank: int, found: MicroBatchLosses | None, count: int
 ) -> tuple[list[float], float, dict[str, float]]:
     """Sends the losses to every rank of the job, in an exchange of its own. Every rank must call it.
-
-    Args:
-        job: All ranks.
-        mesh: How they are laid out.
-        rank: This one.
-        found: What a rank with the last chunk has; None elsewhere.
-        count: Micro-batches.
 
     Returns:
         What :func:`read_rows` returns.

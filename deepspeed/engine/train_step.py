@@ -37,15 +37,8 @@ class TrainStep:
     :meth:`update_parameters` and :meth:`zero_grad`.
 
     Args:
-        runtime: The ZeRO runtime of the model; it has no updater where nothing is trained.
-        batches: Sizes of batches, and the count of micro-steps.
-        scaling: The loss scale.
-        progress: Receives times and losses.
-        precision: Dtypes of the forward.
         hooks: What the engine's features do in a step.
-        profiled: The step whose operations are counted, or None.
         advance_lr: Advances the learning rates after an applied update; gets the keyword arguments of :meth:`update`.
-        counts: Counts the tokens of losses; None: made here.
         checks_rows: Warn if the first training batch has another number of rows than the micro-batch.
         is_scheduled: A schedule runs backwards and updates, as in a pipeline; the program, which has no call between
             them, does not see gradients in ``parameter.grad``.
@@ -121,10 +114,8 @@ class TrainStep:
         """Runs ``fn(*inputs, **named)`` as a forward of the model.
 
         Args:
-            fn: The model or a part of it.
             inputs: Positional arguments. Floating tensors are cast if ``auto_cast`` (of ``fp16`` or ``bf16``) is set.
             named: Keyword arguments; cast in the same way.
-            is_training: Whether the model is in training mode.
             has_data: The arguments are the program's data: the first of them are compared with the micro-batch size.
             announces: Whether a backward through the outputs opens the engine's backward.
 
@@ -213,11 +204,7 @@ class TrainStep:
 
         Args:
             loss: 0-dim or of one element, as the program computed it.
-            micro_batch: See :meth:`backward`.
-            divides: Divide it by the accumulation steps.
             count: Tokens that the loss is a sum over; None: it is a mean. See :class:`LossCounter`.
-            gradient: The argument of ``Tensor.backward``.
-            **options: Further arguments of ``torch.autograd.backward``.
 
         Returns:
             The loss divided by the accumulation steps, without the loss scale; with ``count``, the mean over its
@@ -255,7 +242,6 @@ class TrainStep:
             roots: A tensor or tensors that some forward returned.
             gradients: One for each root, or None for a root that got none; scaled and divided already.
             micro_batch: The micro-batch of this backward; None: found by counting steps.
-            **options: Further arguments of ``torch.autograd.backward``.
         """
         self._check_backward()
         tensors, given = paired_roots(roots, gradients)
@@ -274,7 +260,6 @@ class TrainStep:
 
         Args:
             count: Tokens that it is a sum over, as :func:`checked_count` returns them; None: it is a mean.
-            micro_batches: Micro-batches of the update.
 
         Raises:
             CallOrderError: Some losses of the update are sums with a count, and others are means.
@@ -291,7 +276,6 @@ class TrainStep:
 
         Args:
             loss: 0-dim or of one element.
-            divides: Divide it by the accumulation steps.
             count: Tokens that it is a sum over, as :func:`checked_count` returns them; None: it is a mean.
             parts: With ``count``, what :meth:`begin_loss` returned.
 
@@ -377,9 +361,6 @@ class TrainStep:
     def unreduced(self, call: str = "engine.no_sync") -> Iterator[None]:
         """Keeps backwards inside the block from reducing gradients; see :attr:`defers_reduction`.
 
-        Args:
-            call: Name of the method that the program called, for the message.
-
         Raises:
             CallOrderError: Such a block is open already.
         """
@@ -445,7 +426,6 @@ class TrainStep:
         """Updates the parameters at the boundary; otherwise counts a micro-step. Every rank must call it.
 
         Args:
-            lr_arguments: Keyword arguments for the schedule of the learning rates.
             extra: Numbers for all ranks of the job, which the report gives back; every rank must give as many.
             micro_batches: Micro-batches that a schedule has run for this update; None: steps are counted.
 
@@ -510,9 +490,6 @@ class TrainStep:
 
         The update divides the gradients of losses that are sums by their tokens on all ranks; those of means by 1.
 
-        Args:
-            extra: See :meth:`update`.
-
         Raises:
             CallOrderError: A backward is still open, or a parameter got no gradient and must have one.
             DivergenceError: Ranks kept different orders of collectives.
@@ -534,11 +511,7 @@ class TrainStep:
         return replace(report, extra=report.extra[:, : len(extra)])
 
     def zero_grad(self, call: str) -> None:
-        """Discards every gradient, reduced or not.
-
-        Args:
-            call: The method that the program called, for messages.
-        """
+        """Discards every gradient, reduced or not."""
         self._runtime.leave_backward(call)
         if self._runtime.reducer is not None:
             self._runtime.reducer.zero_grad()

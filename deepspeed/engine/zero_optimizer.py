@@ -60,13 +60,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
-    """The optimizer of an engine. Its updates are those of the engine's training step.
-
-    Args:
-        runtime: The ZeRO runtime of the model, which has an updater.
-        train_step: The training step of the engine.
-        offloading: Moves states off the device.
-    """
+    """The optimizer of an engine. Its updates are those of the engine's training step."""
 
     def __init__(self, runtime: ZeroRuntime, train_step: TrainStep, offloading: EngineOffload) -> None:
         assert runtime.updater is not None
@@ -348,7 +342,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # noqa: N801 - the
         return states.safe_get_local_optimizer_state(param, optim_state_key)
 
     def set_local_hp_param(self, value: torch.Tensor, param: nn.Parameter, optim_state_key: str | None = None) -> None:
-        """Writes this rank's part of the master weight or of an optimizer state."""
+        """Writes this rank's part of the master weight or of an optimizer state, in any shape."""
         if optim_state_key is None:
             states.safe_set_local_fp32_param(param, value)
         else:
@@ -367,7 +361,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # noqa: N801 - the
         return states.safe_get_local_grad(param)
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: nn.Parameter) -> None:
-        """Replaces this rank's part of the reduced gradient, without the loss scale."""
+        """Replaces this rank's part of the reduced gradient (any shape), without the loss scale."""
         states.safe_set_local_grad(param, value)
 
 

@@ -97,23 +97,12 @@ def gathers_by_nodes(root: Root) -> bool:
 
 
 def place_frozen(placement: Placement, own_groups: Collection[str]) -> Placement:
-    """Returns the placement with the memory of frozen bases.
-
-    Args:
-        placement: Where everything else lives.
-        own_groups: Names of the groups of parameters that are sharded by themselves.
-    """
+    """Returns the placement with the memory of frozen bases."""
     return replace(placement, base_tier=Tier.HOST if OFFLOADED in own_groups else Tier.DEVICE)
 
 
 def tiers_for(setup: EngineSetup, placement: Placement, optimizer: torch.optim.Optimizer | None) -> OffloadTiers:
-    """Opens the host memory and files that offload uses. Every rank of the job must call it.
-
-    Args:
-        setup: What was requested.
-        placement: Where model states live.
-        optimizer: The torch optimizer, or None.
-    """
+    """Opens the host memory and files that offload uses. Every rank of the job must call it."""
     return open_tiers(
         setup.root,
         placement,
@@ -134,14 +123,6 @@ def runtime_options(
     driver: UpdateDriver,
 ) -> RuntimeOptions:
     """Returns the settings of the runtime for this model and optimizer.
-
-    Args:
-        setup: What was requested.
-        placement: Where model states live.
-        precision: Their dtypes.
-        optimizer: The torch optimizer, or None.
-        tiers: The host memory and files that offload uses.
-        driver: Exchanges what updates need of other ranks.
 
     Raises:
         DeepSpeedConfigError: The optimizer needs whole tensors, which the ZeRO stage cuts.

@@ -100,7 +100,6 @@ class ParameterBucket(Protocol):
         """Writes this rank's fragment of a parameter into the shard and, where it differs, into the master.
 
         Args:
-            fragment: The fragment of this rank.
             values: 1-D, of that fragment.
         """
 

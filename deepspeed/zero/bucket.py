@@ -367,12 +367,7 @@ class Bucket:
             self.reshard()
 
     def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
-        """Moves the shard to other memory; the parameters of a resident bucket move with it.
-
-        Args:
-            copy: Makes the copy of a 1-D tensor there.
-            tier: Where it goes, for the memory tracker.
-        """
+        """Moves the shard, 1-D, to other memory; the parameters of a resident bucket move with it."""
         if self.is_sharded:
             nbytes = self.shard.numel() * self.shard.element_size()
             self._memory_tracker.add(StorageKind.COMPUTE, Tier.DEVICE if tier is Tier.HOST else Tier.HOST, -nbytes)
@@ -413,11 +408,7 @@ class Bucket:
         return transfer_key(self.transport.owner, self.index, _GATHER, self._publishes)
 
     def note_update(self, updated: list[bool]) -> None:
-        """Counts an update of parameters as a write, so that a backward through their former values is an error.
-
-        Args:
-            updated: Whether it changed each parameter.
-        """
+        """Counts an update of parameters as a write, so that a backward through their former values is an error."""
         increment_version(list(compress(self.params, updated)))
 
     # -- writes by programs ------------------------------------------------------------------------------------------
@@ -466,7 +457,6 @@ class Bucket:
         """Writes this rank's fragment of a parameter into the shard and, where it differs, into the master.
 
         Args:
-            fragment: The fragment of this rank.
             values: 1-D, of that fragment.
         """
         master = self.owner.master_of(self) if self.owner is not None else None
@@ -481,12 +471,7 @@ class Bucket:
         return self._compute_transport.as_gathered(self.shard.to(self.device))[fragment.in_slice]
 
     def _as_stored(self, fragment: Fragment, values: torch.Tensor) -> torch.Tensor:
-        """Returns the shard's new values for the full buffer: its own, where the buffer was not written.
-
-        Args:
-            fragment: The fragment of this rank.
-            values: 1-D, of that fragment.
-        """
+        """Returns the shard's new values for the full buffer: its own, where the buffer was not written."""
         if not self.is_decoded:
             return values
         stored = self.shard[fragment.in_slice].to(values.device)

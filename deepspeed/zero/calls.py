@@ -19,9 +19,7 @@ def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ())
     Every one of them must call it; ``comm.watch.watchdog`` detects a rank that never does.
 
     Args:
-        transport: Transport of the group, or of a part of it.
         words: The call with everything that must be equal: the text is compared and shown when it differs.
-        numbers: Further numbers to send to the others; they may differ. As many on every rank.
 
     Returns:
         ``numbers`` of every rank, in rank order.
@@ -56,11 +54,6 @@ def agree_to_go_on(transport: Transport, where: str, is_mixed: bool) -> bool:
 
     Otherwise the new transfers of a rank that starts over would be matched with those that the others expect of its
     abandoned work.
-
-    Args:
-        transport: Transport of the group, or of a part of it.
-        where: The point, in words.
-        is_mixed: See ``GradientReducer.is_mixed``.
 
     Returns:
         Whether ``is_mixed`` holds on any rank.

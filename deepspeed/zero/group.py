@@ -72,18 +72,12 @@ class BucketGroup:
         """Returns the ranks that share everything: parameters, gradients and masters.
 
         Args:
-            gather: Carries parameters.
             reduce: Carries gradients; None: ``gather`` does.
-            name: See the class.
         """
         return cls(name, gather, reduce or gather, gather, divisor=gather.size)
 
     def parameter_transport(self, *, trainable: bool) -> Transport:
-        """Returns the transport of gathers for use, which may be lossy; ``gather`` is exact.
-
-        Args:
-            trainable: Whether they are trained from the start.
-        """
+        """Returns the transport of gathers for use, which may be lossy; ``gather`` is exact."""
         return coded(self.gather, self.gather_codec if trainable else self.frozen_codec)
 
     @cached_property
@@ -140,9 +134,6 @@ class BucketGroup:
         """Returns a peer's number among the ranks with the same slice, and its number among those that share.
 
         For a peer in another group of that name, both numbers are those in that group.
-
-        Args:
-            peer: Number of a rank among the peers.
         """
         if not self.ranks:
             return divmod(peer, self.size)
@@ -202,8 +193,6 @@ class Groups:
         """Returns the same groups with codecs; every rank must call it. Makes a number for the engine again.
 
         Args:
-            gather: Codec of gathered parameters; None: uncompressed.
-            reduce: Codec of gradients; None: uncompressed.
             early: Codec of gradients in earlier updates; None: uncompressed.
             frozen: Codec of gathered parameters that are frozen from the start; None: as ``gather``.
         """
@@ -235,10 +224,6 @@ class Groups:
 
     def name_of(self, parameter: str, described: Description) -> str:
         """Returns the group of a parameter.
-
-        Args:
-            parameter: Its name, for messages.
-            described: Its marks.
 
         Raises:
             DeepSpeedConfigError: They name a group that is not defined.
@@ -286,9 +271,6 @@ def create_groups(
     """Makes the groups. Every rank of the job must call it, in the same order.
 
     Args:
-        placement: Where model states live.
-        ranks: Where this rank stands.
-        device: Where the buffers live.
         by_nodes: Gather in two steps where the ranks span nodes.
         divisor: Divisor of summed gradients; None: the number of data-parallel ranks.
         copies: Further groups over all data-parallel ranks, by name: parameters that some but not all tensor-parallel

@@ -139,9 +139,6 @@ class ModelStates:
     """Buckets and masters of one model. Every rank must make it, with the same model.
 
     Args:
-        model: The model; its parameters are changed in place and take rank 0's values.
-        options: Decisions of the configuration.
-        groups: The ranks that share parameters, and those that decide together.
         param_groups: ``id(parameter)`` to index of its optimizer param group.
     """
 
@@ -314,9 +311,6 @@ class ModelStates:
         """Returns modules with the buckets that their forward gathers.
 
         First those that gather only as outermost module.
-
-        Args:
-            leaves: What :meth:`buckets_of_leaves` returned.
         """
         found = dict(leaves)
         for unit, own in zip(self.units, self.layout.units, strict=True):
@@ -367,11 +361,6 @@ def first_values(
     more of a sharded bucket than its slice.
 
     Args:
-        layout: The layout of the bucket to fill.
-        params: Its parameters, in layout order.
-        group: The ranks that share the bucket.
-        device: Device of the result.
-        default_dtype: For a bucket without parameters.
         cut: Whether this rank needs its slice only, or everything.
 
     Returns:
@@ -509,12 +498,7 @@ class Move:
 
 
 def moves(old: Sequence[Fragment], new: Sequence[Fragment]) -> list[Move]:
-    """Returns the moves that turn a tile's fragments ``old`` into the fragments ``new``.
-
-    Args:
-        old: Fragments that cover the tile, in order.
-        new: Fragments that cover the tile, in order.
-    """
+    """Returns the moves that turn a tile's fragments ``old`` into the fragments ``new``."""
     found, first = [], 0
     for target in new:
         while first < len(old) and old[first].tile_stop <= target.tile_start:

@@ -103,7 +103,6 @@ class Placement:
         """Returns the placement that ``zero_optimization`` requests.
 
         Args:
-            zero: The section, without contradictions.
             ranks: Data-parallel ranks; None: unknown, so that settings for several groups are left out.
         """
         optimizer, param = zero.offload_optimizer, zero.offload_param
@@ -136,7 +135,6 @@ class Placement:
         """Returns the row of the table for ``stage`` (0, 1, 2 or 3), with other tiers for what that stage shards.
 
         Args:
-            stage: ZeRO stage.
             param_tier: See the class; stage 3 only.
             master_tier: See the class; from stage 1 on.
             offloaded_share: See the class.
@@ -204,8 +202,6 @@ class Placement:
 
         Args:
             layout: The layout in which it is already trainable.
-            placed: The placements until now.
-            index: The index of the bucket.
         """
         trained = moved = 0
         for bucket, at in zip(layout.buckets, placed, strict=True):

@@ -181,11 +181,7 @@ class ZeroRuntime:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, micro_batch: MicroBatch, *, sync: bool) -> None:
-        """Opens a backward: gradients are collected and sharded parameters gathered on demand until it ends.
-
-        Args:
-            sync: Whether gradients are reduced; False inside ``no_sync``.
-        """
+        """Opens a backward: gradients are collected and sharded parameters gathered on demand until it ends."""
         require_state(not self.in_backward, self, "no open backward at the begin of one")
         self.take_unfrozen()
         self.backward_tracker.is_open = True
@@ -351,7 +347,6 @@ class ZeroRuntime:
         """Checks that the states that ``call`` works on are not on the host.
 
         Args:
-            call: For the message.
             *kinds: The kinds that it needs; none: all.
 
         Raises:
@@ -420,8 +415,6 @@ def build_runtime(
 
     Args:
         model: The model; its parameters are changed in place and take rank 0's values.
-        options: Decisions of the configuration.
-        groups: The ranks that share parameters, and those that decide together.
         optimizer: The torch optimizer, or None. Its states become those of the runs.
     """
     if options.leaves is not None:
@@ -517,11 +510,7 @@ def _make_reducer(
 
 
 class OriginalParameters:
-    """The parameters of a model by module and name, as they were when the engine was made.
-
-    Args:
-        model: The model.
-    """
+    """The parameters of a model by module and name, as they were when the engine was made."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = [

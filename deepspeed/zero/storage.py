@@ -98,9 +98,6 @@ class Memory:
     This class is the device tier, where nothing has to move; the other tiers are in ``deepspeed.offload``. In every
     tier, any code may read and write the tensors between two operations of the engine (a tensor in a file is mapped
     into memory), so only code on the hot path needs the methods below.
-
-    Args:
-        device: Where the model computes.
     """
 
     tier = Tier.DEVICE
@@ -313,11 +310,7 @@ class FlatBuffer:
 
 
 class LoanedBuffer(FlatBuffer):
-    """A full buffer over a bucket's only slice, in a tier that lends: the memory is neither allocated nor freed.
-
-    Args:
-        tensor: The slice, 1-D.
-    """
+    """A full buffer over a bucket's only slice (1-D), in a tier that lends: it is neither allocated nor freed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

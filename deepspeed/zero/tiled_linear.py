@@ -19,11 +19,6 @@ class TiledLinear(nn.Module):
     each row of the grid.
 
     Args:
-        in_features: Features of the input.
-        out_features: Features of the output.
-        bias: Whether there is a bias.
-        in_splits: Parts of the input.
-        out_splits: Parts of the output.
         input_is_already_split: Forward gets the list of the parts of the input.
         combine_out_splits: Forward returns one tensor; False: the list of its parts.
         linear_cls: Class of the layers, called with the features of its parts, ``bias=`` and ``**kwargs``.

@@ -20,9 +20,6 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
 
     It is accepted and listed by ``module.ds_external_parameters()``; the use would be found without it.
 
-    Args:
-        module: The module that uses it.
-
     Raises:
         DeepSpeedConfigError: ``parameter`` is not a ``torch.nn.Parameter``.
     """

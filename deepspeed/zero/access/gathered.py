@@ -363,12 +363,7 @@ class GatheredBlock:
                 keep_full(address, parameter.data)
 
     def _send_to_replicas(self, copy: int, modifier: int) -> None:
-        """Sends the modifier's values to the rank of the same number in every other group that shares the parameters.
-
-        Args:
-            copy: Number of the modifier's group.
-            modifier: Its rank there.
-        """
+        """Sends the modifier's values to the rank of the same number in each other group that shares them."""
         replicas = self._group.combine
         if replicas is not None and not self._group.spans_stages and self._transport.rank == modifier:
             edited = [parameter.data.view(-1) for parameter, _ in [*self._present, *self._loaned]]
@@ -449,12 +444,7 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def keep_full(address: Address, values: torch.Tensor) -> None:
-    """Writes new values of one parameter, equal on all ranks, into this rank's master, shard and full copies.
-
-    Args:
-        address: The address of the parameter.
-        values: All of it, in its shape and in the bucket's dtype.
-    """
+    """Writes a parameter's values (its shape; equal on all ranks) to this rank's master, shard and full copies."""
     bucket, tile = address.bucket, address.tile
     flat = values.reshape(-1)
     master = bucket.owner.master_of(bucket) if bucket.owner is not None else None

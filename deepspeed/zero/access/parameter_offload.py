@@ -193,9 +193,6 @@ def _is_offloaded(section: Any) -> bool:
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
     """Gathers the whole model of an engine and removes its hooks inside the context, so that forwards gather nothing.
 
-    Args:
-        model: An engine, or any module. Every rank must enter it.
-
     Yields:
         The wrapped model. If its parameters are not sharded, nothing is done.
     """

@@ -153,12 +153,6 @@ def _need(parameter: torch.Tensor, call: str) -> _TrainedParam:
 def _agree(found: _TrainedParam, call: str, numbers: Sequence[int] = (), names: str | None = None) -> list[list[int]]:
     """Compares the call with the other ranks', unless this rank has everything.
 
-    Args:
-        found: The parameter.
-        call: The call to be compared.
-        numbers: Further numbers, see :func:`~deepspeed.zero.calls.compare_calls`.
-        names: The parameters of the call; None: ``found`` alone.
-
     Returns:
         ``numbers`` of each rank that shares the parameter.
     """
@@ -379,10 +373,6 @@ def _have_gradients(members: Sequence[_TrainedParam], call: str) -> list[bool]:
     Ranks that keep whole gradients do not communicate, since some of them may not make the call. If this rank has not
     used the parameter, a nonzero sum shows that another rank has. A gradient that is exactly zero on all ranks that
     used it counts as none on the others; ``GradientBucket.writes`` keeps the ranks from diverging then.
-
-    Args:
-        members: Parameters of one bucket.
-        call: The call to be compared.
     """
     first = members[0]
     gradients = first.runtime.gradients_of(first.bucket)
@@ -427,7 +417,6 @@ def safe_update_full_grad_vectorized(
     must call it with the same parameters; those without a gradient are skipped.
 
     Args:
-        param_list: Parameters.
         update_func: Gets the unscaled gradient in the full shape and the parameter, returns the new gradient of that
             shape, equal on every rank.
     """
@@ -517,7 +506,6 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
 
     Args:
         value: In the full shape, and the same on every rank of the group; every rank must call it.
-        optim_state_key: Name of a per-element state, such as ``exp_avg``.
 
     Raises:
         CallOrderError: The optimizer has no such state yet; on every rank that shares the parameter.
@@ -555,7 +543,6 @@ def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tenso
 
     Args:
         value: As many elements as this rank's part has, in any shape and dtype.
-        optim_state_key: Name of a per-element state, such as ``exp_avg``.
     """
     with untouched():
         found = _need(param, "safe_set_local_optimizer_state")

@@ -51,7 +51,6 @@ class Source:
         All tiles of the bucket cost one all-gather, some of them one round of sends.
 
         Args:
-            tiles: Their numbers.
             borrow: Return views where this rank has the whole; the result must not be changed.
         """
         layout = self.layout
@@ -84,8 +83,6 @@ def bucket_source(runtime: ZeroRuntime, bucket: Bucket, kind: str, dtype: torch.
     """Returns this rank's part of one quantity of a bucket, or None where the bucket has none on any rank.
 
     Args:
-        runtime: The model's.
-        kind: ``param``, ``fp32``, ``grad``, or the name of a per-element optimizer state.
         dtype: Dtype of a state, for ranks that own nothing of it.
     """
     label = f"{kind} of {bucket.label}"
@@ -154,7 +151,6 @@ def walk_full(
     The caller changes no tensor and keeps none: where this rank has the whole, it gets views.
 
     Args:
-        runtime: The model's.
         bucket_bytes: Most bytes gathered at once; a larger bucket is read in parts. None: a bucket at a time.
         left_out: Names of parameters to pass over, the same on all ranks.
 
@@ -243,8 +239,6 @@ def tile_windows(layout: BucketLayout, tiles: set[int], itemsize: int, limit: in
     """Yields groups of neighboring tiles of at most ``limit`` bytes: the whole bucket if it fits.
 
     Args:
-        tiles: Numbers of the tiles that are wanted.
-        itemsize: Bytes of an element.
         limit: Most bytes of a group; a larger tile is a group of its own. None: the whole bucket.
     """
     if not tiles:

@@ -223,8 +223,6 @@ def zero_wrapper_for_fp_tensor_constructor(
 
     Args:
         fn: The constructor, such as ``torch.empty``; the shape of its result stays.
-        target_fp_dtype: Dtype of floating results; None leaves them alone.
-        target_device: Device where the call names none; None leaves it to torch.
     """
 
     @functools.wraps(fn)
@@ -258,13 +256,7 @@ def _cast(made: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def constructor_patches(
     dtype: torch.dtype | None, device: torch.device | None, overrides: frozenset[DeepSpeedTensorOverride]
 ) -> list[Patch]:
-    """Returns the patches that one ``zero.Init`` context applies to torch's constructors, as these are now.
-
-    Args:
-        dtype: The dtype of floating tensors.
-        device: Device of the tensors.
-        overrides: Which of the two are overridden.
-    """
+    """Returns the patches that one ``zero.Init`` context applies to torch's constructors, as these are now."""
     dtype = dtype if DeepSpeedTensorOverride.dtype in overrides else None
     device = device if DeepSpeedTensorOverride.device in overrides else None
     if dtype is None and device is None:

@@ -20,12 +20,7 @@ from deepspeed.models.layers import initializer_of
 
 
 class Materializer:
-    """Gives values to the parameters and buffers of one model.
-
-    Args:
-        model: The model.
-        device: Their device.
-    """
+    """Gives values to the parameters and buffers of one model."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device

@@ -52,8 +52,6 @@ def load_files(model: nn.Module, load_config: Any, original: Callable[[], Any]) 
     """Loads files into a model at stage 3; every rank must call it.
 
     Args:
-        model: A model of the Transformers library whose parameters are sharded.
-        load_config: The library's settings of this loading.
         original: Loads as at other stages, into parameters that are whole.
 
     Returns:

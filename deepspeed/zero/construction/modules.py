@@ -39,13 +39,7 @@ _built: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
 
 
 class Patch:
-    """Replaces one attribute of an object between :meth:`apply` and :meth:`revert`.
-
-    Args:
-        owner: Module or class.
-        name: The attribute.
-        replacement: The temporary value.
-    """
+    """Replaces one attribute of an object between :meth:`apply` and :meth:`revert`."""
 
     def __init__(self, owner: Any, name: str, replacement: Any) -> None:
         self._owner = owner
@@ -72,11 +66,7 @@ class Construction:
     """Holds how one ``zero.Init`` context shards modules.
 
     Args:
-        groups: The ranks that share parameters.
-        device: Where they compute.
         dtype: The dtype of floating parameters; None keeps each one's own.
-        shard_device: Device of the shards.
-        patches: Further replacements that hold while the context is active.
     """
 
     def __init__(

@@ -130,7 +130,6 @@ class ProvisionalBucket:
         """Writes this rank's fragment of a parameter into the shard.
 
         Args:
-            fragment: The fragment of this rank.
             values: 1-D, of that fragment.
         """
         self.shard[fragment.in_slice].copy_(values)
@@ -180,9 +179,6 @@ def shard_parameters(
 
     Args:
         params: Parameters with their values, the same on all ranks but for the values.
-        names: For messages; equal on all ranks.
-        group: The ranks that share them.
-        device: Where they will compute.
         dtype: The dtype of floating parameters from now on; None keeps each one's own.
         shard_device: Where the shards are kept; None: on ``device``.
         gatherer: Makes one of them full for code that uses it outside ``GatheredParameters``.

@@ -27,7 +27,6 @@ class SlicesFromFiles:
     """Replaces parameters on the meta device by slices on all ranks, without communication.
 
     Args:
-        dtype: The dtype of floating parameters.
         on_host: Whether slices stay in host memory until ``initialize``.
     """
 
@@ -47,12 +46,7 @@ class SlicesFromFiles:
         return self._groups.peers.size
 
     def start(self, name: str, like: torch.nn.Parameter) -> torch.nn.Parameter:
-        """Returns a sharded parameter in the place of one on the meta device, without its values.
-
-        Args:
-            name: For messages.
-            like: Gives shape, dtype and whether it is trained.
-        """
+        """Returns a sharded parameter in the place of one on the meta device, without its values."""
         install_views()
         group = self._groups.of(name, like)
         dtype = self._dtype if like.is_floating_point() else like.dtype
@@ -77,10 +71,7 @@ class SlicesFromFiles:
         """Reads the part of an interval of the flattened parameter that lies in this rank's slice.
 
         Args:
-            parameter: From :meth:`start`.
             first: Element of the parameter at which the interval begins.
-            numel: Its length.
-            read: Reads a part of the interval.
         """
         address = address_of(parameter)
         assert address is not None

@@ -20,13 +20,7 @@ _known: weakref.WeakKeyDictionary[Transport, dict[str, BucketGroup]] = weakref.W
 
 
 class ProvisionalGroups:
-    """The groups of one ``zero.Init`` context, made when a parameter first requests them.
-
-    Args:
-        peers: All ranks that build the model.
-        device: Where the parameters compute.
-        timeout: Time limit of a communicator that is made; None: torch's.
-    """
+    """The groups of one ``zero.Init`` context, made when a parameter first requests them."""
 
     def __init__(self, job: Job, peers: Transport, device: torch.device, timeout: timedelta | None) -> None:
         self._declared = job.declared
@@ -39,7 +33,6 @@ class ProvisionalGroups:
         """Returns the group of a parameter. Every rank must call it, with the same one.
 
         Args:
-            name: The name of the parameter, for messages.
             parameter: The parameter, of any shape; only its marks are read.
 
         Raises:

@@ -49,9 +49,6 @@ class Agreement:
     """One rank's side of the agreed order.
 
     Args:
-        transport: The transport of the group that gathers.
-        describe: Describes a bucket, given its index, for messages.
-        name: Name of the model, for messages.
         serves: Different wishes are no error (``zero_optimization.agreement``); see :meth:`collect`.
         adapts: ``serves`` is set when wishes differ.
         on_adapted: Called when it has been set so, on all ranks alike.
@@ -130,7 +127,6 @@ class Agreement:
         it returns none, also ranks that have reached the end, since they take part in the gathers.
 
         Args:
-            position: Gathers issued in this pass so far.
             request: Index of the wanted bucket, or ``END_OF_PASS``.
             in_pass: Whether a pass is open; outside, different wishes are never served.
 

@@ -68,12 +68,7 @@ class Handle:
 
 
 class _GuardedPack:
-    """A pack hook that passes on what it is given: a view in the place of a tensor that lies in a sharded bucket.
-
-    Args:
-        by_storage: The sharded buckets by the key of their storage.
-        pack: The pack hook that was active.
-    """
+    """A pack hook that passes on what it is given: a view in the place of a tensor that lies in a sharded bucket."""
 
     def __init__(self, by_storage: Mapping[int, Bucket], pack: Callable[[torch.Tensor], Any]) -> None:
         self.by_storage = by_storage
@@ -90,7 +85,6 @@ class SavedTensorHooks:
     """Packs views of sharded buckets as handles between :meth:`push` and :meth:`pop`.
 
     Args:
-        buckets: The sharded buckets.
         demand: Makes a bucket FULL; excluded from compilation, as is ``on_death``.
         on_death: Called when the last live handle of a bucket dies.
     """

@@ -48,11 +48,7 @@ class _Scope:
 
 
 class _ScopeHook:
-    """A module hook. In a copy of its module it does nothing: the copy is not the engine's.
-
-    Args:
-        run: Called with the last argument of the hook: what the module returns, in a hook after its forward.
-    """
+    """A module hook. In a copy of its module it does nothing: the copy is not the engine's."""
 
     def __init__(self, run: Callable[[Any], None]) -> None:
         self._run = run
@@ -88,10 +84,7 @@ class ForwardHooks:
     """Owns the module hooks of sharded buckets.
 
     Args:
-        root: The model.
         units: Module and its sharded buckets; a module may appear once.
-        buckets: All sharded buckets.
-        schedule: Makes buckets FULL.
         in_backward: Whether a backward of this engine is running.
         on_outputs: Given what a training forward returns, and the number of its module.
     """

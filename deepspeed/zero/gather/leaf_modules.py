@@ -20,11 +20,7 @@ LEAF_FLAG = "_z3_leaf"  # tests of Accelerate read it
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Marks a module as a leaf, whose parameters are gathered together; ``flag=False`` removes the mark.
-
-    Args:
-        model: The module itself.
-    """
+    """Marks a module as a leaf, whose parameters are gathered together; ``flag=False`` removes the mark."""
     if any(_has_engine(parameter) for parameter in model.parameters()):
         log_dist(
             f"set_z3_leaf_module: {type(model).__name__} belongs to an engine already, which ignores the mark; "
@@ -66,7 +62,6 @@ def set_z3_leaf_modules(
     """Marks every module of the given classes.
 
     Args:
-        model: Whose modules are searched, itself included.
         leaf_module_classes: Classes, names of classes, or their paths.
         raise_if_not_found: No such module is an error.
 
@@ -92,7 +87,6 @@ def set_z3_leaf_modules_by_name(
     """Marks modules by their names in ``named_modules()``.
 
     Args:
-        model: Whose modules are searched.
         flag: False removes the mark.
         raise_if_not_found: None found is an error.
 

@@ -69,8 +69,6 @@ class GatherSchedule:
 
     Args:
         buckets: The sharded buckets of the model, in model order.
-        agreement: Keeps the ranks together.
-        limits: Sizes.
         leaves: The buckets that each leaf module uses.
         units: For each unit, the indices of its buckets, sharded or not; a bucket in none is a unit by itself.
     """
@@ -172,11 +170,7 @@ class GatherSchedule:
         self._orders.clear()
 
     def skip(self, indices: frozenset[int]) -> None:
-        """Leaves these buckets out of forwards and backwards from now on; equal on all ranks, between two forwards.
-
-        Args:
-            indices: Numbers of buckets; none: every bucket may be used.
-        """
+        """Leaves these buckets out of forwards and backwards from now on; equal on all ranks, between two forwards."""
         self._skipped = indices & self._buckets.keys()
 
     # -- passes --------------------------------------------------------------------------------------------------------
@@ -402,9 +396,6 @@ class GatherSchedule:
 
         The rest of that unit and all of the next one are requested, further units as long as the limit of prefetching
         allows it; nothing beyond the limit of live parameters.
-
-        Args:
-            demanded: The buckets that are waited for now; they do not count as prefetched.
         """
         order = self._order
         if order is None:
@@ -441,14 +432,7 @@ class GatherCount:
         self.arriving_numel = 0  # their sum
 
     def change(self, index: int, numel: int, before: State, after: State) -> None:
-        """Records that a bucket changes its state.
-
-        Args:
-            index: The index of the bucket.
-            numel: Elements of it.
-            before: Its state until now.
-            after: Its state from now on.
-        """
+        """Records that a bucket changes its state."""
         if before is State.GATHERING:
             self.arriving_numel -= self.arriving.pop(index)
         if after is State.GATHERING:
@@ -492,8 +476,6 @@ class LearnedOrder:
         """Merges a recorded pass.
 
         Args:
-            order: What it gathered.
-            skipped: What it left out.
             falls: Whether bucket numbers fall along the order, as in a backward.
         """
         known, merged = self.order, list(order)

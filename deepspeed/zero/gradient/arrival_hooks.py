@@ -34,7 +34,6 @@ class ArrivalHooks:
     engine, its memory and its process group would never be freed.
 
     Args:
-        buckets: The gradients, by position; the list may grow.
         receiver: Gets each arrival; it is not kept alive.
     """
 

@@ -38,11 +38,6 @@ class ErrorFeedback:
         combination: The same of the sum of slices over the ranks that hold the same ones; None where no others do.
 
     Args:
-        layout: The bucket's.
-        device: Where gradients are.
-        memory_tracker: Counts the memory.
-        to_owner: The owner of a slice gets its sum; otherwise every rank gets everything.
-        spread: Sums of slices over the ranks with the same ones are cut among these, too.
         may_skip: An update may be skipped, which leaves the errors as they were: twice the memory.
     """
 

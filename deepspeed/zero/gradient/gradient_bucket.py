@@ -496,7 +496,6 @@ class GradientBucket:
         """Records that a program has set the gradient of a parameter, which may have had none.
 
         Args:
-            tile: Index of the parameter.
             by_all: Every rank keeps the whole gradient, so every rank must set it.
         """
         self.sum.squares = None

@@ -43,17 +43,7 @@ class GradientSumState:
 
 
 class GradientSum:
-    """The sums of one bucket.
-
-    Args:
-        packed: The buffer into which gradients are packed.
-        starts: Where in the bucket each parameter begins.
-        shapes: Shape of each parameter.
-        dtype: See the attribute.
-        device: The device of sums that are not at their destination yet.
-        destination: Brings reduced gradients to where the update reads them.
-        memory_tracker: Counts the memory.
-    """
+    """The sums of one bucket."""
 
     def __init__(
         self,
@@ -108,7 +98,6 @@ class GradientSum:
         """Returns whether a backward has been added to a sum that was there before it.
 
         Args:
-            mark: The state when the backward began.
             reduced: Whether the backward reduces; others change only the local sum.
         """
         had = not mark.is_empty if reduced else mark.has_local
@@ -232,12 +221,7 @@ class GradientSum:
         return squared_norm(result) if self.squares is None else self.squares.total
 
     def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
-        """Moves the sums to other memory.
-
-        Args:
-            copy: Makes the copy of a 1-D tensor there.
-            tier: Where it goes, for the memory tracker.
-        """
+        """Moves the sums, 1-D, to other memory."""
 
         def moved(old: FlatBuffer) -> FlatBuffer:
             new = FlatBuffer.holding(copy(old.tensor), old, tier)
@@ -257,7 +241,6 @@ class GradientSum:
         """Removes a backward that began at ``mark`` from the local sum and from the used flags.
 
         Args:
-            mark: The state when the backward began.
             with_sum: Remove the earlier sum too.
         """
         if self.local is not None and (with_sum or not mark.has_local):
@@ -292,9 +275,7 @@ def pack_and_square(
 
     Args:
         flat: 1-D, the whole buffer; already zero where there is no gradient.
-        views: A view of every tile in it.
         grads: By index of the tile, in its shape.
-        squares: Receives the squares of all of ``flat``.
     """
     if flat.device.type != "cpu":  # launches would cost more than a pass over device memory
         if grads:
@@ -330,9 +311,6 @@ class GradientDestination:
 
     This class keeps them where they are reduced: on the device, or in host memory if the model computes there.
     ``deepspeed.offload`` has one that copies them from an accelerator to the host.
-
-    Args:
-        tier: The memory tier, for the count.
     """
 
     def __init__(self, tier: Tier = Tier.DEVICE) -> None:
@@ -398,11 +376,7 @@ def squared_norm(flat: torch.Tensor) -> torch.Tensor:
 
 
 class Squares:
-    """The sum of squares of a buffer, computed part by part while each is in the cache.
-
-    Args:
-        device: The device of the buffer.
-    """
+    """The sum of squares of a buffer, computed part by part while each is in the cache."""
 
     def __init__(self, device: torch.device) -> None:
         self._total = torch.zeros((), dtype=torch.float64, device=device)
@@ -434,8 +408,6 @@ def gradient_factor(norm: float, *, scale: float, clip_grad: float) -> float | N
 
     Args:
         norm: Unscaled, over all ranks.
-        scale: Factor on the loss, and so on the gradients.
-        clip_grad: Largest norm; 0 for no clipping.
     """
     factor = 1.0 / scale * clip_factor(norm, clip_grad)
     return None if factor == 1.0 else factor

@@ -77,10 +77,6 @@ class GradientReducer:
 
     Args:
         buckets: Trainable buckets in model order.
-        policy: How gradients are combined.
-        peers: The ranks that run the same backwards and agree on the order.
-        memory_tracker: Counts the buffers.
-        destinations: For each bucket, how its gradients get to where the update reads them.
         on_packed: Called when a bucket's gradients have left the parameters.
         on_stray: Called when a gradient arrives while no backward is open.
         may_block: Whether this rank has issued all gathers that its peers need, so that it may wait for their part of a
@@ -154,11 +150,7 @@ class GradientReducer:
             self._reader.withdraw()
 
     def add(self, bucket: Bucket, destination: GradientDestination) -> None:
-        """Collects the gradients of one more bucket from now on. Every rank must call it, between two backwards.
-
-        Args:
-            destination: How its gradients get to where the update reads them.
-        """
+        """Collects the gradients of one more bucket from now on. Every rank must call it, between two backwards."""
         require_state(self._backward is None, self, "no open backward")
         self.buckets.append(GradientBucket(bucket, self.policy, self._memory_tracker, destination))
         self.buckets[-1].is_coded = self.is_coded
@@ -253,7 +245,6 @@ class GradientReducer:
         a device runs the transfers, only their completion shows that; the host waits a limited time for it.
 
         Args:
-            position: Index of the bucket.
             is_over: Whether this rank's backward has ended, so that peers need only reductions from it.
         """
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
@@ -279,9 +270,6 @@ class GradientReducer:
         The host may be far ahead of its device, and every packed buffer stays allocated until its reduction ends. The
         host waits, not the stream: if a peer holds the bucket back, the transfer ends only after gathers that this rank
         has yet to issue, so a waiting stream would deadlock.
-
-        Args:
-            position: Index of the bucket that is about to be sent.
         """
         backward = self._opened
         if not backward.is_patient:

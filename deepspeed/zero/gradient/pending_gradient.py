@@ -74,7 +74,6 @@ class PendingGradient(torch.Tensor):
 
         Args:
             entry: The gradient; None: it is gone.
-            like: A tensor with the shape, dtype and device.
             views: Operations that lead from the whole gradient to this view of it.
             more: A tensor that is added if this object is assigned to ``.grad``; None: nothing.
         """
@@ -104,9 +103,6 @@ class PendingGradient(torch.Tensor):
 
     def entry(self, operation: str) -> GradientEntry:
         """Returns the entry of the parameter.
-
-        Args:
-            operation: For the message.
 
         Raises:
             CallOrderError: The gradient was discarded, or used by the update.
@@ -221,6 +217,6 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[t
 
 
 def holds_values(parameter: torch.Tensor) -> bool:
-    """Returns whether ``parameter.grad`` is a gradient that the engine has not taken yet."""
+    """Returns whether ``parameter.grad`` (any shape) is a gradient that the engine has not taken yet."""
     found = parameter.grad
     return found is not None and not isinstance(found, PendingGradient)

@@ -72,11 +72,7 @@ class _SummedGradient:
         return sys.getrefcount(self.handle)
 
     def retire(self, *, if_kept: bool = False) -> None:
-        """Makes the handle useless: a program that has kept it does not get another gradient by it.
-
-        Args:
-            if_kept: Only if the program has kept it.
-        """
+        """Makes the handle useless: a program that has kept it does not get another gradient by it."""
         if self.handle is not None and (not if_kept or self._count_references() > self._references):
             self.handle._entry = None
             self.handle = None
@@ -345,12 +341,7 @@ class ProgramGradients:
             self._shown = [entry for entry in self._shown if entry.is_shown]
 
     def take_stray(self, position: int, index: int) -> None:
-        """Called when autograd has added a gradient to the ``.grad`` of a parameter before a backward was opened.
-
-        Args:
-            position: Of the bucket.
-            index: Of the parameter in it.
-        """
+        """Called when autograd has added a gradient to the ``.grad`` of a parameter before a backward was opened."""
         entry = self._entries[position][index] if position < len(self._entries) else None
         if entry is None or not entry.is_shown or not entry.is_accumulated:
             return  # a discarded or replaced gradient, which `apply` finds

@@ -37,11 +37,7 @@ class ReductionPolicy:
         return self.codes_from == 0 and not self.is_trial
 
     def factors(self, divisor: int) -> tuple[float, float]:
-        """Returns the factors on a gradient before it is sent, and on the sum over ranks.
-
-        Args:
-            divisor: The divisor of the bucket's group.
-        """
+        """Returns the factors on a gradient before it is sent, and on the sum over ranks."""
         mean = 1.0 / divisor if self.is_mean else 1.0
         before = mean if self.divides_first else 1.0 / self.predivide
         return before, mean / before

@@ -21,11 +21,7 @@ UPDATES = len(_FIRST) + len(_COUNTED)
 
 
 class Trial:
-    """Decides between the two ways.
-
-    Args:
-        clock: Returns seconds; replaced in tests.
-    """
+    """Decides between the two ways."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.outcome = ""  # what was found, for the log; empty until it is decided
@@ -37,11 +33,7 @@ class Trial:
         self._decided: bool | None = None
 
     def next(self, peers: Transport) -> bool:
-        """Returns whether the next update's gradients are sent as codes. Every rank must call it between two updates.
-
-        Args:
-            peers: The ranks that decide together: the slowest counts.
-        """
+        """Returns whether the next update sends codes, by the slowest rank. Every rank must call it between updates."""
         if self._decided is not None:
             return self._decided
         now = self._clock()

@@ -37,11 +37,7 @@ from deepspeed.zero.update.driver import (
 
 
 class MomentumExchange(MeanGradient):
-    """Exchanges momenta, coded in one bit for each element; in the optimizer's warm-up gradients are reduced.
-
-    Args:
-        optimizer: An optimizer of the 1-bit family.
-    """
+    """Exchanges momenta, coded in one bit for each element; in the optimizer's warm-up gradients are reduced."""
 
     reported_codec = WholeSignCodec()
     has_warm_up = True
@@ -192,10 +188,6 @@ class Sketch:
     So elements get random signs and are summed into :data:`BINS` bins, the same way on all ranks. That is linear:
     the mean of the ranks' sketches is the sketch of the mean, and the expectation of its squared norm is that of the
     mean, with a relative deviation of ``sqrt(2 / BINS)`` (2 %), or none with no more elements than bins.
-
-    Args:
-        group: The ranks whose gradients are averaged.
-        seed: The seed of the signs; equal on all ranks, and another one at every update.
     """
 
     def __init__(self, group: BucketGroup, seed: int) -> None:
@@ -208,9 +200,7 @@ class Sketch:
         """Adds a buffer; every rank of the group must add those of equal lengths in the same order.
 
         Args:
-            numel: Its length.
             gradient: 1-D, floating; None: zeros.
-            factor: Multiplier of it.
         """
         place, self._numel = self._numel, self._numel + numel
         if gradient is None:

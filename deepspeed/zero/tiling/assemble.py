@@ -17,9 +17,6 @@ def assemble(
     """Returns the transfers that gather a tile's fragments on every rank.
 
     Args:
-        layout: How the tile is cut.
-        tile: Its number there.
-        rank: This rank's, as the layout is cut.
         mine: 1-D, this rank's fragment, copied at once; may be None or empty where it has none.
         out: 1-D and contiguous, on every rank: the place of the whole flattened tile.
     """
@@ -41,9 +38,6 @@ def scatter(
     The caller copies that rank's own.
 
     Args:
-        layout: How the tile is cut.
-        tile: Its number there.
-        rank: This rank's, as the layout is cut.
         source: The rank that has the tile.
         values: 1-D, the whole flattened tile; read on ``source`` only.
         place: 1-D, where this rank's fragment goes; None where it has none.

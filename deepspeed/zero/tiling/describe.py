@@ -53,7 +53,6 @@ def describe(name: str, parameter: torch.Tensor) -> Description:
     """Reads the marks of a parameter.
 
     Args:
-        name: The name of the parameter, for messages.
         parameter: The parameter, of any shape; the group of :func:`in_group` is noted on it.
 
     Raises:
@@ -86,11 +85,7 @@ def cut_experts(name: str) -> str:
 
 
 def put_in_group(parameters: Iterable[torch.nn.Parameter], name: str) -> None:
-    """Puts ``parameters`` into a declared group. Must be called before ``zero.Init`` or an engine takes them.
-
-    Args:
-        name: The name of a group; see ``comm.job.declared_groups.define_group``.
-    """
+    """Puts ``parameters`` into a declared group. Must be called before ``zero.Init`` or an engine takes them."""
     for parameter in parameters:
         setattr(parameter, _MARK, name)
 
@@ -106,11 +101,7 @@ def in_group(name: str) -> Iterator[None]:
 
 
 def refuse_dtensor(name: str, parameter: torch.Tensor) -> None:
-    """Raises for a parameter that torch's tensor parallelism has cut already.
-
-    Args:
-        name: The name of the parameter, for the message.
-        parameter: The parameter, of any shape.
+    """Raises for a parameter, of any shape, that torch's tensor parallelism has cut already.
 
     Raises:
         NotYetSupportedError: It is a ``DTensor``.

@@ -26,8 +26,6 @@ class MemoryFormula:
     """Bytes on one rank between two steps, in one tier.
 
     Args:
-        layout: Every bucket.
-        placement: The ZeRO row.
         host_is_device: The model computes in host memory, so that fp32 compute parameters in either tier can be their
             own masters.
         placed: Where each bucket is, if some began to be trained after the others; None: where the placement puts them.
@@ -126,7 +124,6 @@ class MemoryFormula:
 
         Args:
             state_itemsizes: For every state, its bytes per fp32 element.
-            tier: Which.
         """
         found = []
         for bucket, placed in self._trained():

@@ -119,7 +119,6 @@ class BucketLayout:
         """Returns the first and last-plus-one element of one of ``parts`` equal parts of the buffer.
 
         Args:
-            position: Number of the part.
             parts: How many there are: a multiple of ``num_slices`` by which the padded length can be divided.
         """
         return position * self.numel // parts, (position + 1) * self.numel // parts
@@ -169,13 +168,7 @@ def bucket_layout(
     """Lays ``tiles`` end to end, those of one param group side by side so that a slice has few runs.
 
     Args:
-        index: Position of the bucket in the model.
-        tiles: Tiles in model order.
-        dtype: Name of their dtype.
-        trainable: Whether they are trained.
-        num_slices: Slices of the buffer, one for each rank that shares it.
         replicas: Ranks that hold the same slice, each of which must be divisible among them.
-        group: Name of the group of ranks.
     """
     ordered = sorted(tiles, key=lambda tile: tile.param_group)  # stable: model order inside a group
     starts, end = [], 0
@@ -254,7 +247,6 @@ def model_layout(
     Args:
         units: For each unit its tiles in model order.
         slice_layouts: How the group of each name cuts its buckets.
-        limits: Sizes from the configuration.
     """
     buckets: list[BucketLayout] = []
     persistent: set[int] = set()

@@ -39,7 +39,6 @@ class PartOwners:
 
         Args:
             tile: This rank's part, in the shape of its tile.
-            label: What is gathered, for messages.
 
         Returns:
             The whole tensor, in the parameter's full shape.
@@ -105,9 +104,7 @@ def tile_of(name: str, shape: tuple[int, ...], param_group: int, parameter: torc
     """Returns the tile of a parameter.
 
     Args:
-        name: Qualified name in the model.
         shape: Shape of all that this rank's model has of it.
-        param_group: Index of the optimizer param group, or -1 for none.
         parameter: Read for its mark, which tells the part.
 
     Raises:
@@ -132,8 +129,6 @@ def part_of_placements(
     length, of which the last ones may be shorter or empty.
 
     Args:
-        name: The name of the logical parameter.
-        global_shape: Shape of the ``DTensor``.
         mesh: Ranks along each axis.
         coordinate: The rank's place on each axis.
         placements: For each axis a ``Shard`` or ``Replicate``.

@@ -63,8 +63,6 @@ class TilePart:
         """Returns the part of a tile that holds, one after the other along ``dim``, some intervals of it.
 
         Args:
-            name: The name of the logical parameter.
-            dim: The dimension that is cut.
             intervals: First and last-plus-one index; empty ones are left out.
         """
         regions, place = [], 0

@@ -85,8 +85,6 @@ class UpdateStrategy:
         """Starts to copy the kernel's results from staging tensors back.
 
         Args:
-            chunk: What was updated.
-            operands: The chunk's operands.
             updated: The parts of the chunk that the kernel updated; a staging tensor of compute parameters is undefined
                 elsewhere.
         """
@@ -99,11 +97,6 @@ class UpdateStrategy:
 
     def store_whole(self, chunk: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> PendingCopy | None:
         """Starts to copy compute parameters that were computed earlier to where forwards read them.
-
-        Args:
-            chunk: The whole master.
-            operands: The chunk's operands; ``out`` has all new compute parameters.
-            updated: The parts that the update worked on.
 
         Returns:
             The copy that the host must wait for before it writes ``out`` again; None for nothing.
@@ -143,14 +136,7 @@ class UpdateStrategy:
 
 
 class ChunkUpdater:
-    """Runs the update of one optimizer over chunks.
-
-    Args:
-        flat: The optimizer's update of a 1-D run.
-        optimizer: Holds groups and states by run.
-        strategies: By tier.
-        rounds: Masters or states have 16 bit: they are rounded stochastically.
-    """
+    """Runs the update of one optimizer over chunks."""
 
     def __init__(
         self,
@@ -178,7 +164,6 @@ class ChunkUpdater:
 
         Args:
             work: Masters with a gradient, their gradients, and which of their tiles got one.
-            factor: Multiplier of the gradient; None is exactly 1.
             publish: Called when a master and its compute tensor are complete.
             store: For masters with an update computed earlier: applies it.
             number: The number of the update, equal on all ranks; decides how 16 bits are rounded.
@@ -247,13 +232,10 @@ def update_chunk(
     factor: float | None,
     number: int | None = None,
 ) -> list[slice]:
-    """Updates the runs of a chunk that got gradients.
+    """Updates the runs (1-D) of a chunk that got gradients.
 
     Args:
-        flat: The optimizer's update of a 1-D run.
-        groups: Hyperparameters, by number of the param group.
         states: By run; changed.
-        factor: Multiplier of the gradient; None is exactly 1.
         number: The number of the update, where results of 16 bit are rounded stochastically; None: to nearest.
 
     Returns:
@@ -293,13 +275,7 @@ def update_chunk(
 
 
 def first_state(flat: FlatUpdate, group: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Returns the state that a run of ``group`` starts with, per-element states in the length of one block.
-
-    Args:
-        flat: The update of the optimizer.
-        group: The group of the run.
-        dtype: The dtype of the master.
-    """
+    """Returns the state that a run of ``group`` starts with, per-element states in the length of one block."""
     probe: dict[str, Any] = {}
     flat.init_flat_state(group, torch.zeros(64, dtype=dtype), probe)
     return probe

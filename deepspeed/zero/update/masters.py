@@ -234,10 +234,8 @@ class MasterBucket:
         An element whose master already rounds to its compute value keeps the more precise master value.
 
         Args:
-            tile: Index of the parameter.
             values: 1-D, elements ``[offset, offset + len)`` of the flattened parameter, in the compute dtype; what this
                 rank does not own is skipped.
-            offset: See ``values``.
         """
         fragment = self.fragment(tile)
         if self.out is None or fragment is None:
@@ -279,12 +277,7 @@ class MasterBucket:
             self.out.copy_(self.flat)
 
     def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor] | None, tier: Tier) -> None:
-        """Moves the master to other memory, or follows the compute tensor that has moved.
-
-        Args:
-            copy: Makes the copy of the 1-D master; None: the master stays.
-            tier: Where it goes, for the memory tracker.
-        """
+        """Moves the master, 1-D, to other memory, or follows the compute tensor that has moved."""
         compute = self._compute()
         if self.out is None:
             self.flat = compute
@@ -324,11 +317,7 @@ def _take_changed(master: torch.Tensor, values: torch.Tensor) -> None:
 
 
 class PublishWork:
-    """The transfers of changed masters to all ranks that have their parameters.
-
-    Args:
-        masters: This rank's masters, whether they change or not.
-    """
+    """The transfers of changed masters to all ranks that have their parameters."""
 
     def __init__(self, masters: Sequence[MasterBucket]) -> None:
         self._masters = masters
@@ -370,7 +359,6 @@ def fragment_tables(masters: list[MasterBucket], other_parts: Axis | None = None
     """Returns which parts of which parameters every run holds, for optimizers that need whole-tensor information.
 
     Args:
-        masters: All of this rank.
         other_parts: The ranks that hold other parts of some parameters; None where none do.
 
     Returns:
@@ -455,7 +443,6 @@ def move_to_runs(optimizer: torch.optim.Optimizer, masters: list[MasterBucket]) 
 
     Args:
         optimizer: The torch optimizer; its groups still list the model's parameters.
-        masters: This rank's masters.
     """
     parameters = [parameter for master in masters for parameter in master.bucket.params]
     states = {id(parameter): optimizer.state.pop(parameter, None) for parameter in parameters}

@@ -43,8 +43,6 @@ class OuterStep(UpdateDriver):
     """Adds the outer step of islands to the exchange inside an island.
 
     Args:
-        inner: See the attribute.
-        section: ``communication_compression.islands``.
         across: The ranks with the same place on their islands.
     """
 

@@ -17,11 +17,7 @@ from deepspeed.zero.update.masters import MasterBucket
 
 
 class MasterRunGradients:
-    """Puts a :class:`PendingGradient` that refuses everything into ``.grad`` of each run.
-
-    Args:
-        masters: The masters; the list may grow.
-    """
+    """Puts a :class:`PendingGradient` that refuses everything into ``.grad`` of each run."""
 
     def __init__(self, masters: Sequence[MasterBucket]) -> None:
         self.is_accumulated = False  # always False: autograd does not reach runs

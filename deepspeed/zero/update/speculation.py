@@ -93,13 +93,7 @@ def workers_from(make: Callable[[], HostWorker]) -> Iterator[None]:
 
 
 class ShadowMaster:
-    """The second set of one bucket's master and optimizer states, and host memory for its new compute parameters.
-
-    Args:
-        master: In host memory.
-        states: Dtypes of the per-element states, by name.
-        memory_tracker: Counts the memory.
-    """
+    """The second set of one bucket's master and optimizer states, and host memory for its new compute parameters."""
 
     def __init__(self, master: MasterBucket, states: Mapping[str, torch.dtype], memory_tracker: MemoryTracker) -> None:
         self.master = master  # the first set
@@ -178,12 +172,7 @@ class SpeculativeUpdate:
 
     @torch.no_grad()
     def compute(self, flat: FlatUpdate, live: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Makes the update in the shadow; ends early where it is withdrawn. Runs in the worker.
-
-        Args:
-            flat: The optimizer's update of a 1-D run.
-            live: The optimizer's states, by run.
-        """
+        """Makes the update in the shadow (1-D runs); ends early where it is withdrawn. Runs in the worker."""
         shadow, master = self.shadow, self.shadow.master
         grad = self.gradients.result  # waits for the copy to the host
         assert grad is not None
@@ -227,10 +216,7 @@ class SpeculativeUpdate:
         """Returns whether no input has changed since the speculative update read it.
 
         Args:
-            factor: The multiplier of the gradient.
             used: By tile, whether it got a gradient on any rank.
-            optimizer: Has the groups and states.
-            why: Receives what differs, in words.
         """
         master = self.shadow.master
         if factor != self.factor:
@@ -279,12 +265,6 @@ class SpeculativeUpdater:
 
     Args:
         masters: All of this rank; those elsewhere than in host memory are left alone.
-        reducer: Calls :meth:`offer` and :meth:`withdraw`.
-        flat: The optimizer's update of a 1-D run.
-        optimizer: Has groups and states.
-        strategies: How masters are updated, by tier.
-        factor: Returns the multiplier of gradients that are not clipped; None for exactly 1.
-        memory_tracker: Counts the memory.
     """
 
     def __init__(
@@ -328,11 +308,7 @@ class SpeculativeUpdater:
         return found
 
     def offer(self, position: int) -> None:
-        """Starts the update of a master if all its inputs are available.
-
-        Args:
-            position: Index of a bucket whose reduction has just finished.
-        """
+        """Starts the update of a master if all its inputs are available."""
         shadow, gradients = self._shadows.get(position), self._reducer.buckets[position]
         if shadow is None or self._pause or position in self._open or not gradients.is_final:
             return
@@ -374,7 +350,6 @@ class SpeculativeUpdater:
         Updates that the worker has not started are left to the caller, which updates in place.
 
         Args:
-            factor: The multiplier of the gradients.
             used: By bucket and tile, whether it got a gradient on any rank.
         """
         started = {position: one for position, one in self._open.items() if not one.job.cancel()}

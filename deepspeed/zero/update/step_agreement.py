@@ -29,14 +29,7 @@ class StepExchange:
 
 
 class StepAgreement:
-    """The exchange of one optimizer's updates.
-
-    Args:
-        masters: The masters to update; the list may grow.
-        reducer: The reducer of the gradients.
-        groups: The ranks that share them.
-        agreement: Keeps the checksum of the order of gathers.
-    """
+    """The exchange of one optimizer's updates."""
 
     def __init__(
         self, masters: list[MasterBucket], reducer: GradientReducer, groups: Groups, agreement: Agreement
@@ -127,11 +120,7 @@ class StepAgreement:
         return [known + more for known, more in zip(squares, sums.cpu().tolist(), strict=True)], None
 
     def _merge_flags(self, rows: torch.Tensor) -> list[list[bool]]:
-        """Returns, per bucket and parameter, whether any rank that shares it had a gradient.
-
-        Args:
-            rows: The packed flags of every peer.
-        """
+        """Returns, per bucket and parameter, whether any rank that shares it had a gradient."""
         count = sum(len(gradients.used) for gradients in self._reducer.buckets)
         merged: dict[str, list[bool]] = {}
         used, position = [], 0
@@ -197,13 +186,7 @@ class StepAgreement:
         return 0, "the sum of all gradients"  # every element is finite, but their squares overflow
 
     def _name_on(self, rank: int, mine: str, same: list[str]) -> str:
-        """Returns the name of a parameter of ``rank``, which ranks with another part of the model do not have.
-
-        Args:
-            rank: In the job; the same on all ranks.
-            mine: The name on this rank.
-            same: Begins with the name, where ranks have the same part of the model.
-        """
+        """Returns the name of a parameter of ``rank``, which ranks with another part of the model do not have."""
         if self._groups.job is self._groups.peers:
             return same[0]
         text = mine.encode()[:_NAME].ljust(_NAME, b"\0")

@@ -59,18 +59,7 @@ class StepReport:
 
 
 class Updater:
-    """Updates the masters that this rank owns by reduced gradients, with a torch optimizer over their runs.
-
-    Args:
-        optimizer: The torch optimizer; its ``params`` lists hold runs already.
-        masters: Master weights by trainable bucket; the list may grow.
-        reducer: Where the gradients are.
-        options: Settings.
-        placement: The ZeRO row.
-        groups: The ranks that share masters, and those that decide together.
-        agreement: Source of the order's checksum, compared in every update.
-        memory_tracker: Counts the bytes that are allocated.
-    """
+    """Updates the masters that this rank owns by reduced gradients, with a torch optimizer over their runs."""
 
     def __init__(
         self,
@@ -161,10 +150,6 @@ class Updater:
     def exchange(self, extra: Sequence[float] = ()) -> StepExchange:
         """Exchanges norm and flags of the gradients, which are all reduced. Every rank must call it before an update.
 
-        Args:
-            extra: Numbers for all ranks of the job; they are gathered together with the gradient's norm. Every rank
-                must give as many.
-
         Raises:
             CallOrderError: A program changed the param groups, or a parameter got no gradient and must have one; then
                 all gradients are discarded.
@@ -185,7 +170,6 @@ class Updater:
 
         Args:
             exchanged: What :meth:`exchange` returned for these gradients.
-            divisor: Divisor of the gradients, besides the loss scale.
 
         Raises:
             NonFiniteError: Too many skipped steps in a row, or an overflow at the minimum loss scale.
@@ -351,11 +335,7 @@ class Updater:
         self._attach_segments()
 
     def add_masters(self, masters: Sequence[MasterBucket]) -> None:
-        """Adds the runs of newly trained parameters to their param groups. Every rank must call it.
-
-        Args:
-            masters: Their masters, already in the list of masters.
-        """
+        """Adds the runs of newly trained parameters to their param groups. Every rank must call it."""
         for master in masters:
             for run in master.runs:
                 self.optimizer.param_groups[run.interval.param_group]["params"].append(run.param)
@@ -410,7 +390,6 @@ def refuse_changed_groups(optimizer: torch.optim.Optimizer, runs: int) -> None:
     """Raises if parameters were added to a group or taken from it, or if a group with parameters was added.
 
     Args:
-        optimizer: The torch optimizer.
         runs: Number of this rank's runs, which are all that its groups may list.
 
     Raises:
