@@ -16,7 +16,6 @@ from deepspeed.checkpoint.load import LoadOptions, LoadResult, load, load_by, lo
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.save import SaveOptions, Saver
 from deepspeed.checkpoint.weights_file import parse_size
-from deepspeed.config.sections.checkpoint import Checkpoint
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
 
@@ -105,13 +104,14 @@ class EngineCheckpoints:
             )
         run_state = self._run_state()
         settings = self._root.checkpoint
+        by_default = settings.async_save or (settings.writer is not None and settings.writer.decoupled)
         options = SaveOptions(
             root=Path(save_dir),
             tag=f"global_step{run_state.counters['global_steps']}" if tag is None else tag,
             client_state=dict(client_state or {}),
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
-            in_background=_is_in_background(settings) if async_save is None else async_save,
+            in_background=by_default if async_save is None else async_save,
             engine=self._own_engine,
         )
         with self._progress.during("save", step=run_state.counters["global_steps"], tag=options.tag):
@@ -439,7 +439,3 @@ def _refuse_no_path(call: str, found: Any) -> None:
         raise DeepSpeedConfigError(
             f"{call}: expected a folder's path, found {type(found).__name__}; pass the same path on every rank"
         )
-
-
-def _is_in_background(settings: Checkpoint) -> bool:
-    return settings.async_save or (settings.writer is not None and settings.writer.decoupled)

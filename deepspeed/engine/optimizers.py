@@ -39,7 +39,8 @@ def model_parameter_groups(model: nn.Module, model_parameters: Any) -> list[Any]
     )
     entries = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]  # named_parameters()
     if entries and isinstance(entries[0], dict):
-        groups = [{**group, "params": _as_list(group["params"])} for group in entries]
+        params = [[p] if isinstance(p, torch.Tensor) else list(p) for p in (group["params"] for group in entries)]
+        groups = [{**group, "params": own} for group, own in zip(entries, params, strict=True)]
         if len(groups) == 1 and _are_all_replaced(model, groups[0]["params"]):
             groups[0]["params"] = trained
         return groups
@@ -56,10 +57,6 @@ def _replaced_parameters(model: nn.Module) -> list[Any] | None:
     """Returns those parameters from before layers were built again that still exist; None where no layers were."""
     references = getattr(model, "replaced_parameters", None)
     return None if references is None else [found for find in references if (found := find()) is not None]
-
-
-def _as_list(params: Any) -> list[torch.Tensor]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
 def exchange_parameters(given: Any, exchanged: Mapping[int, nn.Parameter]) -> Any:

@@ -77,7 +77,9 @@ def _walk(module: nn.Module, name: str, granularity: int, *, inside_container: b
     if z3_leaf_module(module):
         yield Unit(name, module), True
         return
-    if inside_container and not (_numel(module) > granularity and _holds_blocks(module)):
+    children = (child for child in module.modules() if child is not module)
+    blocks = (child for child in children if isinstance(child, _CONTAINERS) and _numel(child) > 0)
+    if inside_container and (_numel(module) <= granularity or next(blocks, None) is None):
         yield Unit(name, module), True
         return
     if next(module.parameters(recurse=False), None) is not None:
@@ -95,12 +97,6 @@ def _with_parameters(found: tuple[Unit, bool], seen: set[int]) -> Unit:
             seen.add(id(parameter))
             unit.params[f"{unit.name}.{name}" if unit.name else name] = parameter
     return unit
-
-
-def _holds_blocks(module: nn.Module) -> bool:
-    return any(
-        isinstance(child, _CONTAINERS) and _numel(child) > 0 for child in module.modules() if child is not module
-    )
 
 
 def _numel(module: nn.Module) -> int:
@@ -389,21 +385,15 @@ def first_values(
                     "of it; build its module inside `with "
                     f"deepspeed.zero.tiling.describe.in_group({group.name!r})`"
                 )
-            values = _gathered_elsewhere(parameter, address).to(device)
+            block = GatheredBlock([(parameter, address)], None)  # it is sharded over other ranks than the engine's
+            block.open()
+            values = parameter.detach().clone().to(device)
+            block.give_back(restore=False)
         else:
             values = parameter.detach().to(device)
         round_.from_rank_0(tile, values.to(dtype).reshape(-1))
     round_.run()
     return flat
-
-
-def _gathered_elsewhere(parameter: torch.nn.Parameter, address: Address) -> torch.Tensor:
-    """Returns all values of a parameter that is sharded over other ranks than the engine's."""
-    block = GatheredBlock([(parameter, address)], None)
-    block.open()
-    values = parameter.detach().clone()
-    block.give_back(restore=False)
-    return values
 
 
 class _Round:

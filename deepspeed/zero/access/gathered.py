@@ -184,7 +184,9 @@ class GatheredBlock:
         if isinstance(bucket, Bucket) and bucket.is_sharded:
             if bucket.state is State.GATHERING:  # a prefetch, which all ranks have started
                 bucket.finish_gather()
-            elif bucket.state is State.SHARDED and _is_everything(bucket, missing):
+            elif bucket.state is State.SHARDED and {
+                index for index, tile in enumerate(bucket.layout.tiles) if tile.numel
+            } <= {address.tile for _, address in missing}:
                 bucket.start_gather(exactly=True)
                 bucket.finish_gather()
                 self._whole.append(bucket)
@@ -343,7 +345,12 @@ class GatheredBlock:
         for parameter, address in [*self._present, *self._loaned]:
             _back_in_place(parameter, address)
         copy, modifier = self._group.place_of(self._modifier)
-        self._send_to_replicas(copy, modifier)
+        replicas = self._group.combine
+        if replicas is not None and not self._group.spans_stages and self._transport.rank == modifier:
+            # the modifier's values go to the rank of the same number in each other group that shares them
+            edited = [parameter.data.view(-1) for parameter, _ in [*self._present, *self._loaned]]
+            transfers = [TensorTransfer(copy, None, values) for values in edited]
+            replicas.move(transfers, label=f"the changes of {_label(self._entries)}")
         for parameter, address in [*self._present, *self._loaned]:
             bucket, values = address.bucket, parameter.data.view(-1)
             if self._stays_full(address):
@@ -361,14 +368,6 @@ class GatheredBlock:
         for parameter, address in [*self._present, *self._loaned]:
             if self._stays_full(address):
                 keep_full(address, parameter.data)
-
-    def _send_to_replicas(self, copy: int, modifier: int) -> None:
-        """Sends the modifier's values to the rank of the same number in each other group that shares them."""
-        replicas = self._group.combine
-        if replicas is not None and not self._group.spans_stages and self._transport.rank == modifier:
-            edited = [parameter.data.view(-1) for parameter, _ in [*self._present, *self._loaned]]
-            transfers = [TensorTransfer(copy, None, values) for values in edited]
-            replicas.move(transfers, label=f"the changes of {_label(self._entries)}")
 
     def _stays_full(self, address: Address) -> bool:
         """Returns whether every rank continues to use the full values after this block."""
@@ -396,11 +395,6 @@ def _is_missing(entry: Entry) -> bool:
     bucket, tile = entry[1].bucket, entry[1].tile
     loan = bucket.loans.get(tile)
     return bucket.state is not State.FULL and (loan is None or loan.tensor is None)
-
-
-def _is_everything(bucket: Bucket, entries: list[Entry]) -> bool:
-    requested = {address.tile for _, address in entries}
-    return all(index in requested for index, tile in enumerate(bucket.layout.tiles) if tile.numel)
 
 
 def _back_in_place(parameter: torch.nn.Parameter, address: Address) -> None:

@@ -95,7 +95,9 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
         mpu: Any = None,
         **others: Any,
     ) -> None:
-        refused = {"zenflow": zenflow, "offload_param_config": _is_offloaded(offload_param_config), **others}
+        section = offload_param_config
+        device = section.get("device") if isinstance(section, dict) else getattr(section, "device", None)
+        refused = {"zenflow": zenflow, "offload_param_config": device not in (None, "none"), **others}
         for name, value in refused.items():
             if value:
                 raise NotYetSupportedError(f"DeepSpeedZeRoOffload({name}=...): not supported; leave {name} out")
@@ -182,11 +184,6 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
         self._runtime.destroy()
         if self._lease is not None:
             self._lease.give_back()
-
-
-def _is_offloaded(section: Any) -> bool:
-    device = section.get("device") if isinstance(section, dict) else getattr(section, "device", None)
-    return device not in (None, "none")
 
 
 @contextmanager

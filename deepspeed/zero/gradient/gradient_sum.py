@@ -178,16 +178,15 @@ class GradientSum:
         """
         if self.reduced is None:
             # If that is the packed buffer, leave_packed moves the sum before the next pack.
-            self.reduced = self._destination.to_destination(self._narrowed(incoming) if narrows else incoming)
+            if narrows:
+                narrow = self.new_buffer(incoming.tensor.numel(), self.dtype, self._destination.incoming_tier)
+                narrow.tensor.copy_(incoming.tensor)
+                incoming.free()
+                incoming = narrow
+            self.reduced = self._destination.to_destination(incoming)
         else:
             self.squares = Squares(self.reduced.tensor.device) if self.takes_squares else None
             self.reduced = self._destination.add(self.reduced, incoming, self.dtype, self.squares)
-
-    def _narrowed(self, reduced: FlatBuffer) -> FlatBuffer:
-        narrower = self.new_buffer(reduced.tensor.numel(), self.dtype, self._destination.incoming_tier)
-        narrower.tensor.copy_(reduced.tensor)
-        reduced.free()
-        return narrower
 
     def leave_packed(self) -> None:
         """Moves a reduced gradient out of the packed buffer when another backward needs it."""

@@ -95,9 +95,6 @@ class BucketMomentum:
     def _group(self, tensor: _Tensor) -> int:
         return self.master.layout.tiles[tensor.tile].param_group
 
-    def _beta(self, tensor: _Tensor) -> float:
-        return float(self._optimizer.param_groups[self._group(tensor)]["betas"][0])
-
     def _coefficient(self, tensor: _Tensor) -> float:
         assert isinstance(self._optimizer, ExchangesMomentum)
         return self._optimizer.coefficient(self.master.layout.tiles[tensor.tile].name)
@@ -275,7 +272,7 @@ class BucketMomentum:
                 assert add is not None
                 part.copy_(add[tensor.tile])
                 continue
-            beta = self._beta(tensor)
+            beta = float(self._optimizer.param_groups[self._group(tensor)]["betas"][0])
             if gradient is not None:
                 part.copy_(gradient[self._place_in_bucket(tensor)]).mul_((1 - beta) * factor)
             if old is not None:

@@ -224,7 +224,8 @@ class LocalSteps(MomentumExchange):
             group[LR_SUM] = float(group.get(LR_SUM) or 0.0) + lrs[-1]
         if self.optimizer.comes_together:
             self._send(work, clip, lrs, self._rates(), still)
-            self._count_from_zero()
+            for group in self._optimizer.param_groups:
+                group[LR_EXCHANGED], group[LR_SUM] = group.get(LR_SUM) or 1.0, 0.0
             for bucket, own, *_ in work:
                 bucket.settle(own)
             return
@@ -236,10 +237,6 @@ class LocalSteps(MomentumExchange):
     def _rates(self) -> list[float]:
         """Returns for each param group the sum of its learning rates since the last exchange."""
         return [float(group.get(LR_SUM) or 0.0) for group in self._optimizer.param_groups]
-
-    def _count_from_zero(self) -> None:
-        for group in self._optimizer.param_groups:
-            group[LR_EXCHANGED], group[LR_SUM] = group.get(LR_SUM) or 1.0, 0.0
 
     @override
     @torch.no_grad()

@@ -192,13 +192,11 @@ class SpeculativeUpdate:
             for made in update_chunk(
                 flat, self.groups, self.states, chunk, Operands(shadow.flat[part], grad[part], None, out), self.factor
             ):
-                self._note_updated(slice(start + made.start, start + made.stop))
+                first, last = start + made.start, start + made.stop
+                if self.updated and self.updated[-1].stop == first:
+                    first = self.updated.pop().start
+                self.updated.append(slice(first, last))
         self.is_complete = True
-
-    def _note_updated(self, made: slice) -> None:
-        if self.updated and self.updated[-1].stop == made.start:
-            made = slice(self.updated.pop().start, made.stop)
-        self.updated.append(made)
 
     def _read(self, grad: torch.Tensor, live: Mapping[torch.Tensor, dict[str, Any]]) -> list[tuple[Any, Any]]:
         """Returns what the update depends on: each tensor with its version, and each number."""
@@ -298,14 +296,11 @@ class SpeculativeUpdater:
         """Makes shadows for masters that are new in the list."""
         for position, master in enumerate(self._masters):
             if position not in self._shadows and master.tier is Tier.HOST:
-                self._shadows[position] = ShadowMaster(master, self._state_dtypes(master), self._memory_tracker)
-
-    def _state_dtypes(self, master: MasterBucket) -> dict[str, torch.dtype]:
-        found: dict[str, torch.dtype] = {}
-        for number in _groups_of(master.runs):
-            state = first_state(self._flat, self._optimizer.param_groups[number])
-            found |= {key: v.dtype for key, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
-        return found
+                dtypes: dict[str, torch.dtype] = {}
+                for number in _groups_of(master.runs):
+                    state = first_state(self._flat, self._optimizer.param_groups[number])
+                    dtypes |= {key: v.dtype for key, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
+                self._shadows[position] = ShadowMaster(master, dtypes, self._memory_tracker)
 
     def offer(self, position: int) -> None:
         """Starts the update of a master if all its inputs are available."""
