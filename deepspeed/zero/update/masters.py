@@ -40,19 +40,6 @@ class MasterRun:
 class MasterBucket:
     """This rank's part of the master weights of one bucket.
 
-    Attributes:
-        bucket: The compute side.
-        layout: The bucket's layout for the update: cut over the ranks, or whole where replicated.
-        transport: Transport of the ranks that share it, numbered as the layout is cut.
-        rank: Position of this rank in that sharing.
-        whole_tensors: Whether each run is one parameter in its shape.
-        flat: 1-D master.
-        out: 1-D compute tensor that must receive the update, or None where ``flat`` is the compute tensor.
-        memory: Where ``flat`` and the optimizer state are.
-        state_tier: Where the optimizer state is at the moment.
-        states: Off the device: per-element states of the whole master; those of the runs are views of them.
-        runs: In order of their start; together they cover every parameter that has a param group.
-
     Args:
         original: 1-D, the values from before the cast to the compute dtype: of the whole bucket, or of this rank's
             slice of it.
@@ -71,14 +58,15 @@ class MasterBucket:
         is_narrow: bool = False,
     ) -> None:
         self.bucket = bucket
-        self.whole_tensors = whole_tensors
-        self.memory = memory
-        self.state_tier = memory.tier
+        self.whole_tensors = whole_tensors  # whether each run is one parameter in its shape
+        self.memory = memory  # where ``flat`` and the optimizer state are
+        self.state_tier = memory.tier  # where the optimizer state is at the moment
         self._memory_tracker = memory_tracker
-        self.transport: Transport = bucket.group.owners
+        self.transport: Transport = bucket.group.owners  # of the ranks that share it, numbered as ``layout`` is cut
         self.layout: BucketLayout = replace(bucket.layout, num_slices=self.transport.size if is_sharded else 1)
         self.rank = self.transport.rank if is_sharded else 0
         compute = self._compute()
+        # ``flat`` is the 1-D master; ``out`` the compute tensor that must receive the update, None where it is ``flat``
         dtype = bucket.dtype if is_narrow else torch.promote_types(bucket.dtype, torch.float32)
         if bucket.dtype == dtype and self._can_share():
             self.flat, self.out = compute, None
@@ -91,10 +79,12 @@ class MasterBucket:
             memory.write(self.flat, original[lower - base : upper - base])
             memory.settle()
             self.out = compute
+        # off the device: per-element states of the whole master; those of the runs are views of them
         self.states: dict[str, torch.Tensor] = {}
         self._tile_intervals: dict[Run, list[tuple[int, int, int]]] = {}
         self.fragments: tuple[Fragment, ...] = self.layout.fragments(self.rank)
         runs = self._runs_of_tensors() if whole_tensors else list(self.layout.runs(self.rank))
+        # in order of their start; together they cover every parameter that has a param group
         self.runs = [self._run(run, whole_tensors) for run in runs]
 
     @property

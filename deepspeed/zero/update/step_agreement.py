@@ -57,12 +57,12 @@ class StepAgreement:
         squares, on_device = self._own_squares()
         numbers = [*squares, float(self._agreement.digest), float(_number_of_order(groups)), *extra]
         together = groups.job is groups.peers
-        mine = torch.tensor(numbers + flags if together else numbers, dtype=torch.float64)
+        own_row = torch.tensor(numbers + flags if together else numbers, dtype=torch.float64)
         if on_device is not None:
-            mine = mine.to(on_device.device, non_blocking=True)
-            mine[: len(squares)] += on_device
+            own_row = own_row.to(on_device.device, non_blocking=True)
+            own_row[: len(squares)] += on_device
         rows = groups.job.gather_small(
-            mine,
+            own_row,
             channel="step",
             label="the update (optimizer.step)",
         )
@@ -103,14 +103,14 @@ class StepAgreement:
         squares, accepted = [0.0, 0.0], self._groups.job.small_device
         on_device: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
-            found = gradients.sum_of_squares()
+            sum_of_squares = gradients.sum_of_squares()
             column = 0 if master.counts else 1
-            if found is None:
+            if sum_of_squares is None:
                 continue
-            if found.device.type in ("cpu", "meta"):
-                squares[column] += found.item()
+            if sum_of_squares.device.type in ("cpu", "meta"):
+                squares[column] += sum_of_squares.item()
             else:
-                on_device[column].append(found)
+                on_device[column].append(sum_of_squares)
         if not any(on_device):
             return squares, None
         nothing = next(one for column in on_device for one in column).new_zeros(())
@@ -166,30 +166,30 @@ class StepAgreement:
 
         The same on all ranks.
         """
-        mine = first = 0
+        own_index = first = 0
         names: list[str] = []
         for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
             names += [tile.name for tile in master.layout.tiles]
             result = gradients.result
-            if mine == 0:
+            if own_index == 0:
                 tile = gradients.first_not_finite() if result is None else master.first_non_finite(result)
                 if tile is not None:
-                    mine = first + tile + 1
+                    own_index = first + tile + 1
             first += len(master.layout.tiles)
         rows = self._groups.job.gather_small(
-            torch.tensor([mine], dtype=torch.int64), channel="step", label="the search for a non-finite gradient"
+            torch.tensor([own_index], dtype=torch.int64), channel="step", label="the search for a non-finite gradient"
         )
-        found = rows.view(-1).tolist()
-        for rank, index in enumerate(found):
+        indices = rows.view(-1).tolist()
+        for rank, index in enumerate(indices):
             if index:
-                return rank, self._name_on(rank, names[mine - 1] if mine else "", names[index - 1 :])
+                return rank, self._name_on(rank, names[own_index - 1] if own_index else "", names[index - 1 :])
         return 0, "the sum of all gradients"  # every element is finite, but their squares overflow
 
-    def _name_on(self, rank: int, mine: str, same: list[str]) -> str:
+    def _name_on(self, rank: int, own_name: str, same: list[str]) -> str:
         """Returns the name of a parameter of ``rank``, which ranks with another part of the model do not have."""
         if self._groups.job is self._groups.peers:
             return same[0]
-        text = mine.encode()[:_NAME].ljust(_NAME, b"\0")
+        text = own_name.encode()[:_NAME].ljust(_NAME, b"\0")
         rows = self._groups.job.gather_small(
             torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64),
             channel="step",

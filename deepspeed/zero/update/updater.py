@@ -10,7 +10,7 @@ stage, so that the stage never changes the arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -247,7 +247,10 @@ class Updater:
         if self._chunks is not None:
             work = [entry for entry in zip(self.masters, self._reducer.buckets, used, strict=True) if any(entry[2])]
             with step_hooks(self.optimizer):
-                store = self._kept_updates(factor, used)
+                store = {}  # of updates that were started early and turned out right
+                if (speculation := self.speculation) is not None:
+                    for position, early in speculation.settle(factor, used).items():
+                        store[self.masters[position]] = partial(speculation.store, early)
                 self._chunks.run(work, factor, publishing.start, store, self._steps)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         else:
@@ -291,14 +294,6 @@ class Updater:
         for master in self.masters:
             for run in master.runs:
                 run.param.grad = None
-
-    def _kept_updates(self, factor: float | None, used: list[list[bool]]) -> dict[MasterBucket, Callable[[], None]]:
-        """Returns functions that apply the speculative updates that turned out right, by master."""
-        speculation = self.speculation
-        if speculation is None:
-            return {}
-        kept = speculation.settle(factor, used)
-        return {self.masters[position]: partial(speculation.store, one) for position, one in kept.items()}
 
     # -- masters and runs --------------------------------------------------------------------------------------------
 
@@ -395,10 +390,10 @@ def refuse_changed_groups(optimizer: torch.optim.Optimizer, runs: int) -> None:
     Raises:
         CallOrderError: The groups list something else, which would never be trained.
     """
-    found = [len(group["params"]) for group in optimizer.param_groups]
-    if sum(found) != runs:
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    if sum(counts) != runs:
         raise CallOrderError(
-            f"engine.step: the {len(found)} param groups of {type(optimizer).__name__} list {sum(found)} "
+            f"engine.step: the {len(counts)} param groups of {type(optimizer).__name__} list {sum(counts)} "
             f"tensors, but this rank trains {runs}: a group's `params` were changed, or add_param_group was "
             f"called. {FIXED_GROUPS}"
         )
