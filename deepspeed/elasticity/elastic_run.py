@@ -88,7 +88,7 @@ class ElasticRun:
     def is_taken(self) -> bool:
         """Whether its engine is still in use."""
         engine = self.engine()
-        return engine is not None and not engine._train_step.is_destroyed
+        return engine is not None and not engine._runtime.is_destroyed
 
     def begin_with(self, engine: EngineBase) -> None:
         """Assigns the run to ``engine``; drops copies and records of another engine."""

@@ -304,7 +304,7 @@ def take_apart(engine: EngineBase) -> None:
     parameters = list(engine.module.parameters())
     try:
         # Not twice: after a failed rebuild, the second call would empty the parameters.
-        if not engine._train_step.is_destroyed:
+        if not engine._runtime.is_destroyed:
             engine.destroy()
     except (DeepSpeedError, RuntimeError) as error:  # pending communication cannot complete; everything is freed anyway
         logger.log(logging.DEBUG, "elasticity: the former engine ended with %s", error)

@@ -1,13 +1,14 @@
-"""The sizes of batches, and the count of micro-steps by which updates are found."""
+"""The sizes of batches, and which micro-batch of which update the next backward belongs to."""
 
 from __future__ import annotations
 
 from deepspeed.config import BatchSizes
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.zero.runtime import MicroBatch
 
 
 class Batches:
-    """Sizes of batches, and the count of micro-steps."""
+    """Sizes of batches, and the count of micro-steps, by which updates are found unless a schedule says."""
 
     def __init__(self, sizes: BatchSizes, data_size: int, *, is_counted: bool) -> None:
         self._uneven_total = sizes.train_batch_size if sizes.is_uneven else None
@@ -17,6 +18,9 @@ class Batches:
         self._is_counted = is_counted
         self.micro_steps = 0  # micro-batches so far
         self._counted_from = 0  # ``micro_steps`` from which on the present accumulation steps are counted
+        self.has_run_backward = False  # since the last update
+        self.scheduled: MicroBatch | None = None  # the micro-batch that a schedule has given, until its step
+        self.boundary: bool | None = None  # whether micro-steps end in an update, by the program; None: by counting
 
     def train_batch_size(self) -> int:
         """Returns the samples per update over all ranks."""
@@ -81,6 +85,35 @@ class Batches:
     def next_completes_update(self) -> bool:
         """Returns whether the next micro-step is the last of the accumulation steps of an update."""
         return not self._is_counted or self.since_update + 1 == self._accumulation_steps
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether updates are found by counting steps, not by a schedule or the program."""
+        return self.scheduled is None and self.boundary is None
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Returns whether the present micro-step ends in an update."""
+        if self.scheduled is not None:
+            return self.scheduled.is_last
+        return self.next_completes_update if self.boundary is None else self.boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Sets whether micro-steps end in an update, until called again; steps are not counted meanwhile."""
+        self.boundary = is_boundary
+
+    def micro_batch(self) -> MicroBatch:
+        """Returns the micro-batch of the next backward."""
+        if self.scheduled is not None:
+            return self.scheduled
+        is_last = self.is_gradient_accumulation_boundary()
+        return MicroBatch(self.since_update, is_first=not self.has_run_backward, is_last=is_last)
+
+    def end_step(self, micro_batches: int) -> None:
+        """Counts the micro-batches of a step that has been made."""
+        self.micro_steps += micro_batches
+        if self.scheduled is not None and self.scheduled.is_last:
+            self.count_anew()
+        self.scheduled = None
 
     def count_anew(self) -> None:
         """Makes the next micro-batch the first of an update."""

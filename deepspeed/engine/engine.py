@@ -109,7 +109,10 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         self._stopped_gc = self._root.disable_python_gc and gc.isenabled()
         if self._stopped_gc:
             gc.disable()
-        self._optimizer = self._make_optimizer()
+        self._optimizer: DeepSpeedZeroOptimizer | None = None
+        if parts.torch_optimizer is not None:
+            made = optimizer_class(parts.torch_optimizer, parts.placement, parts.precision)
+            self._optimizer = made(self._runtime, self._train_step, self._offloading)
         self.optimizer: Any = self._optimizer
         if self._optimizer is None and parts.placement.shard_params:
             self.optimizer = DeepSpeedZeRoOffload.of(self._runtime)
@@ -124,14 +127,6 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             raise AttributeError(
                 f"neither the engine nor the wrapped {type(module).__name__} has {name!r}{hint_for(name)}"
             ) from None
-
-    def _make_optimizer(self) -> DeepSpeedZeroOptimizer | None:
-        """Returns the optimizer that programs use, on top of the training step; None where nothing is trained."""
-        parts = self._parts
-        if parts.torch_optimizer is None:
-            return None
-        kind = optimizer_class(parts.torch_optimizer, parts.placement, parts.precision)
-        return kind(self._runtime, self._train_step, self._offloading)
 
     def _make_train_step(self) -> TrainStep:
         settings = self._root.flops_profiler
@@ -167,8 +162,8 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
     enable_backward_allreduce = forwarded_attribute(
         "_train_step", "reduces_gradients", "Whether backwards reduce gradients."
     )
-    is_gradient_accumulation_boundary = forwarded("_train_step", TrainStep.is_gradient_accumulation_boundary)
-    set_gradient_accumulation_boundary = forwarded("_train_step", TrainStep.set_gradient_accumulation_boundary)
+    is_gradient_accumulation_boundary = forwarded("_batches", Batches.is_gradient_accumulation_boundary)
+    set_gradient_accumulation_boundary = forwarded("_batches", Batches.set_gradient_accumulation_boundary)
     scale = forwarded("_train_step", TrainStep.scale)
 
     def inspect(self) -> EngineInspection:
@@ -307,7 +302,6 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         At stage 3 sharded parameters of the model are empty afterwards, so save or gather them before. :meth:`backward`
         and :meth:`step` raise from then on.
         """
-        self._train_step.is_destroyed = True
         held = {id(parameter) for parameter in self.module.parameters()}  # without those that were replaced since
         empty = sum(
             tile.numel

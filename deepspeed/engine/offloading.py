@@ -128,7 +128,7 @@ class StateTransfer:
         runtime.leave_backward("offload_states and reload_states")
         if runtime.reducer is not None:
             runtime.reducer.stop_reading()
-        if runtime.hooks.in_forward:
+        if runtime.passes.scopes:
             raise CallOrderError("offload_states and reload_states: a forward is running; call them after it")
         runtime.free_gathered()
         # A master that is not on the device stays there, but its compute tensors may move.

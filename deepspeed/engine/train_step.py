@@ -23,6 +23,7 @@ from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.torch_private import call_after_backward, differentiates_a_function
+from deepspeed.zero.gradient.program_gradients import GradientUnit
 from deepspeed.zero.runtime import MicroBatch, ZeroRuntime
 from deepspeed.zero.update.updater import StepReport
 
@@ -42,18 +43,6 @@ class TrainStep:
         checks_rows: Warn if the first training batch has another number of rows than the micro-batch.
         is_scheduled: A schedule runs backwards and updates, as in a pipeline; the program, which has no call between
             them, does not see gradients in ``parameter.grad``.
-
-    Attributes:
-        global_steps: Updates so far, skipped ones included.
-        global_samples: Samples of those updates, over all ranks.
-        skipped_steps: Updates that were skipped because a gradient was not finite.
-        was_applied: Whether the latest call of :meth:`update` changed the parameters.
-        reduces_gradients: Whether backwards reduce gradients at all.
-        defers_reduction: Whether a block of ``no_sync`` or ``coalesce_grad_reduction`` is open: backwards inside
-            reduce no gradients.
-        profiled: As given.
-        counts: The tokens of losses that are sums.
-        is_destroyed: The engine was destroyed: backwards and updates raise.
     """
 
     def __init__(
@@ -71,12 +60,12 @@ class TrainStep:
         checks_rows: bool = True,
         is_scheduled: bool = False,
     ) -> None:
-        self.global_steps = self.global_samples = self.skipped_steps = 0
-        self.was_applied = False
-        self.reduces_gradients = True
-        self.defers_reduction = False
+        self.global_steps = self.global_samples = 0  # updates, skipped ones included; their samples over all ranks
+        self.skipped_steps = 0  # updates that were skipped because a gradient was not finite
+        self.was_applied = False  # whether the latest call of :meth:`update` changed the parameters
+        self.reduces_gradients = True  # whether backwards reduce gradients at all
+        self.defers_reduction = False  # whether a block of ``no_sync`` or ``coalesce_grad_reduction`` is open
         self.is_scheduled = is_scheduled
-        self.is_destroyed = False
         self.profiled = profiled
         self._features = hooks
         self._runtime = runtime
@@ -89,15 +78,7 @@ class TrainStep:
         self._advance_lr = advance_lr
         self._missing_step = MissingStep()
         self._row_check = RowCheck(is_done=not checks_rows)
-        self._has_run_backward = False  # since the last update
-        self._given: MicroBatch | None = None  # the micro-batch of a schedule, until its step
-        self._given_boundary: bool | None = None  # by the program; None: steps are counted
-        self._in_forward = False  # a whole training step may run inside a forward
-        self._runs_backward = False
-        self._program_runs_backward = False
-        runtime.backward_tracker.attach(self.open_backward)
-        if runtime.reducer is not None:
-            runtime.reducer.program.attach(self._why_scaled, self._note_discarded, is_enabled=not is_scheduled)
+        runtime.passes.attach(self.open_backward)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +106,12 @@ class TrainStep:
         runtime = self._runtime
         runtime.refuse_offloaded("engine.forward", "lp_params")
         if differentiates_a_function():
-            return self._forward_in_transform(fn, inputs, named)
+            # torch.func.grad and the like differentiate without the engine's backward
+            runtime.hooks.refuse_transforms()
+            if self._precision.cast_inputs:
+                inputs, named = self._precision.cast_arguments(inputs), self._precision.cast_arguments(named)
+            with self._precision.forward_context(get_accelerator()):
+                return fn(*inputs, **named)
         if not runtime.backward_is_running:  # it is running if this forward is a recomputation
             runtime.drop_open_work()
         runtime.originals.restore()
@@ -135,30 +121,25 @@ class TrainStep:
             self._row_check.compare((inputs, named), self._batches.train_micro_batch_size_per_gpu())
         if self._precision.cast_inputs:
             inputs, named = self._precision.cast_arguments(inputs), self._precision.cast_arguments(named)
-        given = self._features.before_forward(
+        keywords = self._features.before_forward(
             is_training=is_training, global_steps=self.global_steps, micro_steps=self._batches.micro_steps
         )
-        outputs = self._run_forward(fn, inputs, {**named, **given})
+        outputs = self._run_forward(fn, inputs, {**named, **keywords})
         if announces and torch.is_grad_enabled() and not runtime.hooks.sees_forwards:
-            runtime.backward_tracker.watch(outputs)
+            runtime.hooks.watch(outputs)
         return outputs
-
-    def _forward_in_transform(self, fn: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Runs ``fn`` inside transforms like ``torch.func.grad``, which differentiate without the engine's backward."""
-        self._runtime.hooks.refuse_transforms()
-        if self._precision.cast_inputs:
-            inputs, named = self._precision.cast_arguments(inputs), self._precision.cast_arguments(named)
-        with self._precision.forward_context(get_accelerator()):
-            return fn(*inputs, **named)
 
     def _run_forward(self, fn: Callable[..., Any], inputs: Sequence[Any], named: dict[str, Any]) -> Any:
         profiled = self.profiled
         self._progress.before("forward")
         if profiled is not None:
             profiled.before_forward()
-        self._in_forward = True
         try:
-            with self._progress.counting(fn), self._precision.forward_context(get_accelerator()):
+            with (
+                self._runtime.passes.in_call(),
+                self._progress.counting(fn),
+                self._precision.forward_context(get_accelerator()),
+            ):
                 outputs = fn(*inputs, **named)
         except RuntimeError as error:
             if (reason := reason_of(error)) is not None:
@@ -167,8 +148,6 @@ class TrainStep:
             if explanation is None:
                 raise
             raise DeepSpeedConfigError(explanation) from error
-        finally:
-            self._in_forward = False
         if profiled is not None:
             profiled.after_forward()
         self._progress.after("forward")
@@ -225,7 +204,7 @@ class TrainStep:
         parts = self.begin_loss(tokens, steps)
         self._prepare_backward(micro_batch)
         loss, root = self.loss_and_root(loss, divides=divides, count=tokens, parts=parts)
-        if self._features.needs_graph and self.is_gradient_accumulation_boundary():
+        if self._features.needs_graph and self._batches.is_gradient_accumulation_boundary():
             scale = self._scaling.factor / parts
             if divides and tokens is None:
                 scale /= steps
@@ -244,10 +223,10 @@ class TrainStep:
             micro_batch: The micro-batch of this backward; None: found by counting steps.
         """
         self._check_backward()
-        tensors, given = paired_roots(roots, gradients)
+        tensors, their_gradients = paired_roots(roots, gradients)
         self.counts.note_gradients()
         self._prepare_backward(micro_batch)
-        self._run_backward(lambda: torch.autograd.backward(tensors, given, **options))
+        self._run_backward(lambda: torch.autograd.backward(tensors, their_gradients, **options))
 
     def run_backward(self, compute: Callable[[], _Computed], micro_batch: MicroBatch) -> _Computed:
         """Runs ``compute``, which contains a backward, and returns its result. Every rank must call it."""
@@ -295,7 +274,7 @@ class TrainStep:
         return loss, self._scaling.apply(loss)
 
     def _refuse_destroyed(self, call: str) -> None:
-        if self.is_destroyed:
+        if self._runtime.is_destroyed:
             raise CallOrderError(
                 f"{call}: this engine was destroyed, so the gradients of the ranks are not reduced any more; "
                 "call engine.destroy() after the last step, or make another engine with deepspeed.initialize"
@@ -310,10 +289,11 @@ class TrainStep:
                 "an `optimizer` section with trainable model_parameters"
             )
         self._runtime.refuse_offloaded("engine.backward", "lp_params", "lp_grads")
-        self._runtime.reducer.program.apply()  # before this loss counts, as a zero_grad forgets the losses so far
+        self._runtime.reducer.program.apply()
+        self._take_discards()  # before this loss counts, as a zero_grad forgets the losses so far
 
     def _prepare_backward(self, micro_batch: MicroBatch | None) -> None:
-        if self._in_forward:
+        if self._runtime.passes.calls:
             self._runtime.hooks.pause()
         self._runtime.leave_backward("engine.backward")
         self._runtime.drop_open_work()
@@ -323,39 +303,19 @@ class TrainStep:
                 f"engine.backward: micro-batch {micro_batch.index} is marked as the first of an update, but gradients "
                 "of earlier ones are not used yet; call engine.step() after the last of them, or engine.zero_grad()"
             )
-        self._given = micro_batch
+        self._batches.scheduled = micro_batch
 
     def _run_backward(self, compute: Callable[[], _Computed]) -> _Computed:
         self._progress.before("backward")
-        self._runs_backward = True
         try:
-            self.open_backward()
+            self._begin_backward()
             computed = compute()
         except RuntimeError as error:
             if (reason := reason_of(error)) is not None:
                 raise reason from error
             raise
-        finally:
-            self._runs_backward = False
         self._close_backward()
         return computed
-
-    def micro_batch(self) -> MicroBatch:
-        """Returns the micro-batch of the next backward: the schedule's, or by the number of steps since the update."""
-        if self._given is not None:
-            return self._given
-        is_last = self.is_gradient_accumulation_boundary()
-        return MicroBatch(self._batches.since_update, is_first=not self._has_run_backward, is_last=is_last)
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Returns whether the present micro-step ends in an update."""
-        if self._given is not None:
-            return self._given.is_last
-        return self._batches.next_completes_update if self._given_boundary is None else self._given_boundary
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Sets whether micro-steps end in an update, until called again; steps are not counted meanwhile."""
-        self._given_boundary = is_boundary
 
     @contextmanager
     def unreduced(self, call: str = "engine.no_sync") -> Iterator[None]:
@@ -375,21 +335,28 @@ class TrainStep:
             self.defers_reduction = False
 
     def open_backward(self) -> None:
-        """Opens a backward if none is open. Called for each backward, and when one reaches the outputs."""
-        if self._runtime.in_backward or self._runtime.reducer is None or self._features.runs_backward:
+        """Opens a backward that the program runs. Called when one reaches the outputs or a gradient arrives."""
+        if self._runtime.reducer is None or self._features.runs_backward:
             return
-        # a driver or schedule that decides about steps handles the reminders
-        if not self.defers_reduction and self._given is None and self._given_boundary is None:
-            self._missing_step.backward()
-        reduces = self.reduces_gradients and not self.defers_reduction
-        self._runtime.begin_backward(self.micro_batch(), sync=reduces)
-        self._has_run_backward = True
-        if self._runs_backward:
-            return
+        self._runtime.reducer.program.apply()
+        self._take_discards()
+        self._begin_backward(is_by_program=True)
         self._progress.before("backward")
         self._scaling.program_runs_backward()
-        self._program_runs_backward = True
         call_after_backward(self._close_backward)
+
+    def _begin_backward(self, *, is_by_program: bool = False) -> None:
+        # a driver or schedule that decides about steps handles the reminders
+        if not self.defers_reduction and self._batches.counts_steps:
+            self._missing_step.backward()
+        unit = GradientUnit(is_scaled=self._scaling.factor != 1.0, is_counted=self.counts.has_sums)
+        self._runtime.begin_backward(
+            self._batches.micro_batch(),
+            sync=self.reduces_gradients and not self.defers_reduction,
+            unit=None if self.is_scheduled else unit,
+            is_by_program=is_by_program,
+        )
+        self._batches.has_run_backward = True
 
     @contextmanager
     def one_reduction(self) -> Iterator[None]:
@@ -402,17 +369,18 @@ class TrainStep:
         assert reducer is not None
         with self.unreduced("engine.coalesce_grad_reduction"):
             yield
-        if reducer.policy.every_micro_batch or self.is_gradient_accumulation_boundary():
+        if reducer.policy.every_micro_batch or self._batches.is_gradient_accumulation_boundary():
             self._runtime.leave_backward("engine.coalesce_grad_reduction")
             reducer.settle()
 
     def _close_backward(self) -> None:
-        if self._runtime.in_backward:
-            self._runtime.end_backward()
-            self._progress.after("backward")
-            by_program, self._program_runs_backward = self._program_runs_backward, False
-            if by_program and self._runtime.reducer is not None and self._runtime.reducer.has_arrivals:
-                self.counts.note_mean()  # skipped for torch.autograd.grad, which leaves no gradient in a parameter
+        if not self._runtime.in_backward:
+            return  # it was dropped in between
+        ended = self._runtime.end_backward()
+        self._progress.after("backward")
+        reducer = self._runtime.reducer
+        if ended.is_by_program and reducer is not None and reducer.has_arrivals:
+            self.counts.note_mean()  # skipped for torch.autograd.grad, which leaves no gradient in a parameter
 
     # -- update ------------------------------------------------------------------------------------------------------
 
@@ -442,15 +410,16 @@ class TrainStep:
             raise CallOrderError(
                 "engine.step: called inside no_sync or coalesce_grad_reduction; leave the block before the update"
             )
+        batches = self._batches
         if micro_batches is not None:
-            self._given = MicroBatch(micro_batches - 1, is_first=False, is_last=True)
-            self._has_run_backward = True  # pipeline stages without trained parameters run no backward
+            batches.scheduled = MicroBatch(micro_batches - 1, is_first=False, is_last=True)
+            batches.has_run_backward = True  # pipeline stages without trained parameters run no backward
         self._runtime.leave_backward("engine.step")
         self.was_applied = False
         self._missing_step.step()
         report = None
-        if self.is_gradient_accumulation_boundary():
-            if not self._has_run_backward:
+        if batches.is_gradient_accumulation_boundary():
+            if not batches.has_run_backward:
                 log_dist_once(
                     "engine.step: no backward has run since the last update, so there are no gradients; the update is "
                     "counted, and the schedule advances. Call engine.backward(loss) before each engine.step()",
@@ -458,19 +427,16 @@ class TrainStep:
                 )
             self._progress.before("step")
             report = self._update(lr_arguments or {}, extra)
-            self._has_run_backward = False
+            batches.has_run_backward = False
             self._progress.after("step")
         else:
             assert self._runtime.reducer is not None
             self._runtime.reducer.end_micro_step()
-        self._batches.micro_steps += 1 if micro_batches is None else micro_batches
-        if self._given is not None and self._given.is_last:
-            self._batches.count_anew()
-        self._given = None
+        batches.end_step(1 if micro_batches is None else micro_batches)
         return report
 
     def _update(self, lr_arguments: Mapping[str, Any], extra: Sequence[float]) -> StepReport:
-        self._features.before_update(self.global_steps, has_run_backward=self._has_run_backward)
+        self._features.before_update(self.global_steps, has_run_backward=self._batches.has_run_backward)
         uneven = self._features.uneven_batch
         report = self.update_parameters((*extra, *(() if uneven is None else uneven.numbers())))
         if uneven is not None:
@@ -499,6 +465,7 @@ class TrainStep:
         assert updater is not None and reducer is not None
         self._runtime.leave_backward("optimizer.step")
         reducer.settle()
+        self._take_discards()
         self.free_for_update()
         discards = reducer.discards
         try:
@@ -522,34 +489,19 @@ class TrainStep:
         self.counts.clear()
         self._scaling.clear()
 
-    def _why_scaled(self) -> str:
-        """Returns why gradients differ from those of the loss by a factor until the update; "" if they do not."""
-        if self._scaling.factor != 1.0:
-            return "under fp16 it carries the loss scale until the update"
-        if self.counts.has_sums:
-            return "losses have a count (engine.backward(loss, count=...)), by which only the update divides"
-        return ""
-
-    def _note_discarded(self, is_total: bool) -> None:
-        """Called when the program has discarded gradients by torch's calls.
-
-        Raises:
-            CallOrderError: Those of some parameters only, of losses that are sums with a count.
-        """
-        if is_total:
+    def _take_discards(self) -> None:
+        """Forgets the losses of gradients that the program has discarded by torch's calls."""
+        reducer, batches = self._runtime.reducer, self._batches
+        assert reducer is not None
+        discards = reducer.program.take_discards()
+        if discards.all:
             self.forget_losses()
-        elif self.counts.has_sums:
-            raise CallOrderError(
-                "zero_grad or grad = None of some parameters: expected all of them, since the losses have a count "
-                "(engine.backward(loss, count=...)) and the update divides all gradients by one sum of counts. Give "
-                "mean losses without count, or discard all gradients with engine.zero_grad()"
-            )
-        if self._batches.since_update and self._given_boundary is None:
+        if (discards.some or discards.all) and batches.since_update and batches.boundary is None:
             log_dist_once(
-                f"zero_grad or grad = None after {self._batches.since_update} of gradient_accumulation_steps="
-                f"{self._batches.gradient_accumulation_steps()} micro-batches: their gradients are discarded, and the "
-                "update gets those of the remaining ones only. To accumulate, call zero_grad after the update "
-                "(engine.step() has already discarded the gradients then, so the call can also be left out)",
+                f"zero_grad or grad = None after {batches.since_update} of gradient_accumulation_steps="
+                f"{batches.gradient_accumulation_steps()} micro-batches: their gradients are discarded, and the update "
+                "gets those of the remaining ones only. To accumulate, call zero_grad after the update (engine.step() "
+                "has already discarded the gradients then, so the call can also be left out)",
                 level=logging.WARNING,
             )
 
@@ -567,7 +519,7 @@ class TrainStep:
         self._missing_step.step()
         self._runtime.refuse_open_blocks("the update")
         self._runtime.refuse_offloaded("engine.step")
-        if self._in_forward:
+        if self._runtime.passes.calls:
             self._runtime.hooks.pause()
         self._runtime.free_gathered()
         self._runtime.take_back_frozen()

@@ -50,32 +50,7 @@ _GATHER = 0
 
 
 class Bucket:
-    """The parameters of one ``BucketLayout`` on this rank.
-
-    Attributes:
-        layout: Where each parameter lies.
-        params: The model's parameters, in layout order.
-        is_sharded: Whether the full buffer is freed between uses.
-        full: The full flat buffer.
-        shard: This rank's slice of the compute parameters, flat; a view of ``full`` for a resident bucket.
-        memory: The memory of ``shard``.
-        users: Open forward scopes that use the bucket.
-        live_handles: Saved tensors of autograd that will need the bucket again.
-        is_decoded: FULL with values that went through a codec: close to those of the shards, the same on all ranks.
-        gradients_in: Whether the running backward has delivered the gradient of every parameter.
-        is_kept: Whether it stays FULL after its forward, because its backward is near.
-        state: Where the values are.
-        is_partitioned: Whether the placement shards parameters, so that the ecosystem's ``ds_*`` attributes exist;
-            small parameters and those of a group of one may be resident anyway.
-        loans: Parameters that ``GatheredParameters`` keeps full, by tile.
-        pins: Contexts that keep the whole bucket full.
-        gatherer: Makes a parameter full that an operation reads, if that is allowed now; ``ForwardHooks`` sets it.
-        on_change: Called with the index, the elements, the former and the new state; ``GatherSchedule`` sets it to
-            count what is gathered.
-
-    Set by other objects too: the owner by ``ZeroRuntime`` (``begin_training``), and ``full.on_move`` by the handles of
-    saved tensors.
-    """
+    """The parameters of one ``BucketLayout`` on this rank."""
 
     def __init__(
         self,
@@ -89,22 +64,30 @@ class Bucket:
         memory_tracker: MemoryTracker,
         memory: Memory,
     ) -> None:
-        self.layout = layout
+        self.layout = layout  # where each parameter lies
         self.index = layout.index
-        self.params = params
+        self.params = params  # the model's parameters, in layout order
         self.dtype = dtype
         self.device = device
         self.group = group
-        self.memory = memory
+        self.memory = memory  # the memory of ``shard``
         self._memory_tracker = memory_tracker
-        self.is_sharded = self.is_partitioned = is_sharded
-        self.loans: dict[int, Loan] = {}
-        self.users = self.pins = self.live_handles = 0
-        self.gradients_in = False
-        self.is_kept = False
+        self.is_sharded = is_sharded  # whether the full buffer is freed between uses
+        # Whether the placement shards parameters, so that the ecosystem's ``ds_*`` attributes exist; small parameters
+        # and those of a group of one may be resident anyway.
+        self.is_partitioned = is_sharded
+        self.loans: dict[int, Loan] = {}  # parameters that ``GatheredParameters`` keeps full, by tile
+        self.users = 0  # open forward scopes and pins that use the bucket
+        self.pins = 0  # contexts that keep the whole bucket full
+        self.live_handles = 0  # saved tensors of autograd that will need the bucket again
+        self.gradients_in = False  # whether the running backward has delivered the gradient of every parameter
+        self.is_kept = False  # whether it stays FULL after its forward, because its backward is near
+        # makes a parameter full that an operation reads, if that is allowed now; set by ``ForwardHooks``
         self.gatherer: Gatherer | None = None
+        # called with index, elements, former and new state; set by ``GatherSchedule``, which counts what is gathered
         self.on_change: Callable[[int, int, State, State], None] | None = None
         self._owner: Any = None  # a weak reference once it no longer trains
+        # FULL with values that went through a codec: close to those of the shards, the same on all ranks
         self.is_decoded = False
         # For gathers that the model uses, with a codec if there is one; `transport` has the same ranks and no codec.
         self._compute_transport = group.parameter_transport(trainable=layout.trainable)
@@ -203,8 +186,8 @@ class Bucket:
                     mark_sharded(parameter, empty)
             else:
                 self.full.tensor.copy_(values)
-                for parameter, view, kind in zip(self.params, self._views, self._classes, strict=True):
-                    mark_full(parameter, view, kind)
+                for parameter, view, own_class in zip(self.params, self._views, self._classes, strict=True):
+                    mark_full(parameter, view, own_class)
         self.remember_values()
 
     def take_addresses(self) -> None:
@@ -261,8 +244,10 @@ class Bucket:
     def finish_gather(self) -> None:
         """GATHERING -> FULL: waits, and gives the parameters their values."""
         self._await_gather()
-        for parameter, view, kind in self._without_loans(zip(self.params, self._views, self._classes, strict=True)):
-            mark_full(parameter, view, kind)
+        for parameter, view, own_class in self._without_loans(
+            zip(self.params, self._views, self._classes, strict=True)
+        ):
+            mark_full(parameter, view, own_class)
         self._change_state(State.FULL)
         self.remember_values()
 
@@ -516,10 +501,10 @@ class Bucket:
         return True
 
     def _check_shape(self, index: int) -> None:
-        found, expected = tuple(self.params[index].shape), self.layout.tiles[index].shape
-        if found != expected:
+        shape, expected = tuple(self.params[index].shape), self.layout.tiles[index].shape
+        if shape != expected:
             raise CallOrderError(
-                f"parameter {self.layout.tiles[index].name!r} was given the shape {found} after deepspeed.initialize; "
+                f"parameter {self.layout.tiles[index].name!r} was given the shape {shape} after deepspeed.initialize; "
                 f"expected {expected}, as its place in the flat buffer cannot change. Resize a model before "
                 "initialize, or initialize it again"
             )

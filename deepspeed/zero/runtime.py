@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,15 +22,16 @@ from deepspeed.zero.address import address_of, full_shape
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import agree_to_go_on
 from deepspeed.zero.gather.agreement import Agreement
-from deepspeed.zero.gather.hooks import ForwardHooks, tensors_in
+from deepspeed.zero.gather.hooks import ForwardHooks
 from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules, mark_configured_leaves
 from deepspeed.zero.gather.schedule import GatherSchedule
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.gradient.gradients import GradientReducer
-from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
+from deepspeed.zero.gradient.program_gradients import GradientUnit
 from deepspeed.zero.group import Groups
 from deepspeed.zero.guards import UntrainedGradients, guard_parts, guard_state_dicts
 from deepspeed.zero.model_states import ModelStates, RuntimeOptions
+from deepspeed.zero.passes import ModelPhase, Pass, PassTracker
 from deepspeed.zero.placement import BucketPlacement
 from deepspeed.zero.tiling.layout import ModelLayout
 from deepspeed.zero.update.masters import MasterBucket, group_indices, move_to_runs
@@ -66,47 +66,6 @@ class MicroBatch:
     part: ModelChunk | None = None  # the part of the model that the backward belongs to; None: all of it
 
 
-class BackwardTracker:
-    """Tracks whether a backward of one model is open, and calls back when a gradient hook fires.
-
-    The outermost forward of any module leaves a hook on what it returns (``zero.gather.hooks``). So the backward is
-    opened, and its forward is known, before the first weight is needed, regardless of which code starts the backward.
-
-    Args:
-        enter: Called in an open backward with the number of the forward whose outputs it has reached.
-    """
-
-    def __init__(self, enter: Callable[[int], None]) -> None:
-        self.is_open = False  # whether a backward is open; set by the runtime alone
-        self._enter = enter
-        self._open_backward: Callable[[], None] | None = None
-
-    def attach(self, open_backward: Callable[[], None]) -> None:
-        """Sets the function that opens a backward if none is open; None: gradient hooks open none."""
-        self._open_backward = open_backward
-
-    def watch(self, outputs: Any, entry: int = 0) -> None:
-        """Hooks the outputs of a training forward, so that a backward through them is noticed.
-
-        Args:
-            outputs: What it returned.
-            entry: Number of the module among those that may be called by themselves; 0 is the model.
-        """
-        for tensor in tensors_in(outputs):
-            if tensor.requires_grad and not tensor.is_leaf:  # on a parameter, each forward would add another hook
-                tensor.register_hook(lambda _gradient: self._reached(entry))
-
-    def seen(self) -> None:
-        """Called when a gradient hook fires. Opens the backward if none is open."""
-        if self._open_backward is not None:
-            self._open_backward()
-
-    def _reached(self, entry: int) -> None:
-        self.seen()
-        if self.is_open:
-            self._enter(entry)
-
-
 class ZeroRuntime:
     """Manages the sharded states of one model. Made by :func:`build_runtime`."""
 
@@ -122,7 +81,7 @@ class ZeroRuntime:
         hooks: ForwardHooks,
         reducer: GradientReducer | None,
         updater: Updater | None,
-        backward_tracker: BackwardTracker,
+        passes: PassTracker,
     ) -> None:
         self.model = model
         self.placement = options.placement  # the ZeRO row
@@ -138,13 +97,14 @@ class ZeroRuntime:
         self.schedule = schedule  # when buckets are gathered
         self.hooks = hooks  # the hooks that run before and after modules
         self.reducer = reducer  # the gradients; None where nothing is trained
-        self.backward_tracker = backward_tracker  # detects backwards of this model
+        self.passes = passes  # the forward or backward that the model is in
         # the parameter objects that are trained, to restore those that a program replaces
         self.originals = OriginalParameters(model)
         self.handles: list[RemovableHandle] = []  # hooks on the model that are removed with this runtime
         self.updater = updater  # updates the masters; None where nothing is trained
         self.offloaded: set[str] = set()  # kinds of states that ``offload_states`` has moved to the host
         self.open_blocks = 0  # ``GatheredParameters`` blocks that hold parameters of this model
+        self.is_destroyed = False  # whether its engine was destroyed
         self.is_retired = False  # whether another engine has taken the model over
         self._late: list[int] = []  # positions of buckets trained only since a parameter of theirs was unfrozen
         self._is_alone = all(isinstance(group.reduce, LocalTransport) for group in groups)
@@ -167,7 +127,7 @@ class ZeroRuntime:
     @property
     def in_backward(self) -> bool:
         """Returns whether a backward of this model is open."""
-        return self.backward_tracker.is_open
+        return self.passes.in_backward
 
     def _drop_untrained_gradients(self) -> None:
         """Drops gradients of parameters that require them but belong to no param group; logs new ones."""
@@ -180,22 +140,32 @@ class ZeroRuntime:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, micro_batch: MicroBatch, *, sync: bool) -> None:
-        """Opens a backward: gradients are collected and sharded parameters gathered on demand until it ends."""
+    def begin_backward(
+        self, micro_batch: MicroBatch, *, sync: bool, unit: GradientUnit | None = None, is_by_program: bool = False
+    ) -> None:
+        """Opens a backward: gradients are collected and sharded parameters gathered on demand until it ends.
+
+        Args:
+            unit: The unit of the gradients that the program sees in ``.grad``; None: it sees none.
+            is_by_program: Whether the program has called torch's backward, not the engine's.
+        """
         require_state(not self.in_backward, self, "no open backward at the begin of one")
         self.take_unfrozen()
-        self.backward_tracker.is_open = True
+        now = self.passes.begin(ModelPhase.BACKWARD)
+        now.is_by_program = is_by_program
         if self.reducer is not None:
             every = self.reducer.policy.every_micro_batch and not self._is_alone
             reaches, closes = self._positions(micro_batch)
             reduced = reaches if every and (micro_batch.part is None or micro_batch.part.reduces_each) else closes
             self.reducer.begin(
+                now,
                 reaches=reaches,
                 reduces=frozenset(reduced if sync else ()),
                 closes=frozenset(closes),
+                unit=unit,
             )
         self._confirm(True)
-        self.schedule.begin("backward")
+        self.schedule.begin(now)
 
     def _positions(self, micro_batch: MicroBatch) -> tuple[Sequence[int], Sequence[int]]:
         """Returns the trained buckets that a backward may reach, and those that no later one of the update reaches."""
@@ -241,15 +211,18 @@ class ZeroRuntime:
                 f"masters, gradients and optimizer state on this rank ({', '.join(m.bucket.label for m in made[:3])})"
             )
 
-    def end_backward(self) -> None:
-        """Finishes a backward: waits for its gathers and reductions, and frees gathered parameters."""
+    def end_backward(self) -> Pass:
+        """Finishes a backward: waits for its gathers and reductions, and frees gathered parameters; returns it."""
         require_state(self.in_backward, self, "an open backward")
-        self.schedule.end()
+        now = self.passes.current
+        assert now is not None
+        self.schedule.end(now)
         self._confirm(False)
         if self.reducer is not None:
-            self.reducer.end()
-        self.hooks.end_backward()
-        self.backward_tracker.is_open = False
+            self.reducer.end(now)
+        self.hooks.end_backward(now)
+        self.passes.end()
+        return now
 
     def drop_open_work(self, *, together: bool = True) -> bool:
         """Discards unfinished work after an exception left a forward or backward open.
@@ -269,25 +242,29 @@ class ZeroRuntime:
                 "this engine cannot be used any more: its model was given to another deepspeed.initialize, and the "
                 "engine made there has it now; use that engine"
             )
-        was_open = self.in_backward or self.schedule.in_pass or self.hooks.in_forward
-        if was_open:
-            is_mixed = self.reducer is not None and self.reducer.is_open and self.reducer.is_mixed
-            is_agreed = self._peers_need_open_work
-            if together and is_agreed:
-                is_mixed = agree_to_go_on(self.groups.peers, self._describe_open_work(), is_mixed)
-            self.schedule.drop()
-            self._confirm(False)
-            if self.reducer is not None and self.reducer.is_open:
-                self.reducer.drop(with_sums=is_mixed)
-            self.backward_tracker.is_open = False
-            self.hooks.abandon()
-            if together:
-                log_dist(
-                    "the last forward or backward ended in an exception; its unfinished work was dropped",
-                    ranks=None if is_agreed or self.groups.peers.size == 1 else [-1],
-                    level=logging.WARNING,
-                )
-        return was_open
+        now = self.passes.current
+        if now is None:
+            return False
+        is_mixed = self.reducer is not None and self.reducer.is_open and self.reducer.is_mixed
+        # whether other ranks take part in transfers of the work that is left open
+        gathers = any(bucket.is_sharded and bucket.group.size > 1 for bucket in self.buckets)
+        reduces = self.reducer is not None and self.reducer.is_reducing
+        is_agreed = self.groups.peers.size > 1 and (gathers or reduces)
+        if together and is_agreed:
+            is_mixed = agree_to_go_on(self.groups.peers, _describe(now), is_mixed)
+        self.schedule.drop()
+        self._confirm(False)
+        if self.reducer is not None and self.reducer.is_open:
+            self.reducer.drop(now, with_sums=is_mixed)
+        self.hooks.abandon()
+        self.passes.end()
+        if together:
+            log_dist(
+                "the last forward or backward ended in an exception; its unfinished work was dropped",
+                ranks=None if is_agreed or self.groups.peers.size == 1 else [-1],
+                level=logging.WARNING,
+            )
+        return True
 
     @property
     def backward_is_running(self) -> bool:
@@ -313,19 +290,6 @@ class ZeroRuntime:
         self.drop_failed_backward()
         if self.in_backward:
             raise CallOrderError(f"{call}: a backward is still running; call it after that has returned")
-
-    @property
-    def _peers_need_open_work(self) -> bool:
-        """Returns whether other ranks take part in transfers of the work that an exception left open."""
-        gathers = any(bucket.is_sharded and bucket.group.size > 1 for bucket in self.buckets)
-        reduces = self.reducer is not None and self.reducer.is_reducing
-        return self.groups.peers.size > 1 and (gathers or reduces)
-
-    def _describe_open_work(self) -> str:
-        if not self.in_backward:
-            return f"a forward, after {self.schedule.num_issued} gathers"
-        sent = self.reducer.num_sent if self.reducer is not None else 0
-        return f"a backward, after {self.schedule.num_issued} gathers and {sent} reductions"
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -388,12 +352,16 @@ class ZeroRuntime:
             self.refuse_open_blocks("initialize")
             self.drop_open_work()
             self.free_gathered()
-            self.destroy()
+            self._release()
             self.groups.give_back()
             self.is_retired = True
 
     def destroy(self) -> None:
         """Removes every hook from the model and frees this runtime's memory; the parameters keep their values."""
+        self.is_destroyed = True
+        self._release()
+
+    def _release(self) -> None:
         for bucket in self.buckets:
             # A tensor with a graph keeps its parameters alive, invisibly to the garbage collector. Through this
             # reference they would keep the engine alive for ever.
@@ -419,7 +387,9 @@ def build_runtime(
     """
     if options.leaves is not None:
         mark_configured_leaves(model, options.leaves)  # may raise, so before an earlier engine loses the model
-    _retire_earlier_owners(model)
+    addresses = [address for parameter in model.parameters() if (address := address_of(parameter)) is not None]
+    for owner in {id(a.bucket.owner): a.bucket.owner for a in addresses if a.bucket.owner is not None}.values():
+        owner.retire()  # an engine that had the model before
     states = ModelStates(model, options, groups, group_indices(optimizer))
     if optimizer is not None:
         move_to_runs(optimizer, states.masters)
@@ -430,24 +400,25 @@ def build_runtime(
         name=type(model).__name__,
         serves=options.agreement == "serve",
         adapts=options.agreement == "adapt",
-        on_adapted=lambda: None if reducer is None else reducer.note_uneven(),
     )
     leaves = states.buckets_of_leaves()
-    schedule = GatherSchedule(sharded, agreement, options.gathers, leaves.values(), states.layout.units)
-    backward_tracker = BackwardTracker(lambda entry: hooks.reach(entry))
-    hooks = ForwardHooks(
-        model,
-        states.gathering_modules(leaves),
-        sharded,
-        schedule,
-        in_backward=lambda: backward_tracker.is_open,
-        on_outputs=backward_tracker.watch,
-    )
+    passes = PassTracker()
+    schedule = GatherSchedule(sharded, passes, agreement, options.gathers, leaves.values(), states.layout.units)
+    hooks = ForwardHooks(model, states.gathering_modules(leaves), sharded, schedule, passes)
     reducer = None
     if options.reduction is not None:
-        reducer = _make_reducer(model, options.reduction, states, groups, schedule, hooks, backward_tracker)
-        if agreement.serves:
-            reducer.note_uneven()
+        reducer = GradientReducer(
+            [master.bucket for master in states.masters],
+            options.reduction,
+            groups.peers,
+            states.memory_tracker,
+            [states.destination(master.bucket) for master in states.masters],
+            passes=passes,
+            agreement=agreement,
+            layers=backward_comm.BackwardCommTracker(model),
+            needs_one_order=bool(sharded) and any(group.gather.needs_one_order for group in groups),
+            runs=MasterRunGradients(states.masters),
+        )
     updater = None
     if optimizer is not None and reducer is not None and options.update is not None:
         updater = Updater(
@@ -470,7 +441,7 @@ def build_runtime(
         hooks=hooks,
         reducer=reducer,
         updater=updater,
-        backward_tracker=backward_tracker,
+        passes=passes,
     )
     if options.placement.shard_params or states.sharded:
         runtime.handles += guard_state_dicts(model)
@@ -478,35 +449,11 @@ def build_runtime(
     return runtime
 
 
-def _retire_earlier_owners(model: nn.Module) -> None:
-    """Releases the parameters from an engine that had the model before."""
-    addresses = [address for p in model.parameters() if (address := address_of(p)) is not None]
-    for owner in {id(a.bucket.owner): a.bucket.owner for a in addresses if a.bucket.owner is not None}.values():
-        owner.retire()
-
-
-def _make_reducer(
-    model: nn.Module,
-    policy: ReductionPolicy,
-    states: ModelStates,
-    groups: Groups,
-    schedule: GatherSchedule,
-    hooks: ForwardHooks,
-    backward_tracker: BackwardTracker,
-) -> GradientReducer:
-    comm_tracker = backward_comm.BackwardCommTracker(model)
-    return GradientReducer(
-        [master.bucket for master in states.masters],
-        policy,
-        groups.peers,
-        states.memory_tracker,
-        [states.destination(master.bucket) for master in states.masters],
-        on_packed=hooks.gradients_arrived,
-        on_stray=backward_tracker.seen,
-        may_block=lambda: schedule.expects_no_gather and not comm_tracker.may_communicate(),
-        needs_one_order=bool(states.sharded) and any(group.gather.needs_one_order for group in groups),
-        runs=MasterRunGradients(states.masters),
-    )
+def _describe(now: Pass) -> str:
+    if now.phase is not ModelPhase.BACKWARD:
+        return f"a forward, after {len(now.issued)} gathers"
+    reductions = 0 if now.reductions is None else now.reductions.cursor
+    return f"a backward, after {len(now.issued)} gathers and {reductions} reductions"
 
 
 class OriginalParameters:

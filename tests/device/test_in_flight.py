@@ -38,13 +38,13 @@ def _gathers_counted(engine: Any) -> Iterator[dict[str, int]]:
     own = engine._runtime.schedule
     issue, issue_up_to = own._issue, own._issue_up_to
 
-    def counting_issue(bucket: Any) -> None:
+    def counting_issue(*arguments: Any) -> None:
         counts["all"] += 1
-        issue(bucket)
+        issue(*arguments)
 
-    def counting_issue_up_to(bucket: Any) -> None:
+    def counting_issue_up_to(*arguments: Any) -> None:
         counts["late"] += 1
-        issue_up_to(bucket)
+        issue_up_to(*arguments)
 
     with mock.patch.multiple(own, _issue=counting_issue, _issue_up_to=counting_issue_up_to):
         yield counts
@@ -102,7 +102,7 @@ def test_a_peer_that_holds_a_bucket_back_is_not_waited_for() -> None:
         finish, early = gradients.GradientBucket.finish_reduction, []
 
         def recording_finish(self: Any) -> None:
-            early.append(engine._runtime.schedule.in_pass and not engine._runtime.schedule.expects_no_gather)
+            early.append(not engine._runtime.passes.expects_no_gather)
             finish(self)
 
         with (

@@ -63,7 +63,7 @@ def _train(engine, inside, calls):
             engine(_batch(number))
         else:
             _train_outside(engine, _batch(number), seen)
-        assert not engine._runtime.hooks.in_forward
+        assert not engine._runtime.passes.scopes
     return seen
 
 

@@ -13,6 +13,8 @@ from deepspeed.engine.loss_scaling import LossScaling
 from deepspeed.engine.train_step import TrainStep
 from deepspeed.engine_feature import EngineHooks
 from deepspeed.errors import CallOrderError
+from deepspeed.zero.gradient.program_gradients import DiscardReport
+from deepspeed.zero.passes import ModelPhase, Pass, PassTracker
 from deepspeed.zero.runtime import MicroBatch
 from deepspeed.zero.update.step_agreement import StepExchange
 from deepspeed.zero.update.updater import StepReport
@@ -25,35 +27,41 @@ class FakeRuntime:
         self.calls: list[str] = []
         self.micro_batches: list[MicroBatch] = []
         self.synced: list[bool] = []
-        self.in_backward = self.backward_is_running = False
+        self.backward_is_running = self.is_destroyed = False
+        self.passes = PassTracker()
         self.reducer: Any = SimpleNamespace(
             has_sums=False,
             has_arrivals=True,
             discards=0,
             settle=lambda: self.calls.append("settle"),
             zero_grad=lambda: self.calls.append("zero_grad"),
-            program=SimpleNamespace(attach=lambda *_arguments, **_named: None, apply=lambda: None),
+            program=SimpleNamespace(apply=lambda: None, take_discards=DiscardReport),
             end_micro_step=lambda: self.calls.append("end of micro-step"),
             clear=lambda: self.calls.append("clear"),
         )
-        self.backward_tracker = SimpleNamespace(
-            watch=lambda outputs: self.calls.append("watch outputs"), attach=self._attach
+        self.hooks = SimpleNamespace(
+            sees_forwards=False,
+            pause=lambda: self.calls.append("pause hooks"),
+            watch=lambda outputs: self.calls.append("watch outputs"),
         )
-        self.hooks = SimpleNamespace(sees_forwards=False, pause=lambda: self.calls.append("pause hooks"))
         self.originals = SimpleNamespace(restore=lambda: None)
         self.updater: Any = None
 
-    def _attach(self, open_backward: Any) -> None:
-        self.open_backward = open_backward
+    @property
+    def in_backward(self) -> bool:
+        return self.passes.in_backward
 
-    def begin_backward(self, micro_batch: MicroBatch, *, sync: bool) -> None:
+    def begin_backward(self, micro_batch: MicroBatch, *, sync: bool, unit: Any, is_by_program: bool) -> None:
         self.micro_batches.append(micro_batch)
         self.synced.append(sync)
-        self.in_backward = True
+        self.passes.begin(ModelPhase.BACKWARD).is_by_program = is_by_program
 
-    def end_backward(self) -> None:
-        self.in_backward = False
+    def end_backward(self) -> Pass:
+        ended = self.passes.current
+        assert ended is not None
+        self.passes.end()
         self.calls.append("end of backward")
+        return ended
 
     def leave_backward(self, call: str) -> None:
         if self.in_backward:
@@ -164,7 +172,7 @@ def test_gradients_of_another_part_are_neither_scaled_nor_reported():
     made.step.backward([outputs, outputs * 2], [torch.ones(3), None], current)
     assert made.weight.grad is not None and made.weight.grad.item() == 3.0
     assert made.progress.losses == [] and made.runtime.micro_batches == [current]
-    assert made.step.is_gradient_accumulation_boundary()
+    assert made.batches.is_gradient_accumulation_boundary()
 
 
 def test_a_schedule_may_not_begin_an_update_twice():
@@ -178,7 +186,7 @@ def test_a_schedule_may_not_begin_an_update_twice():
 def test_a_backward_of_the_program_opens_and_closes_itself():
     made = Made()
     loss = made.step.scale(made.loss())
-    loss.register_hook(lambda _gradient: made.runtime.open_backward())
+    loss.register_hook(lambda _gradient: made.runtime.passes.open_backward())
     loss.backward()
     assert made.runtime.calls[-1] == "end of backward" and not made.runtime.in_backward
     assert made.progress.phases[-2:] == ["before backward", "after backward"]
@@ -222,7 +230,7 @@ def test_a_schedule_updates_once_for_all_its_micro_batches():
     report = made.step.update(extra=[1.0, 0.5], micro_batches=3)
     assert report is not None and report.extra.tolist() == [[1.0, 0.5]]
     assert made.batches.micro_steps == 3 and made.step.global_samples == 12
-    assert made.step.micro_batch() == MicroBatch(0, is_first=True, is_last=False)
+    assert made.batches.micro_batch() == MicroBatch(0, is_first=True, is_last=False)
 
 
 def test_calls_that_are_refused():
@@ -241,7 +249,7 @@ def test_calls_that_are_refused():
         assert made.runtime.synced == [False]
         with pytest.raises(CallOrderError, match="inside no_sync"):
             made.step.update()
-    made.step.is_destroyed = True
+    made.runtime.is_destroyed = True
     for call in (lambda: made.step.update(), lambda: made.step.backward_of_loss(made.loss())):
         with pytest.raises(CallOrderError, match="was destroyed"):
             call()
@@ -251,7 +259,7 @@ def test_gradients_of_an_unscaled_loss_are_thrown_away():
     scaler = SimpleNamespace(loss_scale=8.0, scale_loss=lambda loss: loss * 8.0)
     made = Made(scaler=scaler)
     loss = made.loss()
-    loss.register_hook(lambda _gradient: made.runtime.open_backward())
+    loss.register_hook(lambda _gradient: made.runtime.passes.open_backward())
     loss.backward()
     with pytest.raises(CallOrderError, match="was not scaled"):
         made.step.free_for_update()

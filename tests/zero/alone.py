@@ -240,7 +240,7 @@ def _optimizer_of(runtime: ZeroRuntime, micro_batches: int) -> DeepSpeedZeroOpti
         advance_lr=unused,
         is_scheduled=True,
     )
-    runtime.backward_tracker.attach(unused)
+    runtime.passes.attach(unused)
     return DeepSpeedZeroOptimizer(runtime, step, unused)
 
 

@@ -25,9 +25,9 @@ from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch.wait_records import with_advice
 from deepspeed.errors import DivergenceError
 from deepspeed.logging import log_dist
+from deepspeed.zero.passes import ModelPhase
 
 END_OF_PASS = -1
-EVALUATION = "evaluation"
 
 _SAME_NUMBER = (
     'zero_optimization.agreement "serve" lets ranks use different modules, but every rank must run the same number of '
@@ -50,8 +50,7 @@ class Agreement:
 
     Args:
         serves: Different wishes are no error (``zero_optimization.agreement``); see :meth:`collect`.
-        adapts: ``serves`` is set when wishes differ.
-        on_adapted: Called when it has been set so, on all ranks alike.
+        adapts: ``serves`` is set when wishes differ, on all ranks alike.
     """
 
     def __init__(
@@ -62,16 +61,14 @@ class Agreement:
         name: str = "the model",
         serves: bool = False,
         adapts: bool = False,
-        on_adapted: Callable[[], None] | None = None,
     ) -> None:
         self._transport = transport
         self._describe = describe
         self._name = name
         self.serves = serves  # see the argument
         self._adapts = adapts
-        self._on_adapted = on_adapted
         self._pass = 0
-        self._kind = "none"
+        self._phase = ModelPhase.IDLE
         self._digest = 0
 
     @property
@@ -79,20 +76,20 @@ class Agreement:
         """Checksum of everything issued so far; equal on all ranks that kept the order (below 2**32)."""
         return self._digest
 
-    def begin_pass(self, kind: str) -> None:
+    def begin_pass(self, phase: ModelPhase) -> None:
         """Opens a pass: one outermost forward or one backward."""
         self._pass += 1
-        self._kind = kind
+        self._phase = phase
 
     def end_pass(self, issued: Sequence[int]) -> None:
         """Adds what the pass issued to the digest."""
-        self._digest = zlib.crc32(f"{self._kind}:{list(issued)}".encode(), self._digest)
+        self._digest = zlib.crc32(f"{self._phase.value}:{list(issued)}".encode(), self._digest)
 
     def end_help(self, issued: Sequence[int]) -> None:
         """Counts the open pass as an evaluation that other ranks ran, and begins it again under the next number."""
-        kind, self._kind = self._kind, EVALUATION
+        phase, self._phase = self._phase, ModelPhase.EVALUATION
         self.end_pass(issued)
-        self.begin_pass(kind)
+        self.begin_pass(phase)
 
     def compare(self, knowledge: int) -> PassMode:
         """Compares the records of all ranks at the start of the open pass. All of them call it.
@@ -107,16 +104,17 @@ class Agreement:
         Raises:
             DivergenceError: The ranks are in different passes; raised on every rank.
         """
-        kind, evaluation = zlib.crc32(self._kind.encode()), zlib.crc32(EVALUATION.encode())
-        start = f"the start of the {self._kind} of {self._name} (engine {self._transport.owner})"
-        rows = self._gather([self._pass, kind, knowledge], with_advice(start, _SAME_NUMBER))
+        phase = self._phase.value
+        own_kind, evaluation = zlib.crc32(phase.encode()), zlib.crc32(ModelPhase.EVALUATION.value.encode())
+        start = f"the start of the {phase} of {self._name} (engine {self._transport.owner})"
+        rows = self._gather([self._pass, own_kind, knowledge], with_advice(start, _SAME_NUMBER))
         kinds = {row[1] for row in rows}
         if any(row[0] != self._pass for row in rows) or (len(kinds) > 1 and evaluation not in kinds):
             raise DivergenceError(
-                f"ranks ran different passes of {self._name}: this one is in a {self._kind} (pass {self._pass}), the "
+                f"ranks ran different passes of {self._name}: this one is in a {phase} (pass {self._pass}), the "
                 f"passes of all ranks are {[row[0] for row in rows]}. {_SAME_NUMBER}"
             )
-        if len(kinds) > 1 and kind != evaluation:
+        if len(kinds) > 1 and own_kind != evaluation:
             return PassMode.HELP
         return PassMode.FOLLOW if all(row == rows[0] for row in rows) else PassMode.RECORD
 
@@ -139,14 +137,15 @@ class Agreement:
         is_aligned = all(row[:2] == rows[0][:2] for row in rows)
         if self.serves and not is_aligned:
             raise DivergenceError(
-                f"ranks have issued different gathers in the {self._kind}: pass and number by rank are "
+                f"ranks have issued different gathers in the {self._phase.value}: pass and number by rank are "
                 f"{[row[:2] for row in rows]}. {_SAME_NUMBER}"
             )
+        phase = self._phase.value
         if not self.serves and any(row != rows[0] for row in rows):
             wishes = "; ".join(f"rank {rank}: {self._words(row[2])}" for rank, row in enumerate(rows))
             if not (self._adapts and is_aligned and in_pass):
                 raise DivergenceError(
-                    f"ranks took different branches in the {self._kind} (pass {self._pass}, position {position}): "
+                    f"ranks took different branches in the {phase} (pass {self._pass}, position {position}): "
                     f"{wishes}. Under ZeRO stage 3 every rank must use the same modules in the same order. "
                     'Set zero_optimization.agreement to "serve", mark the module that holds both branches with '
                     "deepspeed.utils.set_z3_leaf_modules so that it is gathered whole, or make the "
@@ -154,20 +153,18 @@ class Agreement:
                 )
             self.serves = True
             log_dist(
-                f"ranks use different modules in the {self._kind}: {wishes}. From now on all ranks gather what any of "
+                f"ranks use different modules in the {phase}: {wishes}. From now on all ranks gather what any of "
                 "them needs, which costs two more exchanges in each forward and backward. zero_optimization.agreement "
                 '"serve" does so from the start, and "error" makes it an error'
             )
-            if self._on_adapted is not None:
-                self._on_adapted()
         return sorted({row[2] for row in rows} - {END_OF_PASS})
 
     def _gather(self, row: list[int], label: str) -> list[list[int]]:
         if self._transport.size == 1:
             return [row]
-        mine = torch.tensor(row, dtype=torch.int64)
-        found: list[list[int]] = self._transport.gather_small(mine, channel="order", label=label).tolist()
-        return found
+        own_row = torch.tensor(row, dtype=torch.int64)
+        rows: list[list[int]] = self._transport.gather_small(own_row, channel="order", label=label).tolist()
+        return rows
 
     def _words(self, request: int) -> str:
-        return f"the end of the {self._kind}" if request == END_OF_PASS else self._describe(request)
+        return f"the end of the {self._phase.value}" if request == END_OF_PASS else self._describe(request)

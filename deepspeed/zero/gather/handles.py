@@ -28,6 +28,8 @@ from deepspeed.errors import CallOrderError
 from deepspeed.torch_private import storage_key
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.gather.schedule import GatherSchedule
+from deepspeed.zero.passes import PassTracker
 
 
 class Handle:
@@ -64,7 +66,7 @@ class Handle:
     def __del__(self) -> None:
         self.bucket.live_handles -= 1
         if self.bucket.live_handles == 0:
-            self._hooks.on_death(self.bucket)
+            self._hooks.note_dead(self.bucket)
 
 
 class _GuardedPack:
@@ -82,30 +84,29 @@ class _GuardedPack:
 
 
 class SavedTensorHooks:
-    """Packs views of sharded buckets as handles between :meth:`push` and :meth:`pop`.
+    """Packs views of sharded buckets as handles between :meth:`push` and :meth:`pop`."""
 
-    Args:
-        demand: Makes a bucket FULL; excluded from compilation, as is ``on_death``.
-        on_death: Called when the last live handle of a bucket dies.
-    """
-
-    def __init__(
-        self, buckets: list[Bucket], demand: Callable[[Bucket], None], on_death: Callable[[Bucket], None]
-    ) -> None:
+    def __init__(self, buckets: list[Bucket], schedule: GatherSchedule, passes: PassTracker) -> None:
         self._by_storage = {bucket.full.storage_key: bucket for bucket in buckets}
         for bucket in buckets:
             bucket.full.on_move = self._follow
-        self._demand = demand
-        self.on_death = on_death  # as given
+        # None at the engine's end: a graph that remains must not keep them
+        self._schedule: GatherSchedule | None = schedule
+        self._passes: PassTracker | None = passes
         _alive.add(self)
 
     def close(self) -> None:
         """Drops all references at the engine's end. A later backward through a remaining graph raises."""
-        self._demand = _refuse
-        self.on_death = _let_be
+        self._schedule = self._passes = None
         for bucket in self._by_storage.values():
             bucket.full.on_move = None
         self._by_storage = {}
+
+    @partial(uncompiled, recursive=False)
+    def note_dead(self, bucket: Bucket) -> None:
+        """Called when the last live handle of a bucket dies."""
+        if self._passes is not None:
+            self._passes.note_dead_handle(bucket)
 
     def _follow(self, old_key: int, new_key: int) -> None:
         """Follows a bucket to its new memory, after the old memory was left to other views of it."""
@@ -186,26 +187,20 @@ class SavedTensorHooks:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, Handle):
             return packed
-        self._demand(packed.bucket)
+        if self._schedule is None:
+            raise CallOrderError(
+                f"backward needs the sharded parameters {packed.bucket.label}, but engine.destroy was called since the "
+                "forward, and nothing gathers them any more. Call backward before that"
+            )
+        self._schedule.demand(packed.bucket)
         packed.refuse_if_stale()
-        found = torch.as_strided(packed.bucket.full.tensor, packed.size, packed.stride, packed.offset)
+        view = torch.as_strided(packed.bucket.full.tensor, packed.size, packed.stride, packed.offset)
         # A backward that is differentiated itself (create_graph) saves what it computes with, bare.
-        return found.clone() if torch.is_grad_enabled() else found
+        return view.clone() if torch.is_grad_enabled() else view
 
     def bucket_of(self, tensor: torch.Tensor) -> Bucket | None:
         """Returns the bucket in whose memory ``tensor`` (any shape and strides) lies, or None."""
         return self._by_storage.get(storage_key(tensor))
-
-
-def _refuse(bucket: Bucket) -> None:
-    raise CallOrderError(
-        f"backward needs the sharded parameters {bucket.label}, but engine.destroy was called since the forward, and "
-        "nothing gathers them any more. Call backward before that"
-    )
-
-
-def _let_be(bucket: Bucket) -> None:
-    """Does nothing: there is nothing to free."""
 
 
 _alive: weakref.WeakSet[SavedTensorHooks] = weakref.WeakSet()
@@ -215,8 +210,8 @@ def bucket_of(tensor: torch.Tensor) -> Bucket | None:
     """Returns the sharded bucket of any engine in whose memory ``tensor`` (any shape) lies, or None."""
     if tensor.layout is not torch.strided:
         return None
-    found = (hooks.bucket_of(tensor) for hooks in _alive)
-    return next((bucket for bucket in found if bucket is not None), None)
+    buckets = (hooks.bucket_of(tensor) for hooks in _alive)
+    return next((bucket for bucket in buckets if bucket is not None), None)
 
 
 def handing_on() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:

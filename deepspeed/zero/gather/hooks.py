@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,18 +31,7 @@ from deepspeed.zero.address import NOT_IN_A_GRAPH, Gatherer
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.gather.handles import SavedTensorHooks
 from deepspeed.zero.gather.schedule import GatherSchedule
-
-
-@dataclass
-class _Scope:
-    """One running forward of the module with the number ``entry``."""
-
-    entry: int  # number of the module
-    buckets: list[Bucket]  # what the module needs
-    opened_pass: bool = False  # whether it has begun the open pass of the schedule
-    pushed_hooks: bool = False  # whether it has installed the saved-tensor hooks
-    pushed_guard: bool = False  # whether it has put a guard over saved-tensor hooks of other libraries
-    held: list[Bucket] = field(default_factory=list)  # buckets of which it is a user
+from deepspeed.zero.passes import ModelPhase, Pass, PassTracker, Scope
 
 
 class _ScopeHook:
@@ -85,8 +72,6 @@ class ForwardHooks:
 
     Args:
         units: Module and its sharded buckets; a module may appear once.
-        in_backward: Whether a backward of this engine is running.
-        on_outputs: Given what a training forward returns, and the number of its module.
     """
 
     def __init__(
@@ -95,21 +80,15 @@ class ForwardHooks:
         units: list[tuple[nn.Module, list[Bucket]]],
         buckets: list[Bucket],
         schedule: GatherSchedule,
-        in_backward: Callable[[], bool],
-        on_outputs: Callable[[Any, int], None],
+        passes: PassTracker,
     ) -> None:
         self._schedule = schedule
-        self._in_backward = in_backward
-        self._on_outputs = on_outputs
+        self._passes = passes
         self._buckets = buckets
-        self._scopes: list[_Scope] = []
-        self._paused: list[_Scope] = []  # outermost first; then there are no open scopes except those of a backward
+        self._by_index = {bucket.index: bucket for bucket in buckets}
         self._entered: list[bool] = []  # for every running forward of an entry: whether it opened a scope
-        self._recomputed: dict[Bucket, bool] = {}  # under hooks of others: whether all gradients are there
-        self._outstanding: Counter[int] = Counter()  # training forwards without their backward, by entry
         self._below: dict[int, frozenset[Bucket]] = {}
-        self._reached: set[int] = set()  # entries whose outputs the open backward has come through
-        self._saved = SavedTensorHooks(buckets, schedule.demand, self._last_handle_died)
+        self._saved = SavedTensorHooks(buckets, schedule, passes)
         self.handles: list[RemovableHandle] = []
         self._by_module: dict[nn.Module, list[Bucket]] = {root: []}
         for module, unit_buckets in units:
@@ -158,7 +137,9 @@ class ForwardHooks:
         """
         if not self._buckets:
             return
-        if _records_a_graph():
+        # torch.jit.trace, or make_fx (torch.export and torch.func.linearize use it), whose import would take long
+        tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
+        if torch.jit.is_tracing() or (tracing is not None and tracing.get_proxy_mode() is not None):
             raise NotYetSupportedError(
                 "torch.export, torch.jit.trace, torch.func.linearize and make_fx record operations, and cannot run the "
                 "modules of a model at ZeRO stage 3, whose parameters are gathered in between. Record a plain copy of "
@@ -173,26 +154,36 @@ class ForwardHooks:
 
     def _enter(self, entry: int, buckets: list[Bucket], _inputs: Any) -> None:
         self._resume()
-        if not self._scopes:
+        if not self._passes.scopes:
             self.refuse_transforms()
-        scope = _Scope(entry, buckets)
-        self._open(scope)
-        if len(self._scopes) == 1:
+        scope = Scope(entry, buckets)
+        now = self._open(scope)
+        if len(now.scopes) == 1:
             scope.pushed_hooks = self._saved.push()
         scope.pushed_guard = not scope.pushed_hooks and self._saved.push_guard()
-        if self._in_backward():
-            self._free_recomputed(except_for=buckets)
+        if now.phase is ModelPhase.BACKWARD:
+            # What an earlier unit's recomputation gathered is freed when the next one begins: its gradients may have
+            # been outstanding at its end.
+            for bucket, is_settled in list(now.recomputed.items()):
+                if is_settled and bucket not in buckets and bucket.users == 0:
+                    del now.recomputed[bucket]
+                    self._passes.free_if_done(bucket)
         for bucket in buckets:
             self._hold(scope, bucket)
 
-    def _open(self, scope: _Scope) -> None:
-        self._scopes.append(scope)
-        if len(self._scopes) == 1 and not self._schedule.in_pass:
-            self._schedule.begin("forward" if torch.is_grad_enabled() else "evaluation", scope.entry)
+    def _open(self, scope: Scope) -> Pass:
+        now = self._passes.current
+        if now is None:
+            now = self._passes.begin(
+                ModelPhase.FORWARD if torch.is_grad_enabled() else ModelPhase.EVALUATION, scope.entry
+            )
+            self._schedule.begin(now)
             scope.opened_pass = True
+        now.scopes.append(scope)
+        return now
 
     def _enter_entry(self, entry: int, inputs: Any) -> None:
-        self._entered.append(not self._scopes and not self._paused)
+        self._entered.append(not self._passes.scopes and not self._passes.paused)
         if self._entered[-1]:
             self._enter(entry, [], inputs)
 
@@ -200,145 +191,146 @@ class ForwardHooks:
         if self._entered and self._entered.pop():  # empty after an exception or a whole step inside this forward
             self._leave(outputs)
 
-    def _hold(self, scope: _Scope, bucket: Bucket) -> None:
+    def _hold(self, scope: Scope, bucket: Bucket) -> None:
         self._schedule.demand(bucket)
         bucket.users += 1
         scope.held.append(bucket)
 
     def _leave(self, outputs: Any) -> None:
-        if not self._scopes:
+        now = self._passes.current
+        if now is None or not now.scopes:
             # The forward was paused until its end, or an exception inside it has closed its scope.
-            if self._paused:
-                self._pop_hooks(self._paused.pop())
+            if self._passes.paused:
+                self._pop_hooks(self._passes.paused.pop())
             return
-        bare = not self._scopes[0].pushed_hooks  # hooks of other libraries save plain views
-        scope = self._scopes.pop()
-        is_training = scope.opened_pass and self._schedule.kind == "forward"
+        bare = not now.scopes[0].pushed_hooks  # hooks of other libraries save plain views
+        scope = now.scopes.pop()
+        is_training = scope.opened_pass and now.phase is ModelPhase.FORWARD
         try:
-            self._close(scope, bare)
+            self._close(scope, now, bare)
             if is_training:
-                self._outstanding[scope.entry] += 1
-                self._on_outputs(outputs, scope.entry)
+                self._passes.outstanding[scope.entry] += 1
+                self.watch(outputs, scope.entry)
         finally:  # diverging ranks raise above; the hooks must not outlive this forward
             self._pop_hooks(scope)
 
-    def _pop_hooks(self, scope: _Scope) -> None:
+    def _pop_hooks(self, scope: Scope) -> None:
         """Removes the saved-tensor hooks that a scope has installed."""
         if scope.pushed_hooks:
             self._saved.pop()
         if scope.pushed_guard:
             self._saved.pop_guard()
 
-    def _close(self, scope: _Scope, bare: bool) -> None:
-        recomputing = self._in_backward()
+    def _close(self, scope: Scope, now: Pass, bare: bool) -> None:
         for bucket in scope.held:
             bucket.users -= 1
-            if bucket.users == 0 and bucket.state is State.FULL:
-                if recomputing and bare:
-                    is_settled = bucket.gradients_in or not bucket.layout.trainable
-                    self._recomputed[bucket] = is_settled or self._recomputed.get(bucket, False)
-                elif recomputing:
-                    self._free_if_done(bucket)
-                else:
-                    self._after_use(bucket)
+            if bucket.users or bucket.state is not State.FULL:
+                continue
+            if now.phase is not ModelPhase.BACKWARD:
+                # Also what ran under no_grad: ranks that skipped it keep it, and ranks must keep the same.
+                self._keep_or_free(bucket, now)
+            elif bare:
+                is_settled = bucket.gradients_in or not bucket.layout.trainable
+                now.recomputed[bucket] = is_settled or now.recomputed.get(bucket, False)
+            else:
+                self._passes.free_if_done(bucket)
         scope.held.clear()
         if scope.opened_pass:
             scope.opened_pass = False
-            is_training = self._schedule.kind == "forward"
-            self._schedule.end()
-            self._free_unused(is_training)
+            self._schedule.end(now)
+            self._passes.end()
+            for bucket in self._full():  # what this rank gathered only for other ranks, unless these keep it
+                self._keep_or_free(bucket, now)
+
+    def _keep_or_free(self, bucket: Bucket, now: Pass) -> None:
+        """Reshards a bucket that no forward uses any more, unless its backward is near."""
+        if bucket.users or bucket.is_kept:
+            return
+        if now.phase is ModelPhase.FORWARD and self._schedule.stays_after_forward(bucket):
+            bucket.is_kept = True
+        else:
+            bucket.reshard()
+
+    def _full(self) -> list[Bucket]:
+        return [self._by_index[index] for index in self._schedule.full]
 
     def pause(self) -> None:
         """Pauses the running forwards for a backward or an update inside them. All ranks must do so.
 
         The saved-tensor hooks stay: a later forward of the same step needs them, and nothing else is harmed by them.
         """
-        if self._in_backward():
+        now = self._passes.current
+        if now is None or now.phase is ModelPhase.BACKWARD:
             return
-        while self._scopes:
-            scope = self._scopes.pop()
-            self._close(scope, bare=False)
-            self._paused.insert(0, scope)
+        while now.scopes:
+            scope = now.scopes.pop()
+            self._close(scope, now, bare=False)
+            self._passes.paused.insert(0, scope)
 
     def _resume(self) -> None:
         """Resumes paused forwards when the next gather is part of them."""
-        if self._scopes or self._in_backward():
+        if self._passes.current is not None:
             return
-        while self._paused:
-            scope = self._paused.pop(0)
+        while self._passes.paused:
+            scope = self._passes.paused.pop(0)
             self._open(scope)
             for bucket in scope.buckets:
                 self._hold(scope, bucket)
 
-    def _after_use(self, bucket: Bucket) -> None:
-        if bucket.is_kept:
-            return
-        # Also what ran under no_grad: ranks that skipped it keep it, and ranks must keep the same.
-        if self._schedule.kind == "forward" and self._schedule.stays_after_forward(bucket):
-            bucket.is_kept = True
-        else:
-            bucket.reshard()
-
-    def _free_unused(self, is_training: bool) -> None:
-        """Frees, after a forward, buckets that this rank gathered only for other ranks, unless these keep them."""
-        for bucket in self._buckets:
-            if bucket.state is State.FULL and bucket.users == 0 and not bucket.is_kept:
-                if is_training and self._schedule.stays_after_forward(bucket):
-                    bucket.is_kept = True
-                else:
-                    bucket.reshard()
-
-    def _free_recomputed(self, except_for: list[Bucket]) -> None:
-        """Frees what an earlier unit's recomputation gathered, when the next one begins.
-
-        Its gradients may be outstanding.
-        """
-        for bucket, is_settled in list(self._recomputed.items()):
-            if is_settled and bucket not in except_for and bucket.users == 0:
-                del self._recomputed[bucket]
-                self._free_if_done(bucket)
-
     def abandon(self) -> None:
-        """Closes every scope and frees every bucket after an exception or at the end of a backward."""
-        for scopes in (self._scopes, self._paused):
+        """Closes every scope and frees every bucket after an exception."""
+        for scopes in (self._passes.scopes, self._passes.paused):
             while scopes:
                 self._pop_hooks(scopes.pop())
         self._entered.clear()
-        self._recomputed.clear()
         for bucket in self._buckets:
             bucket.users = bucket.pins
         self.free_all()
 
     def free_all(self) -> None:
         """Reshards every gathered bucket that is not in use."""
-        self._recomputed.clear()
-        self._outstanding.clear()
+        if (now := self._passes.current) is not None:
+            now.recomputed.clear()
+        self._passes.outstanding.clear()
         self._free_except(frozenset())
 
     def _free_except(self, kept: Set[Bucket]) -> None:
-        for bucket in self._buckets:
-            if bucket.users == 0 and bucket.state is State.FULL and not (bucket.is_kept and bucket in kept):
+        for bucket in self._full():
+            if bucket.users == 0 and not (bucket.is_kept and bucket in kept):
                 bucket.reshard()
 
-    def reach(self, entry: int) -> None:
-        """Called when the open backward has come through the outputs of a forward."""
-        if not self._buckets:
-            return
-        self._reached.add(entry)
-        self._schedule.enter(entry)
+    def watch(self, outputs: Any, entry: int = 0) -> None:
+        """Hooks the outputs of a training forward, so that a backward through them is opened, whoever calls it.
 
-    def end_backward(self) -> None:
-        """Reshards what the backward had gathered; what other forwards keep for their own backwards stays."""
+        So its entry is known before the first weight is needed.
+
+        Args:
+            entry: Number of the module among those that may be called by themselves; 0 is the model.
+        """
+
+        def reached(_gradient: torch.Tensor) -> None:
+            self._passes.open_backward()
+            now = self._passes.current
+            if self._buckets and now is not None and now.phase is ModelPhase.BACKWARD:
+                now.reached.add(entry)
+                self._schedule.enter(now, entry)
+
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad and not tensor.is_leaf:  # on a parameter, each forward would add another hook
+                tensor.register_hook(reached)
+
+    def end_backward(self, now: Pass) -> None:
+        """Reshards what a backward had gathered; what other forwards keep for their own backwards stays."""
         if not self._buckets:
             return
-        if self._reached:
-            self._outstanding.subtract(self._reached)
-            self._outstanding = +self._outstanding  # without those of which none is left
-        else:
-            self._outstanding.clear()
-        self._reached.clear()
-        self._recomputed.clear()
-        self._free_except(frozenset().union(*(self._buckets_below(entry) for entry in self._outstanding)))
+        outstanding = self._passes.outstanding
+        for entry in now.reached or list(outstanding):
+            if now.reached and outstanding[entry] > 1:
+                outstanding[entry] -= 1
+            else:
+                outstanding.pop(entry, None)
+        now.recomputed.clear()
+        self._free_except(frozenset().union(*(self._buckets_below(entry) for entry in outstanding)))
 
     def _buckets_below(self, entry: int) -> frozenset[Bucket]:
         """Returns the buckets with parameters of module number ``entry``: equal on all ranks, unlike those in use."""
@@ -352,65 +344,23 @@ class ForwardHooks:
         """Returns whether there are hooks that see each forward begin and end."""
         return bool(self._buckets)
 
-    @property
-    def in_forward(self) -> bool:
-        """Returns whether a forward of the model is running that is not paused."""
-        return bool(self._scopes)
-
     # -- uses outside the own module ---------------------------------------------------------------------------------
 
     def _gatherer(self, bucket: Bucket) -> Gatherer:
         def gather(_parameter: nn.Parameter, _together: Sequence[torch.Tensor]) -> bool:
             self._resume()
-            if self._scopes:
-                self._hold(self._scopes[-1], bucket)
+            now = self._passes.current
+            if now is None:
+                return False
+            if now.scopes:
+                self._hold(now.scopes[-1], bucket)
                 return True
-            if self._in_backward():
+            if now.phase is ModelPhase.BACKWARD:
                 self._schedule.demand(bucket)
                 return True
             return False
 
         return gather
-
-    # -- freeing during backward -------------------------------------------------------------------------------------
-
-    @uncompiled
-    def _last_handle_died(self, bucket: Bucket) -> None:
-        if self._in_backward():
-            self._free_if_done(bucket)
-
-    def gradients_arrived(self, bucket: Bucket) -> None:
-        """Called when all gradients of ``bucket`` are copied out."""
-        if bucket in self._recomputed:
-            self._recomputed[bucket] = True
-        self._free_if_done(bucket)
-
-    def _free_if_done(self, bucket: Bucket) -> None:
-        """Frees a bucket during backward if no scope, no handle and no missing gradient needs it any more.
-
-        If several forwards wait for their backwards, kept buckets stay until the end of the backward: only then is it
-        known, equally on all ranks, which forward still needs them.
-        """
-        if not bucket.is_sharded or bucket.state is not State.FULL or bucket.users or bucket.live_handles:
-            return
-        if bucket.layout.trainable and not bucket.gradients_in:
-            return
-        if bucket.is_kept and self._outstanding.total() > 1:
-            return
-        if bucket in self._recomputed:
-            return  # recomputation has saved plain views; the next unit, or the end of backward, frees the bucket
-        bucket.reshard()
-
-
-def _records_a_graph() -> bool:
-    """Returns whether operations are being recorded as a graph.
-
-    That is by ``torch.jit.trace`` or by ``make_fx``, which ``torch.export`` and ``torch.func.linearize`` use.
-    """
-    if torch.jit.is_tracing():
-        return True
-    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")  # not imported here, since that takes long
-    return tracing is not None and tracing.get_proxy_mode() is not None
 
 
 def _entries(root: nn.Module, units: dict[nn.Module, list[Bucket]]) -> list[nn.Module]:
@@ -421,12 +371,12 @@ def _entries(root: nn.Module, units: dict[nn.Module, list[Bucket]]) -> list[nn.M
         gathered = {parameter for bucket in buckets for parameter in bucket.params}
         sharded |= gathered
         covered |= {inner for inner in module.modules() if gathered.intersection(inner._parameters.values())}
-    found = []
+    entries = []
     for module in root.modules():
         uses_others = module not in covered and not sharded.isdisjoint(module._parameters.values())
         if module not in units and (uses_others or any(inner in units for inner in module.modules())):
-            found.append(module)
-    return found
+            entries.append(module)
+    return entries
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -32,11 +32,11 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from deepspeed.errors import require_state
 from deepspeed.logging import warn_once
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.bucket import Bucket, State
-from deepspeed.zero.gather.agreement import END_OF_PASS, EVALUATION, Agreement, PassMode
+from deepspeed.zero.gather.agreement import END_OF_PASS, Agreement, PassMode
+from deepspeed.zero.passes import UNKNOWN_ENTRY, ModelPhase, Pass, PassTracker
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,8 @@ class GatherLimits:
 _ANNOUNCED = 2
 _LEAST_LIVE = 1_000_000_000  # elements that may be gathered at once where nothing is configured
 
-_UNKNOWN = -1  # entry of a backward that has reached no forward's outputs yet, or never does
-
-Situation = tuple[str, int, frozenset[int]]
-"""Kind of pass, number of its entry, and the buckets that are gathered at its start, or would be if none were left
-out: equal on all ranks."""
+Situation = tuple[ModelPhase, int, frozenset[int]]
+"""What an order is valid for: phase, entry and gathered buckets of a pass, equal on all ranks."""
 
 
 class GatherSchedule:
@@ -76,6 +73,7 @@ class GatherSchedule:
     def __init__(
         self,
         buckets: list[Bucket],
+        passes: PassTracker,
         agreement: Agreement,
         limits: GatherLimits,
         leaves: Iterable[Iterable[Bucket]] = (),
@@ -91,18 +89,13 @@ class GatherSchedule:
             bucket.on_change = self._count.change
             self._count.change(bucket.index, bucket.layout.numel, State.SHARDED, bucket.state)
         self._leaf_of = _joined(leaves)
-        self._demanded_leaves: set[tuple[int, ...]] = set()  # in this backward
+        self._passes = passes
         self._agreement = agreement
         self._limits = limits
+        self._memories = list({id(bucket.memory): bucket.memory for bucket in buckets}.values())
         self._max_live = self._limit_of_live(limits)
         self._orders: dict[Situation, LearnedOrder] = {}
         self._skipped: frozenset[int] = frozenset()
-        self._situation: Situation | None = None
-        self._order: list[int] | None = None  # the order being followed; None while recording
-        self._issued: list[int] = []  # in this pass
-        self._is_alone = False  # whether the open pass is independent of other ranks
-        self._has_decided = False  # whether the ranks have compared their records of the open pass
-        self._is_learned = False  # whether the open pass is recorded and will be followed later
         self._kept_after_forward = self._near_their_backward(buckets)
 
     def _limit_of_live(self, limits: GatherLimits) -> int:
@@ -139,28 +132,6 @@ class GatherSchedule:
         return bucket.index in self._kept_after_forward
 
     @property
-    def expects_no_gather(self) -> bool:
-        """Returns whether no pass is open, or the rest of it gathers nothing, by the agreed order."""
-        if self._situation is None:
-            return True
-        return self._order is not None and len(self._issued) >= len(self._order) and not self._agreement.serves
-
-    @property
-    def in_pass(self) -> bool:
-        """Returns whether a pass is open."""
-        return self._situation is not None
-
-    @property
-    def kind(self) -> str:
-        """Kind of the open pass; empty outside."""
-        return self._situation[0] if self._situation else ""
-
-    @property
-    def num_issued(self) -> int:
-        """Gathers that the open pass has requested."""
-        return len(self._issued)
-
-    @property
     def has_orders(self) -> bool:
         """Returns whether some pass has been recorded."""
         return bool(self._orders)
@@ -175,105 +146,95 @@ class GatherSchedule:
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
-    def begin(self, kind: str, entry: int = _UNKNOWN) -> None:
-        """Opens a pass. All ranks must open the same one.
-
-        Args:
-            kind: ``forward``, ``evaluation`` or ``backward``.
-            entry: Number of the module that it enters the model by; a backward learns it from :meth:`enter`.
-        """
-        require_state(self._situation is None, self, f"no open pass, found {self._situation}")
-        self._issued = []
+    def begin(self, now: Pass) -> None:
+        """Prepares the gathers of a pass that begins. All ranks must begin the same one."""
+        now.serves = self._agreement.serves
         if not self._buckets:
-            self._situation, self._order = (kind, entry, frozenset()), []
-            self._agreement.begin_pass(kind)
+            now.order = []
+            self._agreement.begin_pass(now.phase)
             return
-        full = frozenset(index for index, bucket in self._buckets.items() if bucket.state is State.FULL)
-        if kind == "backward":
-            full |= self._skipped & self._kept_after_forward
-        self._situation = (kind, entry, full)
-        self._order = self._known_order()
-        self._has_decided = False
-        self._demanded_leaves.clear()
+        now.gathered = frozenset(self.full)
+        if now.phase is ModelPhase.BACKWARD:
+            now.gathered |= self._skipped & self._kept_after_forward
+        now.order = self._known_order(now)
         # While everything is kept gathered, a pass gathers nothing, so ranks may differ (a rank that generates may
         # stop earlier than others).
-        self._is_alone = kind == EVALUATION and all(bucket.pins for bucket in self._buckets.values())
-        if not self._is_alone:
-            self._agreement.begin_pass(kind)
+        now.is_alone = now.phase is ModelPhase.EVALUATION and all(bucket.pins for bucket in self._buckets.values())
+        if not now.is_alone:
+            self._agreement.begin_pass(now.phase)
         self._show_shapes(True)
 
-    def enter(self, entry: int) -> None:
+    def enter(self, now: Pass, entry: int) -> None:
         """Called when the open backward reaches the outputs of a forward.
 
         The first one before any gather is its entry.
         """
-        assert self._situation is not None
-        kind, known, full = self._situation
-        if known == _UNKNOWN and not self._issued and not self._has_decided:
-            self._situation = (kind, entry, full)
-            self._order = self._known_order()
+        if now.entry == UNKNOWN_ENTRY and not now.issued and not now.has_decided:
+            now.entry = entry
+            now.order = self._known_order(now)
 
-    def _known_order(self) -> list[int] | None:
-        assert self._situation is not None
-        learned = self._orders.get(self._situation)
-        return None if learned is None else learned.without(self._left_out)
+    def _known_order(self, now: Pass) -> list[int] | None:
+        learned = self._orders.get((now.phase, now.entry, now.gathered))
+        return None if learned is None else learned.without(self._left_out(now))
 
-    @property
-    def _left_out(self) -> frozenset[int]:
-        """Buckets that the open pass skips; none in an evaluation."""
-        return frozenset() if self.kind == EVALUATION else self._skipped
+    def _left_out(self, now: Pass) -> frozenset[int]:
+        """Returns the buckets that a pass skips; none in an evaluation."""
+        return frozenset() if now.phase is ModelPhase.EVALUATION else self._skipped
 
-    def end(self) -> None:
-        """Closes the pass: takes part in skipped gathers, and agrees on the order if it was recorded."""
-        assert self._situation is not None, "no pass is open"
+    def end(self, now: Pass) -> None:
+        """Ends the gathers of a pass: takes part in skipped ones, and agrees on the order if it was recorded."""
         if not self._buckets:
-            self._situation = None
             self._agreement.end_pass(())
             return
-        if self._is_alone:
-            self._situation = None
+        if now.is_alone:
             self._show_shapes(False)
             return
-        self._decide_recording()
-        if self._order is not None:
-            self._issue_rest()
-        while (self._order is None or self._agreement.serves) and self._serve(END_OF_PASS):
+        self._decide_recording(now)
+        if now.order is not None:
+            self._issue_rest(now)
+        while (now.order is None or self._agreement.serves) and self._serve(now, END_OF_PASS):
             continue
-        if self._is_learned:
-            learned = self._orders.setdefault(self._situation, LearnedOrder())
-            learned.learn(self._issued, self._left_out, falls=self.kind == "backward")
-        self._agreement.end_pass(self._issued)
-        keeps = self._kept_after_forward if self._situation[0] == "forward" else frozenset()
-        self._situation = None
+        if now.is_learned:
+            learned = self._orders.setdefault((now.phase, now.entry, now.gathered), LearnedOrder())
+            learned.learn(now.issued, self._left_out(now), falls=now.phase is ModelPhase.BACKWARD)
+        self._agreement.end_pass(now.issued)
+        now.order, now.serves = now.issued, False  # a backward goes on with its reductions, and nothing is gathered
         self._forget_announced()
         self._show_shapes(False)
-        for bucket in self._buckets.values():
-            if bucket.state is State.GATHERING and bucket.index in keeps:
-                bucket.finish_gather()  # this rank skipped it, but all ranks must have gathered the same
-            elif bucket.state is State.GATHERING:
-                bucket.abandon_gather()
+        for index in list(self._count.arriving):
+            if now.phase is ModelPhase.FORWARD and index in self._kept_after_forward:
+                # this rank skipped it, but all ranks must have gathered the same
+                self._buckets[index].finish_gather()
+            else:
+                self._buckets[index].abandon_gather()
 
     def drop(self) -> None:
-        """Forgets an open pass after an exception; its order is not learned."""
-        self._situation = None
+        """Ends the transfers of a pass after an exception; its order is not learned."""
         self._forget_announced()
         self._show_shapes(False)
-        for bucket in self._buckets.values():
-            if bucket.state is State.GATHERING:
-                bucket.abandon_gather()
+        self._abandon_gathers()
+
+    def _abandon_gathers(self) -> None:
+        for index in list(self._count.arriving):
+            self._buckets[index].abandon_gather()
+
+    @property
+    def full(self) -> list[int]:
+        """The sharded buckets that are gathered now, by their indices, in model order."""
+        return sorted(self._count.gathered - self._count.arriving.keys())
 
     def _show_shapes(self, shown: bool) -> None:
         for bucket in self._buckets.values():
             bucket.show_shapes(shown)
 
-    def _announce(self) -> None:
+    def _announce(self, now: Pass) -> None:
         """Starts to read shards from a slow tier, one gather ahead."""
-        assert self._order is not None
-        for index in self._order[len(self._issued) : len(self._issued) + _ANNOUNCED]:
+        assert now.order is not None
+        for index in now.order[len(now.issued) : len(now.issued) + _ANNOUNCED]:
             self._buckets[index].announce()
 
     def _forget_announced(self) -> None:
-        for memory in {id(bucket.memory): bucket.memory for bucket in self._buckets.values()}.values():
+        for memory in self._memories:
             memory.forget()
 
     # -- gathers -----------------------------------------------------------------------------------------------------
@@ -281,109 +242,107 @@ class GatherSchedule:
     @uncompiled
     def demand(self, bucket: Bucket) -> None:
         """Makes ``bucket`` FULL and prefetches the next ones of the order."""
-        if self._leaf_of and self.kind == "backward":
-            self._demand_leaf_of(bucket)
+        now = self._passes.current
+        if now is None:
+            if bucket.state is State.SHARDED:
+                self._agreement.collect(0, bucket.index, in_pass=False)
+                bucket.start_gather()
+            if bucket.state is State.GATHERING:
+                bucket.finish_gather()
+            return
+        if self._leaf_of and now.phase is ModelPhase.BACKWARD:
+            self._demand_leaf_of(bucket, now)
         if bucket.state is State.SHARDED:
-            self._issue_up_to(bucket)
+            self._issue_up_to(bucket, now)
         if bucket.state is State.GATHERING:
-            self._prefetch(bucket)
+            self._prefetch(bucket, now)
             bucket.finish_gather()
-        elif self._order is not None:
+        elif now.order is not None:
             # Already FULL (kept since its forward, or pinned): prefetch as after a gather.
             if not self._agreement.serves:
-                self._decide_recording()  # makes no exchange
-            if self._has_decided:
-                self._prefetch(bucket)
+                self._decide_recording(now)  # makes no exchange
+            if now.has_decided:
+                self._prefetch(bucket, now)
 
-    def _demand_leaf_of(self, bucket: Bucket) -> None:
+    def _demand_leaf_of(self, bucket: Bucket, now: Pass) -> None:
         """Makes a leaf FULL at its first use. Skips buckets FULL at the start: they may have been freed since."""
         leaf = self._leaf_of.get(bucket.index)
-        if leaf is None or leaf in self._demanded_leaves:
+        if leaf is None or leaf in now.used_leaves:
             return
-        assert self._situation is not None
-        self._demanded_leaves.add(leaf)
-        _, _, gathered = self._situation
+        now.used_leaves.add(leaf)
         for index in leaf:
-            if index not in gathered:
+            if index not in now.gathered:
                 self.demand(self._buckets[index])
 
-    def _issue_up_to(self, bucket: Bucket) -> None:
-        if self._situation is None:
-            self._agreement.collect(0, bucket.index, in_pass=False)
-            bucket.start_gather()
-            return
-        self._decide_recording()
-        position = len(self._issued)
-        if self._order is not None:
+    def _issue_up_to(self, bucket: Bucket, now: Pass) -> None:
+        self._decide_recording(now)
+        position = len(now.issued)
+        if now.order is not None:
             try:
-                found = self._order.index(bucket.index, position)
+                last = now.order.index(bucket.index, position)
             except ValueError:
                 # Every rank must leave the order here with the same request, or all raise in the exchange below.
                 if self._agreement.serves:
-                    self._issue_rest()
+                    self._issue_rest(now)
                 else:
-                    self._is_learned = True
-                self._order = None
+                    now.is_learned = True
+                now.order = None
             else:
-                for index in self._order[position : found + 1]:
-                    self._issue(self._buckets[index])
+                for index in now.order[position : last + 1]:
+                    self._issue(self._buckets[index], now)
                 return
-        self._serve(bucket.index)
+        self._serve(now, bucket.index)
 
-    def _decide_recording(self) -> None:
+    def _decide_recording(self, now: Pass) -> None:
         """Decides, before the first gather or the end of a pass, whether it is recorded."""
-        if self._has_decided:
+        if now.has_decided:
             return
-        assert self._situation is not None
-        self._has_decided = True
-        self._is_learned = self._order is None
+        now.has_decided = True
+        now.is_learned = now.order is None
         if self._agreement.serves:
-            kind, entry, full = self._situation
-            known = (kind, entry, sorted(full), sorted(self._left_out), self._order)
+            known = (now.phase.value, now.entry, sorted(now.gathered), sorted(self._left_out(now)), now.order)
             knowledge = zlib.crc32(repr(known).encode())
-            while (found := self._agreement.compare(knowledge)) is PassMode.HELP:
-                self._help()
-            if found is PassMode.RECORD:
-                self._order, self._is_learned = None, False
+            while (mode := self._agreement.compare(knowledge)) is PassMode.HELP:
+                self._help(now)
+            if mode is PassMode.RECORD:
+                now.order, now.is_learned = None, False
 
-    def _help(self) -> None:
+    def _help(self, now: Pass) -> None:
         """Takes part in an evaluation of ranks that run more of them, before the open pass gathers anything."""
-        while self._serve(END_OF_PASS):
+        while self._serve(now, END_OF_PASS):
             continue
-        self._agreement.end_help(self._issued)
-        self._issued = []
-        for bucket in self._buckets.values():
-            if bucket.state is State.GATHERING:
-                bucket.abandon_gather()
+        self._agreement.end_help(now.issued)
+        now.issued.clear()
+        self._abandon_gathers()
 
-    def _issue_rest(self) -> None:
+    def _issue_rest(self, now: Pass) -> None:
         """Issues the rest of the order; a rank that has left the order keeps no more of it than fits."""
-        assert self._order is not None
-        for index in self._order[len(self._issued) :]:
-            self._issue_for_others(index)
+        assert now.order is not None
+        for index in now.order[len(now.issued) :]:
+            self._issue_for_others(index, now)
 
-    def _issue_for_others(self, index: int) -> None:
+    def _issue_for_others(self, index: int, now: Pass) -> None:
         bucket = self._buckets[index]
-        self._issue(bucket)
+        self._issue(bucket, now)
         if self._agreement.serves and bucket.state is State.GATHERING and self._count.live > self._max_live:
             bucket.abandon_gather()
 
-    def _serve(self, request: int) -> bool:
+    def _serve(self, now: Pass, request: int) -> bool:
         """Gathers what all ranks want now; returns whether any does. All ranks must come here.
 
         Args:
             request: Index of the bucket that this rank wants, or ``END_OF_PASS``.
         """
-        wanted = self._agreement.collect(len(self._issued), request)
+        wanted = self._agreement.collect(len(now.issued), request)
         for index in wanted:
             if index == request:
-                self._issue(self._buckets[index])
+                self._issue(self._buckets[index], now)
             else:
-                self._issue_for_others(index)
+                self._issue_for_others(index, now)
         return bool(wanted)
 
-    def _issue(self, bucket: Bucket) -> None:
-        self._issued.append(bucket.index)
+    def _issue(self, bucket: Bucket, now: Pass) -> None:
+        now.issued.append(bucket.index)
         if bucket.state is State.GATHERING:  # skipped by this rank the last time; that transfer must end first
             bucket.finish_gather()
         if bucket.state is State.FULL:
@@ -391,13 +350,13 @@ class GatherSchedule:
         else:
             bucket.start_gather()
 
-    def _prefetch(self, demanded: Bucket) -> None:
+    def _prefetch(self, demanded: Bucket, now: Pass) -> None:
         """Requests the next buckets of the order, to overlap with the computation of the demanded unit.
 
         The rest of that unit and all of the next one are requested, further units as long as the limit of prefetching
         allows it; nothing beyond the limit of live parameters.
         """
-        order = self._order
+        order = now.order
         if order is None:
             return
         count, limits = self._count, self._limits
@@ -406,17 +365,17 @@ class GatherSchedule:
         following: tuple[int, ...] | None = None  # the next unit, if a part of it is in flight
         if ahead:
             following = self._units[next(index for index in count.arriving if index not in unit)]
-        while len(self._issued) < len(order):
-            upcoming = self._buckets[order[len(self._issued)]]
+        while len(now.issued) < len(order):
+            upcoming = self._buckets[order[len(now.issued)]]
             if upcoming.state is not State.SHARDED:
                 return
             numel, its_unit = upcoming.layout.numel, self._units[upcoming.index]
             is_near = its_unit in (unit, following) or following is None
             fits = limits.prefetch > 0 and (is_near or ahead + numel <= limits.prefetch)
             if not fits or count.live + numel > self._max_live:
-                self._announce()
+                self._announce(now)
                 return
-            self._issue(upcoming)
+            self._issue(upcoming, now)
             if its_unit != unit:
                 ahead += numel
                 following = following or its_unit
@@ -426,7 +385,8 @@ class GatherCount:
     """Counts the gathered elements of sharded buckets. A change costs the same for any number of buckets."""
 
     def __init__(self) -> None:
-        self.live = 0  # elements of buckets that are gathered or in flight
+        self.gathered: set[int] = set()  # indices of buckets that are gathered or in flight
+        self.live = 0  # their elements
         # elements of each bucket that is in flight, by the index of the bucket, oldest first
         self.arriving: OrderedDict[int, int] = OrderedDict()
         self.arriving_numel = 0  # their sum
@@ -438,19 +398,23 @@ class GatherCount:
         if after is State.GATHERING:
             self.arriving[index] = numel
             self.arriving_numel += numel
+        if after is State.SHARDED:
+            self.gathered.discard(index)
+        else:
+            self.gathered.add(index)
         self.live += numel * ((after is not State.SHARDED) - (before is not State.SHARDED))
 
 
 def _joined(leaves: Iterable[Iterable[Bucket]]) -> dict[int, tuple[int, ...]]:
     """Returns by bucket the buckets gathered with it, in model order; leaves that share a bucket count as one leaf."""
-    found: list[set[int]] = []
+    groups: list[set[int]] = []
     for leaf in leaves:
         joined = {bucket.index for bucket in leaf}
-        for other in [other for other in found if other & joined]:
+        for other in [other for other in groups if other & joined]:
             joined |= other
-            found.remove(other)
-        found.append(joined)
-    return {index: tuple(sorted(joined)) for joined in found if len(joined) > 1 for index in joined}
+            groups.remove(other)
+        groups.append(joined)
+    return {index: tuple(sorted(joined)) for joined in groups if len(joined) > 1 for index in joined}
 
 
 class LearnedOrder:
@@ -488,7 +452,7 @@ class LearnedOrder:
 
 def _place(index: int, before: Sequence[int], known: Sequence[int], merged: Sequence[int], *, falls: bool) -> int:
     """Returns the place of ``index``: after the last of those it followed, and after new ones with a lower number."""
-    place = max((merged.index(other) + 1 for other in before if other in merged), default=0)
-    while place < len(merged) and merged[place] not in known and (merged[place] > index) == falls:
-        place += 1
-    return place
+    position = max((merged.index(other) + 1 for other in before if other in merged), default=0)
+    while position < len(merged) and merged[position] not in known and (merged[position] > index) == falls:
+        position += 1
+    return position

@@ -196,7 +196,9 @@ class GradientBucket:
         with torch.no_grad():
             if zeros:
                 torch._foreach_zero_(zeros)
-            squares = self.sum.fresh_squares(wanted=self._will_be_result)
+            # whether the update reads what is packed now: in a group of one without earlier micro-batches
+            is_result = self.is_own_result and self.sum.reduced is None and self.sum.local is None
+            squares = self.sum.fresh_squares(wanted=is_result)
             if squares is not None:
                 pack_and_square(self.bucket.layout, self._flat.tensor, self._views, grads, squares)
             elif grads:
@@ -225,12 +227,6 @@ class GradientBucket:
             self.bucket.params[index].grad = None
         self.bucket.gradients_in = True
         self.state = GradientState.IDLE
-
-    @property
-    def _will_be_result(self) -> bool:
-        """Returns whether the update reads what is packed now: a group of one without earlier micro-batches."""
-        waiting = self.sum.reduced is not None or self.sum.local is not None
-        return self.is_own_result and not waiting
 
     @property
     def had_sum(self) -> bool:
@@ -300,7 +296,10 @@ class GradientBucket:
         source = self._flat if self.sum.local is None else self._take_local_sum()
         self.state = GradientState.REDUCING
         if self.is_local:
-            self._keep_local(source)
+            if self._postscale * self._prescale != 1.0:
+                source.tensor.mul_(self._postscale * self._prescale)
+                self.sum.squares = None
+            self.sum.add_reduced(source)  # the result of a group of one; further backwards are added to it
             return
         if self._prescale != 1.0:
             source.tensor.mul_(self._prescale)
@@ -348,13 +347,6 @@ class GradientBucket:
         total.free()
         return self._flat
 
-    def _keep_local(self, source: FlatBuffer) -> None:
-        """Keeps the packed gradient as the result in a group of one; further backwards are added to it."""
-        if self._postscale * self._prescale != 1.0:
-            source.tensor.mul_(self._postscale * self._prescale)
-            self.sum.squares = None
-        self.sum.add_reduced(source)
-
     def will_arrive(self) -> bool:
         """Returns whether the reduction can be finished without a further call of this rank."""
         return self._transfer is None or self._transfer.work.will_arrive()
@@ -396,13 +388,16 @@ class GradientBucket:
         numel = partial.tensor.numel() // (transport.size if to_owner else 1)
         incoming = self.sum.new_buffer(numel, self._sum_dtype, self._destination.incoming_tier)
         self._rounds += 1
+        # its number among ranks with the same slices; on other pipeline stages buckets are numbered differently
+        layout = self.bucket.layout
+        number = zlib.crc32(layout.tiles[0].logical.encode()) if self._group.spans_stages else layout.index
         combine = transport.reduce_scatter if to_owner else transport.all_reduce
         work = combine(
             partial.tensor,
             incoming.tensor,
             Reduction(
                 scale=self._postscale,
-                key=transfer_key(transport.owner, self._number_among_copies, _REDUCTION, self._rounds),
+                key=transfer_key(transport.owner, number, _REDUCTION, self._rounds),
                 label=f"the sum of the gradients of {self.bucket.label} over all groups",
                 limit=self._policy.bucket_numel,
                 error=None if feedback is None else feedback.combination,
@@ -410,12 +405,6 @@ class GradientBucket:
             ),
         )
         self._transfer = _Transfer(work, partial, incoming)
-
-    @property
-    def _number_among_copies(self) -> int:
-        """Returns the bucket's number among ranks with the same slices; ranks with other parts number differently."""
-        layout = self.bucket.layout
-        return zlib.crc32(layout.tiles[0].logical.encode()) if self._group.spans_stages else layout.index
 
     def finish_combining(self) -> None:
         """Waits for :meth:`start_combining`."""

@@ -18,45 +18,31 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence, Set
 from typing import Protocol
 
 import torch
 
 from deepspeed.comm.job import backward_comm
+from deepspeed.comm.job.backward_comm import BackwardCommTracker
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import require_state
 from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.gather.agreement import Agreement
 from deepspeed.zero.gradient.arrival_hooks import ArrivalHooks
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
-from deepspeed.zero.gradient.program_gradients import ProgramGradients, RunGradients
+from deepspeed.zero.gradient.program_gradients import GradientUnit, ProgramGradients, RunGradients
 from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
 from deepspeed.zero.gradient.trial import Trial
+from deepspeed.zero.passes import Pass, PassTracker, ReductionState
 from deepspeed.zero.storage import MemoryTracker
 
 _MAX_IN_FLIGHT = 2  # reductions in flight, without the one being filled
 _SMALL = 2**23  # up to this many elements in flight the host does not wait for a device that lags behind,
 _MOST_SMALL = 16  # and up to this many such reductions
 _PATIENCE = 60.0  # seconds: how long the host waits for a reduction that a peer may be holding back
-
-
-@dataclass
-class _Backward:
-    """An open backward."""
-
-    reaches: Sequence[int]  # positions of the buckets whose parameters it may reach
-    reduces: frozenset[int]  # positions of those whose gradients are reduced
-    order: list[int] | None  # the order of reductions; None until the ranks have agreed on it
-    combines: bool  # whether its end takes the second step of the sums
-    # buckets with all gradients, in the order of completion on this rank
-    completed: list[int] = field(default_factory=list)
-    packed: set[int] = field(default_factory=set)  # buckets whose gradients have left the parameters
-    cursor: int = 0  # number of entries of ``order`` that have been sent
-    # whether the host waits for a device that lags behind; False once a peer has held a bucket back
-    is_patient: bool = True
 
 
 class GradientReader(Protocol):
@@ -77,10 +63,6 @@ class GradientReducer:
 
     Args:
         buckets: Trainable buckets in model order.
-        on_packed: Called when a bucket's gradients have left the parameters.
-        on_stray: Called when a gradient arrives while no backward is open.
-        may_block: Whether this rank has issued all gathers that its peers need, so that it may wait for their part of a
-            reduction.
         needs_one_order: Gathers run during backward, and all ranks must issue them and reductions in one order.
         runs: The gradients of the runs that the torch optimizer's groups list; None without an optimizer.
     """
@@ -93,9 +75,9 @@ class GradientReducer:
         memory_tracker: MemoryTracker,
         destinations: Sequence[GradientDestination],
         *,
-        on_packed: Callable[[Bucket], None],
-        on_stray: Callable[[], None],
-        may_block: Callable[[], bool],
+        passes: PassTracker,
+        agreement: Agreement,
+        layers: BackwardCommTracker,
         needs_one_order: bool = False,
         runs: RunGradients | None = None,
     ) -> None:
@@ -110,9 +92,9 @@ class GradientReducer:
         self._needs_one_order = needs_one_order
         self._has_partial_sums = False  # equal on all ranks
         self._peers = peers
-        self._on_packed = on_packed
-        self._on_stray = on_stray
-        self._may_block = may_block
+        self._passes = passes
+        self._agreement = agreement
+        self._layers = layers
         self.buckets = [
             GradientBucket(bucket, policy, memory_tracker, destination)
             for bucket, destination in zip(buckets, destinations, strict=True)
@@ -125,7 +107,6 @@ class GradientReducer:
         self._combines_to_owners = any(bucket.group.is_spread for bucket in buckets)
         self._orders: dict[frozenset[int], list[int]] = {}  # by what a backward reduces
         self._known: set[int] = set()  # buckets in any order: known whether their gradients arrive more than once
-        self._backward: _Backward | None = None
         self._in_flight: deque[GradientBucket] = deque()
         # Buckets that may have sums of earlier backwards: equal on all ranks, unlike those that do have one.
         self._local_sums: set[int] = set()
@@ -151,7 +132,7 @@ class GradientReducer:
 
     def add(self, bucket: Bucket, destination: GradientDestination) -> None:
         """Collects the gradients of one more bucket from now on. Every rank must call it, between two backwards."""
-        require_state(self._backward is None, self, "no open backward")
+        require_state(not self.is_open, self, "no open backward")
         self.buckets.append(GradientBucket(bucket, self.policy, self._memory_tracker, destination))
         self.buckets[-1].is_coded = self.is_coded
         self._positions[self.buckets[-1]] = len(self.buckets) - 1
@@ -166,9 +147,10 @@ class GradientReducer:
 
     def arrive(self, position: int, index: int) -> None:
         """Called when autograd has delivered the gradient of parameter ``index`` of bucket ``position``."""
-        if self._backward is None:
+        now = self._passes.current
+        if now is None or now.reductions is None:
             self.program.take_stray(position, index)
-            self._on_stray()  # opens one, or raises
+            self._passes.open_backward()
         if self.buckets[position].arrive(index):
             self._complete(position)
 
@@ -183,8 +165,16 @@ class GradientReducer:
 
     # -- one backward ------------------------------------------------------------------------------------------------
 
-    def begin(self, *, reaches: Sequence[int], reduces: frozenset[int], closes: Set[int]) -> None:
-        """Opens a backward. All ranks must pass the same.
+    def begin(
+        self,
+        now: Pass,
+        *,
+        reaches: Sequence[int],
+        reduces: frozenset[int],
+        closes: Set[int],
+        unit: GradientUnit | None = None,
+    ) -> None:
+        """Prepares the reductions of a backward that begins. All ranks must pass the same.
 
         Args:
             reaches: Positions of the buckets whose parameters it may reach.
@@ -192,10 +182,10 @@ class GradientReducer:
                 ``no_sync``); what reaches the others is added to the local sum.
             closes: Those that no later backward reaches before the update.
         """
-        require_state(self._backward is None, self, "no open backward")
+        require_state(not self.is_open, self, "no open backward")
         self.stop_reading()
         self.program.apply()
-        self.program.hide()
+        self.program.begin(unit)
         if self.keeps_own:
             reduces = frozenset()
         is_last = len(closes) == len(self.buckets)
@@ -203,7 +193,7 @@ class GradientReducer:
         combines = (
             bool(reduces) and self._combines and not self._combines_late and (is_last or self._combines_to_owners)
         )
-        self._backward = _Backward(reaches, reduces, self._orders.get(reduces), bool(reduces) and combines)
+        now.reductions = ReductionState(reaches, reduces, self._orders.get(reduces), combines)
         self._hooks.move_behind_others(reaches)
         for position in reaches:
             self.buckets[position].begin_backward(is_last=position in closes)
@@ -212,6 +202,8 @@ class GradientReducer:
         """Called when every gradient of a bucket is there. Packs it now unless more may come."""
         backward = self._opened
         backward.completed.append(position)
+        if self._agreement.serves:
+            self.note_uneven()
         if position not in self._known or self.buckets[position].repeats or not self._overlaps:
             return
         if self._needs_one_order and backward_comm.is_uneven():
@@ -220,22 +212,19 @@ class GradientReducer:
             return
         self._pack(position, backward)
         if position in backward.reduces:
-            self._send_ready(backward)
+            assert backward.order is not None
+            while backward.cursor < len(backward.order) and backward.order[backward.cursor] in backward.packed:
+                self._send(backward.order[backward.cursor])
+                backward.cursor += 1
 
-    def _pack(self, position: int, backward: _Backward) -> None:
+    def _pack(self, position: int, backward: ReductionState) -> None:
         gradients = self.buckets[position]
         if position in backward.reduces:
             gradients.pack()
         else:
             gradients.keep()
         backward.packed.add(position)
-        self._on_packed(gradients.bucket)
-
-    def _send_ready(self, backward: _Backward) -> None:
-        assert backward.order is not None
-        while backward.cursor < len(backward.order) and backward.order[backward.cursor] in backward.packed:
-            self._send(backward.order[backward.cursor])
-            backward.cursor += 1
+        self._passes.note_gradients(gradients.bucket)
 
     def _send(self, position: int, *, is_over: bool = False) -> None:
         """Starts a reduction and finishes older ones, without waiting for a peer that may be waiting for this rank.
@@ -248,7 +237,9 @@ class GradientReducer:
             is_over: Whether this rank's backward has ended, so that peers need only reductions from it.
         """
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
-            oldest = self._in_flight[0] if is_over or self._may_block() else None
+            # with all gathers issued that its peers need, this rank may wait for their part of a reduction
+            may_wait = is_over or (self._passes.expects_no_gather and not self._layers.may_communicate())
+            oldest = self._in_flight[0] if may_wait else None
             # A late reduction of another group must not delay those of this group.
             requested = itertools.islice(self._in_flight, 1 if self._in_one_order else None)
             ready = oldest or next((one for one in requested if one.will_arrive()), None)
@@ -293,18 +284,18 @@ class GradientReducer:
             )
         return None
 
-    def end(self) -> None:
+    def end(self, now: Pass) -> None:
         """Reduces the remaining buckets of the backward in the agreed order, and waits for every reduction."""
         backward = self._opened
         reaches, reduces = backward.reaches, backward.reduces
         reduced: Sequence[int] = ()
         if reduces:
             reduced = backward.order if backward.order is not None else sorted(reduces, reverse=True)
-        for place, position in enumerate(reduced):
+        for turn, position in enumerate(reduced):
             if position not in backward.packed:
                 self.buckets[position].note_unannounced()
                 self._pack(position, backward)
-            if place >= backward.cursor:  # immediately, so that few packed buffers are alive together
+            if turn >= backward.cursor:  # immediately, so that few packed buffers are alive together
                 self._send(position, is_over=True)
         for position in reaches:
             if position not in reduces and position not in backward.packed:
@@ -316,7 +307,7 @@ class GradientReducer:
             self._has_partial_sums = True
         if backward.combines:
             self._combine(reduced)
-        self._backward = None
+        now.reductions = None
         self._local_sums.update(reaches)
         self._local_sums -= reduces
         if backward.order is None and reduces:
@@ -347,36 +338,33 @@ class GradientReducer:
         if self._reader is not None:
             self._reader.offer(self._positions[gradients])
 
-    def _agree_on_order(self, backward: _Backward) -> list[int]:
+    def _agree_on_order(self, backward: ReductionState) -> list[int]:
         """Returns rank 0's order of completion, the incomplete buckets and those with repeated arrivals last."""
         held_back = [p for p in sorted(backward.reduces) if p not in backward.completed or self.buckets[p].repeats]
-        mine = [p for p in backward.completed if p in backward.reduces and p not in held_back] + held_back
-        if not mine:
-            return mine
+        own_order = [p for p in backward.completed if p in backward.reduces and p not in held_back] + held_back
+        if not own_order:
+            return own_order
         rows = self._peers.gather_small(
-            torch.tensor(mine, dtype=torch.int64), channel="step", label="the order of the first reductions"
+            torch.tensor(own_order, dtype=torch.int64), channel="step", label="the order of the first reductions"
         )
         return [int(position) for position in rows[0].tolist()]
 
     @property
-    def _opened(self) -> _Backward:
-        assert self._backward is not None
-        return self._backward
+    def _opened(self) -> ReductionState:
+        backward = self._passes.reductions
+        assert backward is not None
+        return backward
 
     @property
     def is_open(self) -> bool:
         """Returns whether a backward is open."""
-        return self._backward is not None
+        return self._passes.reductions is not None
 
     @property
     def is_reducing(self) -> bool:
         """Returns whether a backward is open that other ranks reduce with this one."""
-        return self._backward is not None and bool(self._backward.reduces)
-
-    @property
-    def num_sent(self) -> int:
-        """Reductions that the open backward has started; 0 outside of one."""
-        return 0 if self._backward is None else self._backward.cursor
+        backward = self._passes.reductions
+        return backward is not None and bool(backward.reduces)
 
     @property
     def has_sums(self) -> bool:
@@ -395,7 +383,7 @@ class GradientReducer:
         backward = self._opened
         return any(self.buckets[p].is_mixed(reduced=p in backward.reduces) for p in backward.reaches)
 
-    def drop(self, *, with_sums: bool) -> None:
+    def drop(self, now: Pass, *, with_sums: bool) -> None:
         """Discards what a backward has delivered, after an exception in it.
 
         All ranks together drop a backward that reduces; one that does not is dropped by this rank alone, since only its
@@ -423,7 +411,7 @@ class GradientReducer:
                 self._local_sums -= backward.reduces
         # In the other buckets, ranks on which this backward succeeded have sums.
         self._local_sums.update(position for position in backward.reaches if position not in backward.reduces)
-        self._backward = None
+        now.reductions = None
         self.program.show()
 
     def end_micro_step(self) -> None:
@@ -471,9 +459,9 @@ class GradientReducer:
 
     def _reduce_local_sums(self) -> None:
         self._has_partial_sums = self._combines
-        mine = [gradients.sum.local is not None for gradients in self.buckets]
+        has_sum = [gradients.sum.local is not None for gradients in self.buckets]
         rows = self._peers.gather_small(
-            torch.tensor(mine, dtype=torch.int64), channel="call", label="the reduction of accumulated gradients"
+            torch.tensor(has_sum, dtype=torch.int64), channel="call", label="the reduction of accumulated gradients"
         )
         pending = torch.nonzero(rows.sum(dim=0)).view(-1).tolist()
         for position in pending:
@@ -505,16 +493,12 @@ class GradientReducer:
             self._trial = None
             if not is_coded:
                 self.scale_feedback(0.0)
-        elif is_coded is self.is_coded or self._was_tried:
+        elif is_coded is self.is_coded or (self.policy.is_trial and self._trial is None):
             return
         self._set_coded(is_coded)
         if self._has_codecs:
             way = "as codes" if is_coded else "uncompressed"
             log_dist(f"update {before + 1}: gradients are sent {way} from now on{why}")
-
-    @property
-    def _was_tried(self) -> bool:
-        return self.policy.is_trial and self._trial is None
 
     def _set_coded(self, is_coded: bool) -> None:
         self.is_coded = is_coded

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -55,10 +56,10 @@ class _SummedGradient:
 
     def show(self, parameter: torch.nn.Parameter) -> None:
         """Puts the handle into ``.grad``."""
-        kind = parameter.device, parameter.dtype
-        if self.handle is None or self._kind != kind:
+        device_and_dtype = parameter.device, parameter.dtype
+        if self.handle is None or self._kind != device_and_dtype:
             self.retire()
-            self._kind = kind
+            self._kind = device_and_dtype
             shape = self.gradients.bucket.layout.tiles[self.index].shape
             self.handle = PendingGradient(self, parameter.data.new_empty(()).expand(shape))
             self._references = self._count_references()
@@ -133,8 +134,8 @@ class _SummedGradient:
         owner, gradients = self._owner(), self.gradients
         if owner is None:
             return "its engine is gone"
-        if reason := owner.why_scaled():
-            return reason
+        if owner.unit.reason:
+            return owner.unit.reason
         if any(one.bucket.group.name != DATA or one.bucket.group.is_part for one in owner.buckets):
             return "ranks hold different parts of this model"
         sums = gradients.sum
@@ -159,19 +160,19 @@ class _SummedGradient:
         Raises:
             CallOrderError: This rank cannot give it.
         """
-        found = self.whole()
-        if isinstance(found, str):
-            raise CallOrderError(f"{operation} of the .grad of {self.name!r}: it needs values, but {found}. {REMEDY}")
-        return found.to(self.parameter.dtype, copy=True)
+        whole = self.whole()
+        if isinstance(whole, str):
+            raise CallOrderError(f"{operation} of the .grad of {self.name!r}: it needs values, but {whole}. {REMEDY}")
+        return whole.to(self.parameter.dtype, copy=True)
 
     def write(self, value: torch.Tensor) -> None:
         """Replaces the whole gradient."""
-        found = self.whole()
-        assert not isinstance(found, str), "it was read before"
+        whole = self.whole()
+        assert not isinstance(whole, str), "it was read before"
         if not self.gradients.used[self.index] and bool(value.any()):
             raise CallOrderError(self._unused())
         self._begin_change()
-        found.copy_(value)
+        whole.copy_(value)
 
     def _unused(self) -> str:
         return (
@@ -199,11 +200,36 @@ class _SummedGradient:
 
     def _refuse_unscaled(self, what: str) -> None:
         owner = self._owner()
-        if owner is not None and (reason := owner.why_scaled()):
+        if owner is not None and owner.unit.reason:
             raise CallOrderError(
-                f"{what} to the .grad of {self.name!r}: it would mix plain values with the gradient's, but {reason}. "
-                f"{REMEDY}"
+                f"{what} to the .grad of {self.name!r}: it would mix plain values with the gradient's, but "
+                f"{owner.unit.reason}. {REMEDY}"
             )
+
+
+@dataclass(frozen=True)
+class GradientUnit:
+    """What the gradients of a loss are multiplied by until the update."""
+
+    is_scaled: bool = False  # by the fp16 loss scale
+    is_counted: bool = False  # the losses are sums with a count, by which the update divides
+
+    @property
+    def reason(self) -> str:
+        """Why the gradients differ from those of the loss; "" if they do not."""
+        if self.is_scaled:
+            return "under fp16 it carries the loss scale until the update"
+        if self.is_counted:
+            return "losses have a count (engine.backward(loss, count=...)), by which only the update divides"
+        return ""
+
+
+@dataclass
+class DiscardReport:
+    """Which gradients the program has discarded by torch's calls."""
+
+    all: bool = False  # those of all parameters at once
+    some: bool = False  # those of some parameters
 
 
 class RunGradients(Protocol):
@@ -227,23 +253,30 @@ class ProgramGradients:
     ) -> None:
         self.buckets = buckets  # those of the reducer; the list may grow
         self.before_change = before_change  # called before a sum changes
-        self.why_scaled: Callable[[], str] = str  # see :meth:`attach`
-        self._on_discard: Callable[[bool], Any] = bool
-        self._is_enabled = False
+        self.unit = GradientUnit()  # of the gradients since the last update
+        self._is_enabled = False  # whether anything is shown
+        self._discards = DiscardReport()
         self._entries: list[list[_SummedGradient]] = []
         self._shown: list[_SummedGradient] = []
         self._runs = runs
 
-    def attach(self, why_scaled: Callable[[], str], on_discard: Callable[[bool], None], *, is_enabled: bool) -> None:
-        """Connects the engine.
+    def begin(self, unit: GradientUnit | None) -> None:
+        """Takes the handles out of ``.grad``, where what was added to them stays. Called before a backward.
 
         Args:
-            why_scaled: Returns why gradients differ from those of the loss by a factor until the update; "" if they do
-                not.
-            on_discard: Called when the program has discarded gradients, with whether it has discarded all of them.
-            is_enabled: Whether anything is shown.
+            unit: The unit of the backward's gradients; None: they are not shown, as in a pipeline.
         """
-        self.why_scaled, self._on_discard, self._is_enabled = why_scaled, on_discard, is_enabled
+        self._is_enabled = unit is not None
+        self.unit = unit or GradientUnit()
+        with DisableTorchFunctionSubclass():
+            for entry in self._shown:
+                self._take_out(entry)
+        self._shown.clear()
+
+    def take_discards(self) -> DiscardReport:
+        """Returns which gradients the program has discarded since the last call of this method."""
+        taken, self._discards = self._discards, DiscardReport()
+        return taken
 
     def show(self) -> None:
         """Puts handles into ``.grad`` of parameters that may have a gradient on some rank. Called after a backward."""
@@ -281,32 +314,40 @@ class ProgramGradients:
         with DisableTorchFunctionSubclass():
             for entry in self._shown:
                 parameter = entry.parameter
-                found = parameter.grad
-                if found is entry.handle:
+                grad = parameter.grad
+                if grad is entry.handle:
                     continue
-                if isinstance(found, PendingGradient):
-                    self._take_derived(entry, found, parameter)
+                if isinstance(grad, PendingGradient):
+                    self._take_derived(entry, grad, parameter)
                     continue
-                if found is not None:
+                if grad is not None:
                     entry.refuse_assignment()
                 discarded.append(entry)
         if discarded:
             self._discard(discarded)
 
-    def _take_derived(self, entry: _SummedGradient, found: PendingGradient, parameter: torch.nn.Parameter) -> None:
+    def _take_derived(self, entry: _SummedGradient, derived: PendingGradient, parameter: torch.nn.Parameter) -> None:
         """Takes ``parameter.grad + tensor``, or a detached ``parameter.grad``, that was assigned to ``.grad``."""
-        if found.entry("assignment") is not entry or found._views:
+        if derived.entry("assignment") is not entry or derived._views:
             raise CallOrderError(
                 f"parameter.grad of {entry.name!r}: was given the gradient of another parameter, or a view of one; "
                 "give it a tensor with values"
             )
-        if found._more is not None:
-            entry.add(found._more)
+        if derived._more is not None:
+            entry.add(derived._more)
         set_gradient(parameter, entry.handle)
 
     def _discard(self, entries: list[_SummedGradient]) -> None:
-        is_total = len(entries) == len(self._shown)
-        self._on_discard(is_total)
+        if len(entries) == len(self._shown):
+            self._discards.all = True
+        elif self.unit.is_counted:
+            raise CallOrderError(
+                "zero_grad or grad = None of some parameters: expected all of them, since the losses have a count "
+                "(engine.backward(loss, count=...)) and the update divides all gradients by one sum of counts. Give "
+                "mean losses without count, or discard all gradients with engine.zero_grad()"
+            )
+        else:
+            self._discards.some = True
         for entry in entries:
             entry.is_shown = False
         self._shown = [entry for entry in self._shown if entry.is_shown]
@@ -316,15 +357,6 @@ class ProgramGradients:
                 gradients.discard_sums()
             for entry in members:
                 entry.discard()
-
-    def hide(self) -> None:
-        """Takes the handles out of ``.grad``, where what was added to them stays. Called before a backward."""
-        if not self._shown:
-            return
-        with DisableTorchFunctionSubclass():
-            for entry in self._shown:
-                self._take_out(entry)
-        self._shown.clear()
 
     def _take_out(self, entry: _SummedGradient) -> None:
         set_gradient(entry.parameter, entry.added)

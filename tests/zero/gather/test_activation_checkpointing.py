@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.zero.gather.handles import SavedTensorHooks
+from deepspeed.zero.passes import PassTracker
 from tests.engine.support import WIDTH, engine_of, inputs, rank
 from tests.harness import assert_states_equal, on_ranks
 from tests.harness.toy_models import Layer, tower
@@ -191,7 +192,7 @@ def test_each_engine_guards_its_own_buckets_under_one_foreign_hook():
 
     kept = []
     parameters = [torch.nn.Parameter(torch.ones(3), requires_grad=False) for _ in range(2)]
-    hooks = [SavedTensorHooks([bucket_of(p)], lambda _: None, lambda _: None) for p in parameters]
+    hooks = [SavedTensorHooks([bucket_of(p)], None, PassTracker()) for p in parameters]
     x = torch.ones(3, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         assert hooks[0].push_guard() and hooks[1].push_guard()  # of an engine within another one's forward

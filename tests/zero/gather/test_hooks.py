@@ -18,6 +18,7 @@ from deepspeed.zero.gather import hooks
 from deepspeed.zero.gather.agreement import Agreement
 from deepspeed.zero.gather.hooks import ForwardHooks, tensors_in
 from deepspeed.zero.gather.schedule import GatherLimits, GatherSchedule
+from deepspeed.zero.passes import ModelPhase, Pass, PassTracker
 from tests.harness import on_threads
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import Block, Rank, Stack, batch, bucket_of, rank_of, stack
@@ -31,7 +32,6 @@ class Hooked:
 
     Attributes:
         entries: Numbers of the modules whose training forwards have returned.
-        in_backward: What the hooks take for the answer whether a backward runs.
     """
 
     def __init__(self, transport: LoopbackTransport, model: nn.Module, limits: GatherLimits = AT_ONCE) -> None:
@@ -42,17 +42,32 @@ class Hooked:
             bucket_of(transport, list(unit.parameters()), index=number) for number, unit in enumerate(units)
         ]
         agreement = Agreement(transport, lambda index: f"bucket {index}")
-        self.schedule = GatherSchedule(self.buckets, agreement, limits)
+        self.passes = PassTracker()
+        self.schedule = GatherSchedule(self.buckets, self.passes, agreement, limits)
         self.entries: list[int] = []
-        self.in_backward = False
         self.hooks = ForwardHooks(
             model,
             [(unit, [bucket]) for unit, bucket in zip(units, self.buckets, strict=True)],
             self.buckets,
             self.schedule,
-            lambda: self.in_backward,
-            lambda _outputs, entry: self.entries.append(entry),
+            self.passes,
         )
+        self.hooks.watch = lambda _outputs, entry: self.entries.append(entry)  # type: ignore[method-assign, assignment, misc]
+
+    def begin_backward(self) -> Pass:
+        now = self.passes.begin(ModelPhase.BACKWARD)
+        self.schedule.begin(now)
+        return now
+
+    def end_backward(self, now: Pass) -> None:
+        self.schedule.end(now)
+        self.hooks.end_backward(now)
+        self.passes.end()
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward is running that is not paused."""
+        return bool(self.passes.scopes)
 
     @property
     def states(self) -> str:
@@ -114,11 +129,11 @@ def test_a_paused_forward_is_resumed_by_the_next_gather(transport: LoopbackTrans
 
     def pause(*_: Any) -> None:
         hooked.hooks.pause()
-        seen.append((hooked.hooks.in_forward, hooked.users, hooked.states))
+        seen.append((hooked.in_forward, hooked.users, hooked.states))
 
     model.blocks[0].up.register_forward_hook(pause)
-    model.blocks[0].down.register_forward_pre_hook(lambda *_: seen.append(hooked.hooks.in_forward))
-    model.blocks[0].down.register_forward_hook(lambda *_: seen.append((hooked.hooks.in_forward, hooked.states)))
+    model.blocks[0].down.register_forward_pre_hook(lambda *_: seen.append(hooked.in_forward))
+    model.blocks[0].down.register_forward_hook(lambda *_: seen.append((hooked.in_forward, hooked.states)))
     loss = model(batch(0))
     assert loss.item() == pytest.approx(stack()(batch(0)).item(), rel=1e-6)
     assert seen == [(False, [0] * 4, "SSSS"), False, (True, "FSSS")]
@@ -132,12 +147,11 @@ def test_the_end_of_a_backward_frees_what_no_other_forward_waits_for(transport: 
     for block in model.blocks[:2]:
         block(batch(0))
     assert hooked.entries == [1, 2] and hooked.states == "FFSS"
-    hooked.schedule.begin("backward")
-    hooked.hooks.reach(1)
-    hooked.schedule.end()
-    hooked.hooks.end_backward()
+    now = hooked.begin_backward()
+    now.reached.add(1)
+    hooked.end_backward(now)
     assert hooked.states == "SFSS"
-    hooked.hooks.end_backward()  # a backward that has come through the outputs of no forward
+    hooked.end_backward(hooked.begin_backward())  # one that has come through the outputs of no forward
     assert hooked.states == "SSSS"
 
 
@@ -146,16 +160,16 @@ def test_a_bucket_is_freed_in_backward_once_its_gradients_are_in(transport: Loop
     model = stack()
     hooked = Hooked(transport, model, KEEPING)
     model(batch(0))
-    hooked.in_backward = True
+    hooked.begin_backward()
     first, second = hooked.buckets[:2]
-    hooked.hooks.gradients_arrived(first)
+    hooked.passes.note_gradients(first)
     assert hooked.states == "FFFF"  # its gradients are missing
     first.gradients_in = True
-    hooked.hooks.gradients_arrived(first)
+    hooked.passes.note_gradients(first)
     assert hooked.states == "SFFF"
     second.gradients_in = True
     second.users += 1
-    hooked.hooks.gradients_arrived(second)
+    hooked.passes.note_gradients(second)
     assert hooked.states == "SFFF"  # a scope uses it
     hooked.hooks.abandon()
     assert hooked.states == "SSSS" and hooked.users == [0] * 4
@@ -167,9 +181,9 @@ def test_pickles_of_a_module_have_idle_hooks(transport: LoopbackTransport) -> No
     hooked = Hooked(transport, model)
     read = pickle.loads(pickle.dumps(list(model._forward_pre_hooks.values())))
     assert len(read) == 1 and read[0](model, (batch(0),)) is None
-    assert not hooked.hooks.in_forward
+    assert not hooked.in_forward
     model._forward_pre_hooks.copy().popitem()[1](model, (batch(0),))
-    assert hooked.hooks.in_forward
+    assert hooked.in_forward
     hooked.hooks.abandon()
 
 
@@ -183,8 +197,8 @@ def test_transforms_that_differentiate_are_refused_where_parameters_are_sharded(
         hooked = Hooked(transport, model)
         with pytest.raises(NotYetSupportedError, match="cannot run the modules of a model at ZeRO stage 3"):
             model(batch(0))
-        assert not hooked.hooks.in_forward and hooked.states == "SSSS"
-        bare = ForwardHooks(nn.Linear(8, 1), [], [], hooked.schedule, lambda: False, lambda *_: None)
+        assert not hooked.in_forward and hooked.states == "SSSS"
+        bare = ForwardHooks(nn.Linear(8, 1), [], [], hooked.schedule, hooked.passes)
         bare.refuse_transforms()
         assert not bare.handles and not bare.sees_forwards
 
@@ -426,7 +440,7 @@ def test_an_exception_in_a_forward_or_backward_leaves_nothing_open(transport: Lo
         for _ in range(2):
             with pytest.raises(ArithmeticError):
                 model(batch(0))
-            assert not rank.runtime.drop_open_work() and not rank.runtime.hooks.in_forward
+            assert not rank.runtime.drop_open_work() and not rank.runtime.passes.scopes
             assert states(rank) == ("SSSS" if limits is None else "FFSS")
         handle.remove()
         loss = model(batch(0, transport.rank))
@@ -449,10 +463,10 @@ def test_a_pause_frees_what_the_running_forward_holds(transport: LoopbackTranspo
     assert isinstance(model, Stack)
 
     def pausing(*_: Any) -> None:
-        assert rank.runtime.hooks.in_forward
+        assert rank.runtime.passes.scopes
         rank.runtime.hooks.pause()
         seen.append(states(rank))
-        assert not rank.runtime.hooks.in_forward
+        assert not rank.runtime.passes.scopes
 
     handle = model.blocks[1].register_forward_hook(pausing)
     loss = model(batch(0, transport.rank))

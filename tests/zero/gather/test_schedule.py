@@ -12,6 +12,7 @@ from deepspeed.zero.address import State
 from deepspeed.zero.gather import schedule
 from deepspeed.zero.gather.agreement import Agreement
 from deepspeed.zero.gather.schedule import GatherLimits, GatherSchedule
+from deepspeed.zero.passes import UNKNOWN_ENTRY, ModelPhase, Pass, PassTracker
 from deepspeed.zero.storage import Memory
 from tests.harness import on_threads
 from tests.harness.loopback import LoopbackTransport, run_threads
@@ -40,23 +41,33 @@ class Gathering:
             bucket_of(transport, [nn.Parameter(torch.full((NUMEL,), float(number)))], index=number)
             for number in range(count)
         ]
-        self.adapted = 0
-        self.agreement = Agreement(
-            transport, lambda index: f"bucket {index}", serves=serves, adapts=adapts, on_adapted=self._note_adapted
-        )
+        self.passes = PassTracker()
+        self.agreement = Agreement(transport, lambda index: f"bucket {index}", serves=serves, adapts=adapts)
         self.schedule = GatherSchedule(
-            self.buckets, self.agreement, limits, [[self.buckets[n] for n in leaf] for leaf in leaves], units
+            self.buckets,
+            self.passes,
+            self.agreement,
+            limits,
+            [[self.buckets[n] for n in leaf] for leaf in leaves],
+            units,
         )
-
-    def _note_adapted(self) -> None:
-        self.adapted += 1
 
     def run(self, *numbers: int, kind: str = "forward", entry: int = 0) -> list[str]:
         """A pass that uses these buckets; how the others were when each was used: S, G or F."""
-        self.schedule.begin(kind, entry)
+        self.begin(kind, entry)
         seen = [self.use(number) for number in numbers]
-        self.schedule.end()
+        self.end()
         return seen
+
+    def begin(self, kind: str, entry: int = UNKNOWN_ENTRY) -> Pass:
+        now = self.passes.begin(ModelPhase(kind), entry)
+        self.schedule.begin(now)
+        return now
+
+    def end(self) -> None:
+        assert self.passes.current is not None
+        self.schedule.end(self.passes.current)
+        self.passes.end()
 
     def use(self, number: int) -> str:
         bucket = self.buckets[number]
@@ -120,19 +131,19 @@ def test_a_backward_learns_its_entry_before_its_first_gather(transport: Loopback
     ranks = Gathering(transport)
     for _ in range(2):
         for entry, numbers in ((3, (0, 1)), (4, (2,))):
-            ranks.schedule.begin("backward")
-            ranks.schedule.enter(entry)
+            now = ranks.begin("backward")
+            ranks.schedule.enter(now, entry)
             ranks.use(numbers[0])
-            ranks.schedule.enter(9)  # too late to be its entry
+            ranks.schedule.enter(now, 9)  # too late to be its entry
             for number in numbers[1:]:
                 ranks.use(number)
-            ranks.schedule.end()
+            ranks.end()
     assert ranks.calls("gather_small") == 3 + 2
     for _ in range(2):
-        ranks.schedule.begin("backward")
+        now = ranks.begin("backward")
         ranks.use(0)
-        ranks.schedule.enter(5)  # it stays one without an entry
-        ranks.schedule.end()
+        ranks.schedule.enter(now, 5)  # it stays one without an entry
+        ranks.end()
     assert ranks.calls("gather_small") == 3 + 2 + 2
 
 
@@ -154,9 +165,10 @@ def test_ranks_that_want_other_buckets_all_raise() -> None:
         ranks = Gathering(transport)
         with pytest.raises(DivergenceError, match="rank 0: bucket 1; rank 1: bucket 2") as raised:
             ranks.run(0, 1 + transport.rank)
-        assert ranks.schedule.in_pass
+        assert ranks.passes.current is not None
         ranks.schedule.drop()
-        assert not ranks.schedule.in_pass and not ranks.schedule.has_orders
+        ranks.passes.end()
+        assert not ranks.schedule.has_orders
         with pytest.raises(DivergenceError, match="the end of the forward"):
             ranks.run(*((0, 1) if transport.rank else (0,)))
         return str(raised.value)
@@ -272,11 +284,10 @@ def test_ranks_that_differ_while_recording_are_served_from_then_on(limits: Gathe
         ranks.run(0, 1)
         assert not ranks.agreement.serves and ranks.calls("gather_small") == 3
         ranks.run(*((1, 3, 0) if transport.rank == 0 else (1, 0)), kind="backward")
-        assert ranks.agreement.serves and ranks.adapted == 1
+        assert ranks.agreement.serves
         ranks.run(*((0, 2, 1) if transport.rank else (0, 1)))
         ranks.run(*((2, 0) if transport.rank else (3, 1)), kind="backward")
         ranks.free()
-        assert ranks.adapted == 1
         return ranks.agreement.digest
 
     assert len(set(run_threads(body, 2))) == 1
@@ -322,12 +333,12 @@ def test_a_unit_that_is_still_gathered_starts_the_next_one_too() -> None:
         limits = GatherLimits(prefetch=1, max_live=10**6, max_reuse_distance=0)
         ranks = Gathering(transport, limits, serves=serves)
         for _ in range(3):
-            ranks.schedule.begin("forward", 0)
+            ranks.begin("forward", 0)
             for number in range(4):
                 ranks.schedule.demand(ranks.buckets[number])
                 if not ranks.schedule.stays_after_forward(ranks.buckets[number]):
                     ranks.buckets[number].reshard()
-            ranks.schedule.end()
+            ranks.end()
             assert ranks.states == "SSSF"
             seen = ranks.run(3, 2, 1, 0, kind="backward")
         # Ranks that may want different buckets compare what they know before they gather anything.
@@ -374,12 +385,12 @@ def test_shards_beyond_what_may_be_gathered_ahead_are_read_ahead(transport: Loop
         bucket.memory = memory
     ranks.run(*range(6))
     assert memory.announced == [], "no order is known yet"
-    ranks.schedule.begin("forward", 0)
+    ranks.begin("forward", 0)
     for number, expected in enumerate([[2, 3], [3, 4], [4, 5], [5], [], []]):
         ranks.use(number)
         assert memory.announced == expected, f"bucket {number} is used, and the next one gathered"
         memory.announced.clear()
-    ranks.schedule.end()
+    ranks.end()
 
 
 @on_threads(2)
@@ -411,16 +422,16 @@ def test_how_many_buckets_stay_after_forward(distance: int, live: int, kept: int
 def test_any_part_of_a_leaf_gathers_all_of_it_in_a_backward(transport: LoopbackTransport) -> None:
     ranks = Gathering(transport, leaves=[[1, 2]])
     for _ in range(2):
-        ranks.schedule.begin("backward")
+        ranks.begin("backward")
         ranks.schedule.demand(ranks.buckets[1 + transport.rank])  # another part of it on each rank
         assert ranks.states == "SFFS"
         ranks.free()
-        ranks.schedule.end()
-    ranks.schedule.begin("forward", 0)
+        ranks.end()
+    ranks.begin("forward", 0)
     ranks.schedule.demand(ranks.buckets[1])
     assert ranks.states == "SFSS"
     ranks.free()
-    ranks.schedule.end()
+    ranks.end()
 
 
 @on_threads(2)
@@ -440,14 +451,14 @@ def test_announced_buckets_are_left_out_of_a_known_order(transport: LoopbackTran
 def test_expects_no_gather_once_the_order_is_done(transport: LoopbackTransport) -> None:
     ranks = Gathering(transport)
     ranks.run(0, 1)
-    assert ranks.schedule.expects_no_gather and ranks.schedule.kind == ""
-    ranks.schedule.begin("forward", 0)
-    assert not ranks.schedule.expects_no_gather and ranks.schedule.kind == "forward"
+    assert ranks.passes.expects_no_gather
+    now = ranks.begin("forward", 0)
+    assert not ranks.passes.expects_no_gather
     ranks.use(0)
-    assert not ranks.schedule.expects_no_gather and ranks.schedule.num_issued == 1
+    assert not ranks.passes.expects_no_gather and now.issued == [0]
     ranks.use(1)
-    assert ranks.schedule.expects_no_gather and ranks.schedule.in_pass
-    ranks.schedule.end()
+    assert ranks.passes.expects_no_gather and ranks.passes.phase is ModelPhase.FORWARD
+    ranks.end()
 
 
 def test_a_rank_that_runs_a_pass_more_has_another_digest() -> None:

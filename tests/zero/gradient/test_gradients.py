@@ -1,5 +1,6 @@
 """Which gradients are reduced when (``zero.gradient.gradients``), on ranks that are threads."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,14 +8,27 @@ import torch
 from torch import nn
 
 from deepspeed.comm.transports.transport import Transport
+from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.gradient.gradients import GradientReducer
+from deepspeed.zero.passes import ModelPhase, PassTracker
 from deepspeed.zero.storage import MemoryTracker
 from tests.harness import on_threads
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import bucket_of, policy_of
 
 SIZES = (200, 330, 140)  # more than a block of 64 on each of two ranks
+
+
+class NotingPasses(PassTracker):
+    """Notes the buckets whose gradients have left the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: list[int] = []
+
+    def note_gradients(self, bucket: Bucket) -> None:
+        self.packed.append(bucket.index)
 
 
 class Reducing:
@@ -36,7 +50,8 @@ class Reducing:
             bucket_of(transport, [parameter], is_sharded=False, memory_tracker=memory_tracker, index=number)
             for number, parameter in enumerate(self.params)
         ]
-        self.packed: list[int] = []
+        self.passes = NotingPasses()
+        self.packed = self.passes.packed
         self.strays = 0
         self.may_block = True
         self.reducer = GradientReducer(
@@ -45,11 +60,13 @@ class Reducing:
             transport,
             memory_tracker,
             [GradientDestination() for _ in buckets],
-            on_packed=lambda bucket: self.packed.append(bucket.index),
-            on_stray=self._stray,
-            may_block=lambda: self.may_block,
+            passes=self.passes,
+            agreement=SimpleNamespace(serves=False),  # type: ignore[arg-type]
+            layers=SimpleNamespace(may_communicate=lambda: not self.may_block),  # type: ignore[arg-type]
             needs_one_order=needs_one_order,
         )
+
+        self.passes.attach(self._stray)
 
     def _stray(self) -> None:
         self.strays += 1
@@ -57,11 +74,29 @@ class Reducing:
 
     def begin(self, *, reduces: bool = True, last: bool = True) -> None:
         everything = range(len(SIZES))
+        now = self.passes.begin(ModelPhase.BACKWARD)
+        now.order = []  # nothing is gathered
         self.reducer.begin(
+            now,
             reaches=everything,
             reduces=frozenset(everything if reduces else ()),
             closes=frozenset(everything if last else ()),
         )
+
+    def end(self) -> None:
+        assert self.passes.current is not None
+        self.reducer.end(self.passes.current)
+        self.passes.end()
+
+    def drop(self, *, with_sums: bool) -> None:
+        assert self.passes.current is not None
+        self.reducer.drop(self.passes.current, with_sums=with_sums)
+        self.passes.end()
+
+    @property
+    def num_sent(self) -> int:
+        """Of the open backward."""
+        return self.passes.reductions.cursor if self.passes.reductions is not None else 0
 
     def arrive(self, *numbers: int, value: float = 1.0) -> None:
         """Gradients of some parameters arrive, in this order: the value times the number from 1, plus the rank."""
@@ -72,7 +107,7 @@ class Reducing:
     def backward(self, *numbers: int, value: float = 1.0, reduces: bool = True, last: bool = True) -> None:
         self.begin(reduces=reduces, last=last)
         self.arrive(*numbers, value=value)
-        self.reducer.end()
+        self.end()
 
     def results(self) -> list[float | None]:
         """What the update reads of each parameter, which is one number everywhere; None: nothing."""
@@ -153,9 +188,9 @@ def test_reductions_are_sent_in_the_order_in_which_rank_0_completed_the_first_ba
         assert sent == []
         ranks.arrive(1)
         assert sent == [1, 0, 2] and ranks.packed[-3:] == [2, 0, 1]
-        assert ranks.reducer.num_sent == 3 and ranks.reducer.is_reducing
-        ranks.reducer.end()
-        assert ranks.results() == mean(1.0) and ranks.reducer.num_sent == 0
+        assert ranks.num_sent == 3 and ranks.reducer.is_reducing
+        ranks.end()
+        assert ranks.results() == mean(1.0) and ranks.num_sent == 0
         return sent
 
     assert run_threads(body, 2) == [[1, 0, 2]] * 2
@@ -170,7 +205,7 @@ def test_without_overlap_everything_is_sent_at_the_end(transport: LoopbackTransp
     ranks.begin()
     ranks.arrive(0, 1, 2)
     assert len(ranks.reductions()) == before
-    ranks.reducer.end()
+    ranks.end()
     assert len(ranks.reductions()) == before + 3 and ranks.results() == mean(1.0)
 
 
@@ -180,8 +215,8 @@ def test_gradients_that_arrive_more_than_once_wait_for_the_end(transport: Loopba
     for turn in range(2):
         ranks.begin()
         ranks.arrive(0, 0, 1, 2)
-        assert ranks.packed == ([] if turn == 0 else [1, 2]) and ranks.reducer.num_sent == 2 * turn
-        ranks.reducer.end()
+        assert ranks.packed == ([] if turn == 0 else [1, 2]) and ranks.num_sent == 2 * turn
+        ranks.end()
         first, *others = ranks.results()
         assert first == 2 * mean(1.0)[0] and others == mean(1.0)[1:]
         ranks.reducer.clear()
@@ -217,7 +252,7 @@ def test_sums_of_some_ranks_are_sent_in_the_dtype_of_sums_from_all(transport: Lo
         ranks.begin(reduces=False, last=False)
         if transport.rank == 0:
             ranks.arrive(0, 1, 2)
-        ranks.reducer.end()
+        ranks.end()
         ranks.backward(0, 1, 2)
         assert ranks.results() == [2.0, 3.5, 5.0]
         ranks.reducer.clear()
@@ -257,7 +292,7 @@ def test_a_failed_backward_is_taken_out(transport: LoopbackTransport) -> None:
     ranks.begin()
     ranks.arrive(2)  # and then an exception, before it is this bucket's turn
     assert ranks.reducer.is_open and not ranks.reducer.is_mixed
-    ranks.reducer.drop(with_sums=False)
+    ranks.drop(with_sums=False)
     assert not ranks.reducer.is_open and all(parameter.grad is None for parameter in ranks.params)
     ranks.backward(0, 1, 2)
     assert ranks.results() == [2 * value for value in mean(1.0)]
@@ -270,7 +305,7 @@ def test_a_failed_backward_that_was_added_takes_the_sum_with_it(transport: Loopb
     ranks.begin()
     ranks.arrive(2, 1)
     assert ranks.reducer.is_mixed
-    ranks.reducer.drop(with_sums=True)
+    ranks.drop(with_sums=True)
     assert ranks.results()[1:] == [None, None]
     ranks.backward(2, 1, 0)
     assert ranks.results() == mean(1.0)
@@ -283,7 +318,7 @@ def test_a_gradient_outside_a_backward_opens_one_or_raises(transport: LoopbackTr
     assert ranks.strays == 1 and ranks.reducer.is_open
     ranks.arrive(1, 2)
     assert ranks.strays == 1
-    ranks.reducer.end()
+    ranks.end()
     assert ranks.results() == mean(1.0)
     ranks.reducer.clear()
     ranks.reducer.remove()
@@ -300,10 +335,11 @@ def test_a_bucket_that_is_trained_later_is_collected_from_then_on(transport: Loo
     ranks.reducer.add(bucket_of(transport, [late], is_sharded=False, index=3), GradientDestination())
     everything = range(4)
     for _ in range(2):
-        ranks.reducer.begin(reaches=everything, reduces=frozenset(everything), closes=frozenset(everything))
+        now = ranks.passes.begin(ModelPhase.BACKWARD)
+        ranks.reducer.begin(now, reaches=everything, reduces=frozenset(everything), closes=frozenset(everything))
         ranks.arrive(0, 1, 2)
         (late * (8.0 + transport.rank)).sum().backward()
-        ranks.reducer.end()
+        ranks.end()
         result = ranks.reducer.buckets[3].result
         assert result is not None and result[0].item() == 8.5
         ranks.reducer.clear()
@@ -319,7 +355,7 @@ def test_few_reductions_are_in_flight() -> None:
         for number in range(3):
             ranks.arrive(number)
             most = max(most, len(ranks.reducer._in_flight))
-        ranks.reducer.end()
+        ranks.end()
         assert not ranks.reducer._in_flight
         return most
 
@@ -336,5 +372,5 @@ def test_uneven_ranks_reduce_at_the_end_where_one_order_is_needed(transport: Loo
     ranks.begin()
     ranks.arrive(0, 1, 2)
     assert len(ranks.reductions()) == before
-    ranks.reducer.end()
+    ranks.end()
     assert ranks.results() == mean(1.0)
