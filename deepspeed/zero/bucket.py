@@ -24,6 +24,7 @@ raises. A parameter finds its bucket by its *address* (``set_address``): the buc
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from bisect import bisect_right
@@ -42,6 +43,7 @@ from deepspeed.zero.address import Gatherer, Loan, State, mark_full, mark_sharde
 from deepspeed.zero.construction.provisional import copy_sharded
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.placement import Tier
+from deepspeed.zero.ranges import in_profile
 from deepspeed.zero.storage import FlatBuffer, LoanedBuffer, Memory, MemoryTracker, StorageKind
 from deepspeed.zero.tiling.layout import BucketLayout, Fragment
 
@@ -159,6 +161,13 @@ class Bucket:
         return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} parameters)"
 
     @property
+    def module_name(self) -> str:
+        """Names the bucket in profiles by the module that has all of its parameters; by these, if that is the model."""
+        paths = [tile.name.split(".")[:-1] for tile in self.layout.tiles]
+        common = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
+        return ".".join(level[0] for level in common) or self.label
+
+    @property
     def share(self) -> tuple[int, int]:
         """First and last-plus-one element of what falls to this rank where every element falls to exactly one."""
         return self.layout.share_bounds(self.group.place, self.group.size * self.group.replicas)
@@ -218,6 +227,7 @@ class Bucket:
 
     # -- transitions -------------------------------------------------------------------------------------------------
 
+    @in_profile("gather")
     def start_gather(self, *, exactly: bool = False) -> None:
         """SHARDED -> GATHERING: allocates the full buffer and requests the other slices.
 
@@ -241,6 +251,7 @@ class Bucket:
             self._work.wait()
         self._work = None
 
+    @in_profile("wait for gather")
     def finish_gather(self) -> None:
         """GATHERING -> FULL: waits, and gives the parameters their values."""
         self._await_gather()
@@ -251,6 +262,7 @@ class Bucket:
         self._change_state(State.FULL)
         self.remember_values()
 
+    @in_profile("gather")
     def repeat_gather(self) -> None:
         """FULL -> FULL: takes part in a gather that only other ranks need; the same values arrive."""
         require_state(self.state is State.FULL and self.is_sharded, self, "sharded and FULL to be gathered again")
@@ -262,6 +274,7 @@ class Bucket:
         self._compute_transport.gather_from(self.shard.to(self.device), self.full.tensor, key=key, label=label).wait()
         self.is_decoded = True
 
+    @in_profile("gather")
     def restore_full(self) -> None:
         """FULL -> FULL: gathers the exact values of the shards again. Every rank must call it."""
         require_state(self.state is State.FULL and self.is_sharded, self, "sharded and FULL to be gathered again")
@@ -369,6 +382,7 @@ class Bucket:
 
     # -- the update --------------------------------------------------------------------------------------------------
 
+    @in_profile("publish")
     def start_publish(self) -> Work | None:
         """Requests the slices that other ranks have updated, where the parameters stay FULL.
 

@@ -219,6 +219,10 @@ STILL_NEEDED: dict[str, tuple[tuple[str, ...], Callable[[], bool]]] = {
         ("torch._C._current_graph_task_id",),
         lambda: _has_public(torch.autograd.graph, "task"),
     ),
+    "torch returns whether a profiler runs": (
+        ("torch.autograd.profiler._is_profiler_enabled",),
+        lambda: _has_public(torch.profiler, "enabled") or _has_public(torch.profiler, "running"),
+    ),
     "torch.func returns whether a transform runs": (
         ("torch._C._functorch.*",),
         lambda: any(_has_public(torch.func, word) for word in ("level", "active", "running", "transform")),

@@ -22,6 +22,7 @@ from deepspeed.zero.gradient.error_feedback import ErrorFeedback
 from deepspeed.zero.gradient.gradient_sum import GradientDestination, GradientSum, pack_and_square, squared_norm
 from deepspeed.zero.gradient.pending_gradient import holds_values
 from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
+from deepspeed.zero.ranges import in_profile
 from deepspeed.zero.storage import FlatBuffer, MemoryTracker, StorageKind
 
 _REDUCTION = 1  # kind of transfer, see transfer_key
@@ -178,6 +179,7 @@ class GradientBucket:
         """Whether, between backwards, a parameter has a gradient that was never collected."""
         return any(holds_values(parameter) and parameter.requires_grad for parameter in self.bucket.params)
 
+    @in_profile("pack")
     def pack(self) -> None:
         """Copies the gradients into the flat buffer and drops ``.grad``; absent ones count as zero."""
         grads: dict[int, torch.Tensor] = {}
@@ -205,6 +207,7 @@ class GradientBucket:
                 torch._foreach_copy_([self._views[index] for index in grads], list(grads.values()))
         self.bucket.gradients_in = True
 
+    @in_profile("keep")
     def keep(self) -> None:
         """Adds the gradients to this rank's own sum over micro-batches and drops ``.grad``.
 
@@ -283,6 +286,7 @@ class GradientBucket:
         self.sum.add_local(is_result=self.is_local)
         self.state = GradientState.IDLE
 
+    @in_profile("reduce")
     def start_reduction(self, *, as_sum: bool) -> None:
         """FILLING (packed) or an unreduced sum -> REDUCING.
 
@@ -355,6 +359,7 @@ class GradientBucket:
         """Blocks the host until the device has finished the reduction; see ``comm.transports.transport.poll``."""
         return True if self._transfer is None else poll(self._transfer.work, seconds)
 
+    @in_profile("wait for reduction")
     def finish_reduction(self) -> None:
         """REDUCING -> REDUCED: waits and adds the reduced gradient to what earlier backwards left."""
         if self.state is not GradientState.REDUCING:
@@ -375,6 +380,7 @@ class GradientBucket:
         transfer.source.free()
         return transfer.incoming
 
+    @in_profile("combine")
     def start_combining(self) -> None:
         """Starts the sum over the ranks with the same slice; does nothing without a partial sum."""
         if self.sum.partial is None:
@@ -406,6 +412,7 @@ class GradientBucket:
         )
         self._transfer = _Transfer(work, partial, incoming)
 
+    @in_profile("wait for combination")
     def finish_combining(self) -> None:
         """Waits for :meth:`start_combining`."""
         if self._transfer is not None:

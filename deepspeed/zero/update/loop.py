@@ -20,6 +20,7 @@ from deepspeed.ops.flat import FlatUpdate
 from deepspeed.ops.rounding import ElementRounding
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.placement import Tier
+from deepspeed.zero.ranges import range_of
 from deepspeed.zero.update.masters import MasterBucket
 
 
@@ -178,12 +179,13 @@ class ChunkUpdater:
         try:
             for master, chunks in by_master:
                 strategy = self._strategies[master.tier]
-                if master in store:
-                    store[master]()
-                for chunk in chunks:
-                    operands = strategy.fetch(chunk)
-                    strategy.store(chunk, operands, self._update(chunk, operands, factor))
-                strategy.before_publish(master)
+                with range_of("update", master.bucket):
+                    if master in store:
+                        store[master]()
+                    for chunk in chunks:
+                        operands = strategy.fetch(chunk)
+                        strategy.store(chunk, operands, self._update(chunk, operands, factor))
+                    strategy.before_publish(master)
                 publish(master)
         finally:
             for strategy in self._strategies.values():
