@@ -42,6 +42,7 @@ class KeyInfo:
     must_fill: bool = False  # ``"auto"`` that nothing has filled in is refused: the default would be a guess
     # ranks may differ in it: it changes only what a rank writes, shows or measures, or where its files are
     per_rank: bool = False
+    feature: str | None = None  # module of the feature that the engine needs for a value other than the default
 
     def range_text(self) -> str:
         """Returns the allowed range of values in words, empty if any value is allowed."""
@@ -180,6 +181,9 @@ def features_of(section: Section) -> Iterator[str]:
     """Yields the features that the sections given in this one request, in any order; one may come twice."""
     for name in section.model_fields_set:
         inner = getattr(section, name)
+        declared = type(section).model_fields[name]
+        if (feature := facts_of(declared).feature) is not None and inner != declared.default:
+            yield feature
         if isinstance(inner, Section):
             yield from inner._own_features()
             yield from features_of(inner)

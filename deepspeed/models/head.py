@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -88,9 +89,31 @@ def use_token_losses(head: Any, losses: Callable[..., torch.Tensor]) -> None:
     head.token_losses = losses
 
 
-def takes_loss_function(model: Any) -> bool:
-    """Returns whether a model computes the loss of causal language models by a function that can be replaced."""
-    return getattr(model, "loss_type", None) == "ForCausalLM"
+def logits_change(config: Any) -> tuple[float, float | None]:
+    """Returns what models multiply the head's logits by, and the softcap that follows, by their configuration."""
+    text = text_config(config)
+    names = ("logit_scale", "logits_scale", "lm_head_multiplier", "output_multiplier")
+    factor = math.prod(float(value) for name in names if (value := getattr(text, name, None)) is not None)
+    scaling = float(getattr(text, "logits_scaling", None) or 1.0)
+    multiplies = str(getattr(text, "model_type", "")).startswith("hyperclovax")  # the other families divide by it
+    softcap = getattr(text, "final_logit_softcapping", None)
+    return factor * scaling if multiplies else factor / scaling, None if softcap is None else float(softcap)
+
+
+def takes_loss_function(model: Any, *, with_inputs: bool = False) -> bool:
+    """Returns whether a model computes the loss of causal language models by a function that can be replaced.
+
+    Args:
+        with_inputs: Models that read images or sound beside text count too.
+    """
+    kinds = ("ForCausalLM", "ForConditionalGeneration") if with_inputs else ("ForCausalLM",)
+    return getattr(model, "loss_type", None) in kinds
+
+
+def loss_function_of(model: Any) -> Callable[..., torch.Tensor]:
+    """Returns the function that :func:`use_loss_function` replaces."""
+    function: Callable[..., torch.Tensor] = model.loss_function
+    return function
 
 
 def use_loss_function(model: Any, loss_function: Callable[..., torch.Tensor]) -> None:

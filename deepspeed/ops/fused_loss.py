@@ -19,6 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from deepspeed.comm.transports.channel import Channel
+from deepspeed.comm.transports.differentiable import copy_to
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.head import IGNORED, use_loss_function
 from deepspeed.ops.vocabulary import as_wide, local_ids, softmax_statistics
@@ -39,6 +40,7 @@ def linear_cross_entropy(
     channel: Channel | None = None,
     low: int = 0,
     vocabulary: int | None = None,
+    sums_hidden_gradient: bool = True,
     chunk_rows: int | None = None,
 ) -> torch.Tensor:
     """Returns the cross entropy of ``hidden @ weight.T + bias``; logits exist for one chunk of rows at a time.
@@ -60,6 +62,7 @@ def linear_cross_entropy(
             backward. None: this rank has the whole vocabulary.
         low: The first id of this rank's rows.
         vocabulary: The size of the whole vocabulary; None: the parts of the ranks are equal.
+        sums_hidden_gradient: False leaves it to the caller to sum the gradient of ``hidden`` over the channel.
         chunk_rows: Rows of a chunk, equal on all ranks; None: chosen.
 
     Returns:
@@ -71,6 +74,8 @@ def linear_cross_entropy(
     """
     _check(hidden, weight, labels, bias, reduction)
     device = hidden.device.type
+    if channel is not None and sums_hidden_gradient:
+        hidden = copy_to(hidden, channel, "the gradient of hidden states")
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -204,7 +209,7 @@ class _Losses(torch.autograd.Function):
                 loss, gradient = of_chunk(_logits(rows[part], weight, bias), ids[part], is_counted[part], how)
                 total += loss
                 gradients.add(gradient, part)
-            ctx.gradients = gradients.finish(how.channel)
+            ctx.gradients = gradients.finish()
             return total
         chunks = [
             _Chunk(_logits(rows[part], weight, bias), ids[part], is_counted[part], how).losses
@@ -235,7 +240,7 @@ class _Losses(torch.autograd.Function):
         for part in _parts(rows, how):
             chunk = _Chunk(_logits(rows[part], weight, bias), ids[part], is_counted[part], how)
             gradients.add(chunk.gradient(gradient[part]), part)
-        return *gradients.finish(how.channel), None, None, None
+        return *gradients.finish(), None, None, None
 
 
 def _parts(rows: torch.Tensor, how: _Settings) -> list[slice]:
@@ -269,13 +274,10 @@ class _Gradients:
         if self._of_bias is not None:
             self._of_bias += gradient.sum(0, dtype=self._of_bias.dtype)
 
-    def finish(self, channel: Channel | None) -> tuple[torch.Tensor | None, ...]:
-        """Returns the three gradients; that of hidden states is summed over the ranks that share the vocabulary."""
-        of_rows = self._of_rows
-        if of_rows is not None and channel is not None:
-            of_rows = channel.sum(of_rows, "the gradient of hidden states")
+    def finish(self) -> tuple[torch.Tensor | None, ...]:
+        """Returns the three gradients."""
         dtype = self._weight.dtype
-        return of_rows, *(None if one is None else one.to(dtype) for one in (self._of_weight, self._of_bias))
+        return self._of_rows, *(None if one is None else one.to(dtype) for one in (self._of_weight, self._of_bias))
 
 
 @cache

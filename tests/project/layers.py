@@ -58,6 +58,7 @@ LAYERS = (
     Layer("checkpoints", ("checkpoint",)),
     Layer("reports of a run, driven by the engine", ("monitor", "profiling", "run_report")),
     Layer("further axes: pipeline, tensor, sequence, expert", ("parallel",)),
+    Layer("what makes a step fast on a device", ("fast_path",)),
     Layer("quantized layers", ("linear",)),
     Layer("compression of models", ("compression",)),
     Layer("runs that a scheduler may stop", ("preemption",)),

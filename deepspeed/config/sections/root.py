@@ -314,6 +314,12 @@ class Root(Section):
         null_means="info, or DEEPSPEED_LOG_LEVEL",
         per_rank=True,
     )
+    fused_loss: Bool = key(
+        False,
+        "Compute the loss of a causal Transformers model from its hidden states in training, so that logits never "
+        "exist as a whole. Outputs with labels then have a loss and no logits. Only here, not upstream.",
+        feature="deepspeed.fast_path.fused_loss",
+    )
     dataloader_drop_last: Bool = key(False, "Drop the last incomplete batch, in the engine's own data loader.")
     vocabulary_size: Int | None = key(
         None, "From early releases.", above=0, no_effect="it only gave a warning for sizes that are not a multiple of 8"

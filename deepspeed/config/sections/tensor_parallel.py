@@ -93,5 +93,9 @@ class TensorParallel(Section):
         null_means="split if the model's tensor-parallel plan splits it, and gather the logits",
     )
     vocab_parallel_ce_backend: Annotated[Literal["torch", "liger"], AnyCase] = key(
-        "torch", "Loss for a split output layer.", since="0.19.8", no_effect="there is one loss, written in torch"
+        "torch",
+        'Loss for a split output layer. "torch": of the split logits. "liger": of the hidden states, as with '
+        "fused_loss, so that split logits never exist as a whole; the same as torch in a pipeline.",
+        since="0.19.8",
+        feature="deepspeed.fast_path.fused_loss",
     )
