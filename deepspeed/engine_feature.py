@@ -324,6 +324,8 @@ class EngineFeature:
     conflicts: tuple[Conflict, ...] = ()  # what it cannot be combined with
     # whether it does not change the training, so that it can be combined with every other feature
     only_watches: bool = False
+    # modules of the only features that it can be combined with, beside those that only watch; None: all but conflicts
+    goes_with: tuple[str, ...] | None = None
 
     def read_config(self, config: Any, mpu: Any) -> Any:
         """Returns the ``config`` argument of ``initialize``, changed as the feature's mpu requires."""

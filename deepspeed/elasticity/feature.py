@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from deepspeed.axes import DATA, EXPERT, TENSOR
-from deepspeed.config.section import features_of
+from deepspeed.axes import TENSOR
 from deepspeed.config.sections.optimizer import OWN_OPTIMIZERS
 from deepspeed.elasticity.continuation import Continuation
 from deepspeed.elasticity.elastic_run import ElasticRun
-from deepspeed.engine.features import feature_of
-from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, UnevenBatch, marks_of
+from deepspeed.engine_feature import (
+    SEQUENCE_RANKS,
+    STAGES,
+    Conflict,
+    ConflictKey,
+    EngineFeature,
+    EngineHooks,
+    EngineSetup,
+    UnevenBatch,
+)
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor.request import group_was_given
 from deepspeed.zero.group import Groups
@@ -21,8 +29,29 @@ from deepspeed.zero.runtime import ZeroRuntime
 
 _SETTING = "elasticity.continue"
 _OWN = "deepspeed.elasticity.feature"
-_GOES_WITH = (_OWN, "deepspeed.parallel.tensor.feature", "deepspeed.parallel.expert.feature")
-_AXES = (DATA, EXPERT, TENSOR)
+_RESTART = "leave elasticity.continue out and restart from checkpoints"
+
+
+def _own_states(setup: EngineSetup) -> str | None:
+    """Returns the name of an optimizer that has rank-specific states, for messages; None for others."""
+    if setup.optimizer is not None:
+        is_own = getattr(setup.optimizer, "_keeps_own_states", False)
+        return f"with the optimizer {type(setup.optimizer).__name__}" if is_own else None
+    kind = "" if setup.root.optimizer is None else setup.root.optimizer.type or ""
+    is_own = kind in OWN_OPTIMIZERS and OWN_OPTIMIZERS[kind]._keeps_own_states
+    return f"with the optimizer {kind}" if is_own else None
+
+
+def _compressed(setup: EngineSetup) -> str | None:
+    if setup.root.communication_compression.gradients is not None:
+        return "with communication_compression.gradients"
+    return "with zero_quantized_gradients" if setup.root.zero_optimization.zero_quantized_gradients else None
+
+
+def _by_nodes(setup: EngineSetup) -> str | None:
+    zero = setup.root.zero_optimization
+    gathers = zero.stage == 3 and zero.mics_shard_size > 1 and zero.mics_hierarchical_params_gather
+    return "with zero_optimization.mics_hierarchical_params_gather" if gathers else None
 
 
 class ElasticHooks(EngineHooks):
@@ -53,6 +82,33 @@ class ElasticRanks(EngineFeature):
 
     title = "ranks that come and go"
     setting = _SETTING
+    conflicts = tuple(
+        Conflict(_SETTING, lambda setup: True, *conflict)
+        for conflict in (
+            (STAGES, "the states of a stage have no copy on other ranks", _RESTART),
+            (
+                SEQUENCE_RANKS,
+                "the states of ranks along this axis have no copy on other ranks",
+                f"set sequence_parallel_size to 1, or {_RESTART}",
+            ),
+            (
+                ConflictKey("optimizers with states of single ranks", _own_states),
+                "it keeps rank-specific states, which are not copied",
+                "use Adam, AdamW or another elementwise one",
+            ),
+            (
+                ConflictKey("compressed gradients", _compressed),
+                "the error-feedback residuals of every rank are not copied",
+                "send gradients uncompressed",
+            ),
+            (
+                ConflictKey("gathers by nodes", _by_nodes),
+                "these gathers need equally many ranks on every node, which a loss changes",
+                "leave the key out",
+            ),
+        )
+    )
+    goes_with = ("deepspeed.parallel.tensor.feature", "deepspeed.parallel.expert.feature")
 
     @override
     def refuse(self, setup: EngineSetup) -> None:
@@ -79,9 +135,9 @@ class ElasticRanks(EngineFeature):
                 f"{_SETTING}: initialize(lr_scheduler=...) was given a schedule object, which belongs to one "
                 "optimizer; set the section `scheduler`, or give a function that makes the schedule from an optimizer"
             )
-        optimizer = engine.basic_optimizer  # if the program passed a function, the optimizer exists only now
-        if getattr(optimizer, "_keeps_own_states", False):
-            raise DeepSpeedConfigError(f"{_SETTING}: {_own_states(type(optimizer).__name__)}")
+        # if the program passed a function, the optimizer exists only now
+        for problem in self.problems(replace(engine._parts.setup, optimizer=engine.basic_optimizer)):
+            raise DeepSpeedConfigError(problem)
         hooks: ElasticHooks = engine._hooks.get(_OWN)
         hooks.continuation = Continuation.open(engine)
 
@@ -94,28 +150,7 @@ def _problem(setup: EngineSetup) -> str | None:
             "expected one engine with elasticity.continue in a process, found a second one while the first is in use. "
             "Leave elasticity.continue out of one of them, or call engine.destroy() on the first"
         )
-    zero = setup.root.zero_optimization
-    problem = _problem_of_axes(setup)
-    if problem is not None:
-        return problem
-    if setup.has_stages:
-        return (
-            "a PipelineModule is not supported: the states of a stage have no copy on other ranks. Leave "
-            "elasticity.continue out and restart from checkpoints"
-        )
-    if zero.stage == 3 and zero.mics_shard_size > 1 and zero.mics_hierarchical_params_gather:
-        return (
-            "zero_optimization.mics_hierarchical_params_gather needs equally many ranks on every node, which a loss "
-            "changes; leave it out"
-        )
-    problem = _problem_of_objects(setup)
-    if problem is not None:
-        return problem
-    requested = [feature_of(name) for name in _requested(setup) if name not in _GOES_WITH]
-    others = [feature.title for feature in requested if not feature.only_watches]
-    if others:
-        return f"is not supported together with {', '.join(others)}; leave one of the two out"
-    return None
+    return _problem_of_axes(setup) or _problem_of_objects(setup)
 
 
 def _problem_of_axes(setup: EngineSetup) -> str | None:
@@ -125,12 +160,6 @@ def _problem_of_axes(setup: EngineSetup) -> str | None:
         return (
             "an mpu has its own process groups, which are invalid after a loss; set the sizes of the axes in the "
             "configuration (tensor_parallel.autotp_size), and leave initialize(mpu=...) out"
-        )
-    others = [f"{axis} ({size} ranks)" for axis, size in mesh.axes if size > 1 and axis not in _AXES]
-    if others:
-        return (
-            f"expected ranks along {', '.join(_AXES)}, found {', '.join(others)}. States of ranks along other "
-            "axes have no copy; leave these axes out, or leave elasticity.continue out and restart from checkpoints"
         )
     size = mesh.size(TENSOR)
     if size > 1 and setup.root.tensor_parallel.autotp_size != size:
@@ -157,10 +186,6 @@ def _problem_of_axes(setup: EngineSetup) -> str | None:
     return None
 
 
-def _requested(setup: EngineSetup) -> list[str]:
-    return sorted({*features_of(setup.root), *marks_of(setup.model, setup.optimizer)})
-
-
 def _problem_of_objects(setup: EngineSetup) -> str | None:
     root = setup.root
     if isinstance(setup.optimizer, torch.optim.Optimizer):
@@ -170,19 +195,7 @@ def _problem_of_objects(setup: EngineSetup) -> str | None:
         )
     if setup.optimizer is None and (root.optimizer is None or root.optimizer.type is None):
         return "there is no optimizer, so nothing is trained; set the section `optimizer`, or leave it out"
-    kind = "" if root.optimizer is None else root.optimizer.type or ""
-    if kind in OWN_OPTIMIZERS and OWN_OPTIMIZERS[kind]._keeps_own_states:
-        return _own_states(kind)
-    if root.zero_optimization.zero_quantized_gradients or root.communication_compression.gradients is not None:
-        return "compressed gradients have error-feedback residuals on every rank, which are not copied; disable them"
     return None
-
-
-def _own_states(optimizer: str) -> str:
-    return (
-        f"the optimizer {optimizer} keeps rank-specific states, which are not copied; use Adam, "
-        "AdamW or another elementwise one"
-    )
 
 
 FEATURE = ElasticRanks()

@@ -49,6 +49,7 @@ FEATURES = (
     "deepspeed.ops.sparse_attention.feature",
     "deepspeed.activation_checkpointing.feature",
     "deepspeed.ops.muon.feature",
+    "deepspeed.ops.onebit.feature",
     "deepspeed.data.batching.feature",
     "deepspeed.preemption.feature",
     "deepspeed.elasticity.feature",
@@ -132,7 +133,20 @@ class FeatureSet:
             prepared.update(new)
             self.add_for_objects(setup.model)  # the layers that features made may request further ones
         for feature in self._features.values():
+            others = [] if feature.goes_with is None else self._others(feature, feature.goes_with)
+            if others:
+                raise DeepSpeedConfigError(
+                    f"{feature.setting} with {', '.join(others)}: they are not supported together; leave one of the "
+                    "two out"
+                )
             feature.refuse(setup)
+
+    def _others(self, feature: EngineFeature, goes_with: Sequence[str]) -> list[str]:
+        return [
+            other.title
+            for name, other in self._features.items()
+            if other is not feature and not other.only_watches and name not in goes_with
+        ]
 
     def refuse_optimizer(self, setup: EngineSetup, optimizer: torch.optim.Optimizer | None) -> None:
         """Lets the features that an optimizer requests refuse it, where a callable of the program has made it.
@@ -140,8 +154,12 @@ class FeatureSet:
         Raises:
             DeepSpeedConfigError: A feature does not support the optimizer.
         """
+        setup = replace(setup, optimizer=optimizer)
         for name in sorted(marks_of(optimizer).difference(self._features)):
-            feature_of(name).refuse(replace(setup, optimizer=optimizer))
+            feature = feature_of(name)
+            if problems := tuple(feature.problems(setup)):
+                raise DeepSpeedConfigError("\n".join(problems), problems)
+            feature.refuse(setup)
 
     def divide(self, setup: EngineSetup) -> TrainingGroup:
         """Returns the ranks that train together, among the data-parallel ranks. Every rank must call it."""

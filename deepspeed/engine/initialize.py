@@ -109,7 +109,6 @@ def build_parts(
     check_model_alike(model, precision, optimizer, setup.ranks.zero_group)
     check_optimizer(placement, optimizer)
     driver = training_group.driver_around(driver_of(optimizer))
-    driver.refuse(root, placement)
     own_groups = {**own_groups, **tables_of_rows(setup, has_warm_up=driver.has_warm_up)}
     placement = place_frozen(placement, own_groups)
     groups = _make_groups(setup, placement, precision, own_groups, has_warm_up=driver.has_warm_up)

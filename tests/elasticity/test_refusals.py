@@ -64,34 +64,31 @@ def refuse_objects() -> None:
     for make in (OneBitAdam, Muon):
         config = make_config(0)
         del config["optimizer"]
-        with pytest.raises(DeepSpeedConfigError, match=f"the optimizer {make.__name__} keeps rank-specific states"):
+        with pytest.raises(DeepSpeedConfigError, match=f"the optimizer {make.__name__}: it keeps rank-specific states"):
             start(config, optimizer=functools.partial(make, lr=1e-3))
 
 
 REFUSED = (
-    ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "OneBitAdam keeps rank-specific states"),
-    ({"zero": {"zero_quantized_gradients": True}}, "compressed gradients have error-feedback residuals"),
-    ({"communication_compression": {"gradients": "int8"}}, "compressed gradients have error-feedback residuals"),
+    ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "OneBitAdam: it keeps rank-specific states"),
+    ({"zero": {"zero_quantized_gradients": True}}, "gradients: the error-feedback residuals"),
+    ({"communication_compression": {"gradients": "int8"}}, "gradients: the error-feedback residuals"),
 )
 
 
 def refuse_features() -> None:
     for change, words in REFUSED:
-        with pytest.raises(DeepSpeedConfigError, match=f"elasticity.continue: .*{words}"):
+        with pytest.raises(DeepSpeedConfigError, match=f"elasticity.continue with .*{words}"):
             start(make_config(3 if "zero" in change else 0, **change))
 
 
 def refuse_axes() -> None:
     """Ranks along axes that a run cannot go on with, and groups that the program has made."""
-    with pytest.raises(DeepSpeedConfigError, match=r"found sequence \(2 ranks\). States of ranks along other axes"):
+    with pytest.raises(DeepSpeedConfigError, match="2 ranks share a sequence"):
         start(make_config(1, sequence_parallel_size=2))
     layers = list(make_model())
-    for stages, words in (
-        (1, "a PipelineModule is not supported"),
-        (2, r"found pipe.* \(2 ranks\). States of ranks along other axes"),
-    ):
+    for stages in (1, 2):
         pipeline = PipelineModule(layers, num_stages=stages, loss_fn=torch.nn.functional.mse_loss)
-        with pytest.raises(DeepSpeedConfigError, match=f"elasticity.continue: .*{words}"):
+        with pytest.raises(DeepSpeedConfigError, match="elasticity.continue with a PipelineModule: the states"):
             start(make_config(0), model=pipeline)
     with pytest.raises(DeepSpeedConfigError, match=r"initialize\(mesh_param=...\) was given process groups or ranks"):
         start(make_config(1), mesh_param=(2, 1))

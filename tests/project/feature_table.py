@@ -36,6 +36,10 @@ def page() -> str:
             f"- **{_code(conflict.part)} and {conflict.other.title}**: {conflict.why}; {conflict.instead}."
             for conflict in feature.conflicts
         ]
+        if feature.goes_with is not None:
+            titles = [other.title for other in features if other.only_watches]
+            titles += [feature_of(name).title for name in feature.goes_with]
+            lines.append(f"- **{_code(feature.setting)}** goes with {', '.join(titles)}, and with no other feature.")
     return "\n".join(lines) + "\n"
 
 
@@ -46,6 +50,10 @@ def _row(feature: EngineFeature) -> str:
 
 def _refusal(feature: EngineFeature, other: str) -> str:
     """Returns "no" if all settings that switch a feature on are refused beside another one, "partly" if some are."""
+    if feature.goes_with is not None:
+        names = [name for name in FEATURES if feature_of(name).title == other]
+        if any(name not in feature.goes_with for name in names):
+            return "no"
     refused = {c.part.removesuffix(".enabled") for c in feature.conflicts if c.other.title == other}
     return "" if not refused else "no" if refused.issuperset(feature.setting.split(", ")) else "partly"
 

@@ -24,8 +24,9 @@ class Optimizer(Section):
     )
 
     def _own_features(self) -> Iterator[str]:
-        if self.type == "Muon":
-            yield "deepspeed.ops.muon.feature"
+        params = OWN_OPTIMIZERS.get(self.type or "")
+        if params is not None and params._feature is not None:
+            yield params._feature
 
 
 def lr(default: float) -> Any:
@@ -152,6 +153,7 @@ class LambParams(OptimizerParams):
 class OneBitParams(OptimizerParams):
     """Holds the parameters that the 1-bit family shares."""
 
+    _feature: ClassVar[str] = "deepspeed.ops.onebit.feature"
     _keeps_own_states: ClassVar[bool] = True
 
     lr: FloatOrAuto = lr(1e-3)
@@ -231,6 +233,7 @@ class MuonParams(OptimizerParams):
     A parameter of three dimensions that is not a convolution is a stack of matrices; each is orthogonalized.
     """
 
+    _feature: ClassVar[str] = "deepspeed.ops.muon.feature"
     _keeps_own_states: ClassVar[bool] = True
 
     lr: FloatOrAuto = key(

@@ -80,6 +80,7 @@ class OneBitAdam(ElementwiseOptimizer):
     """
 
     _ds_driver = "deepspeed.zero.onebit.momentum:MomentumExchange"
+    _ds_features = ("deepspeed.ops.onebit.feature",)
     _keeps_own_states = True
     _pickled_attributes = (*ElementwiseOptimizer._pickled_attributes, "freeze_step", "precondition", "phase")
     freeze_step: int

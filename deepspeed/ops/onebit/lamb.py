@@ -59,6 +59,7 @@ class OneBitLamb(FusedLamb):
     """
 
     _ds_driver = "deepspeed.zero.onebit.momentum:MomentumExchange"
+    _ds_features = ("deepspeed.ops.onebit.feature",)
     _keeps_own_states = True
     precondition = False
     """False: the coefficients scale whole tensors, as in the paper."""

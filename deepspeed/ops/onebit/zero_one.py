@@ -179,6 +179,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
     """
 
     _ds_driver = "deepspeed.zero.onebit.local_steps:LocalSteps"
+    _ds_features = ("deepspeed.ops.onebit.feature",)
     _keeps_own_states = True
     _pickled_attributes = (
         *ElementwiseOptimizer._pickled_attributes,

@@ -17,15 +17,12 @@ from typing_extensions import override
 from deepspeed.comm.base.codec import CHUNK, DEVICE_ELEMENTS
 from deepspeed.comm.codecs.one_bit import one_bit_nbytes, padded_numel
 from deepspeed.comm.codecs.table import WholeSignCodec, unpack_signs
-from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
-from deepspeed.ops.onebit import ZeroOneAdam
 from deepspeed.ops.onebit.phases import ExchangesMomentum, Phase, mask_of
 from deepspeed.zero.gradient.gradient_sum import clip_factor, gradient_factor
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.onebit.bucket_momentum import BucketMomentum
-from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.tiling.formula import MemoryFormula
 from deepspeed.zero.update.driver import (
     ERROR_FEEDBACK,
@@ -44,14 +41,11 @@ class MomentumExchange(MeanGradient):
     reads_mean_gradients = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        _check_groups(optimizer)
         self._optimizer = optimizer
         self._is_collected = False
         self._updates = 0
         self.buckets: list[BucketMomentum] = []  # one for each master, in their order
-
-    @override
-    def refuse(self, root: Root, placement: Placement) -> None:
-        refuse_combinations(root, placement, self._optimizer)
 
     @override
     def open(self, parts: UpdateParts) -> None:
@@ -243,46 +237,9 @@ def sketches(entries: Sequence[tuple[BucketGroup, int, torch.Tensor | None, floa
     return list(found.values())
 
 
-def refuse_combinations(root: Root, placement: Placement, optimizer: torch.optim.Optimizer) -> None:
-    """Raises DeepSpeedConfigError for settings that an optimizer of the 1-bit family cannot be combined with."""
+def _check_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Raises DeepSpeedConfigError for a param group with an option or a mask that the exchange does not support."""
     name = type(optimizer).__name__
-    if placement.shard_params:
-        raise DeepSpeedConfigError(
-            f"optimizer {name} with zero_optimization.stage 3: each rank needs the whole momentum at each step, more "
-            "than stage 3 saves; use stage 0, 1 or 2, or another optimizer with communication_compression"
-        )
-    if placement.shard_master and isinstance(optimizer, ZeroOneAdam):
-        raise DeepSpeedConfigError(
-            f"optimizer {name} with zero_optimization.stage {placement.stage}: between exchanges each rank moves all "
-            "its weights by itself, for which it needs all masters and states; use stage 0, or OneBitAdam"
-        )
-    if placement.master_tier is not Tier.DEVICE:
-        raise DeepSpeedConfigError(
-            f"optimizer {name} with zero_optimization.offload_optimizer: its momentum is sent at each step, so it "
-            "stays on the device; leave the section out"
-        )
-    if root.communication_compression.gradients is not None:
-        raise DeepSpeedConfigError(
-            f"optimizer {name} with communication_compression.gradients: this optimizer exchanges momenta instead of "
-            "gradients; leave the key out, or use AdamW with it. For gradients of its warm-up use "
-            "communication_compression.warm_up"
-        )
-    if root.communication_compression.warm_up is not None and isinstance(optimizer, ZeroOneAdam):
-        raise DeepSpeedConfigError(
-            f"optimizer {name} with communication_compression.warm_up: its variance is updated from exact mean "
-            "gradients, and nothing else of gradients is sent; leave the key out"
-        )
-    sparse = root.compression_training.sparse_pruning if root.compression_training is not None else None
-    if sparse is not None and sparse.shared_parameters.enabled and sparse.shared_parameters.method == "snip_momentum":
-        raise DeepSpeedConfigError(
-            f"optimizer {name} with compression_training.sparse_pruning by snip_momentum: gradients differ between "
-            "ranks under it, so these would prune different weights; use the method topk, or AdamW"
-        )
-    if root.communication_compression.islands is not None and isinstance(optimizer, ZeroOneAdam):
-        raise DeepSpeedConfigError(
-            f"optimizer {name} with communication_compression.islands: ranks of an island would differ when islands "
-            "meet, as they take steps of their own; use OneBitAdam on islands, or leave the islands out"
-        )
     for number, group in enumerate(optimizer.param_groups):
         if group.get("non_freeze"):
             raise DeepSpeedConfigError(

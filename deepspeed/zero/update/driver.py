@@ -17,11 +17,9 @@ import torch
 from typing_extensions import override
 
 from deepspeed.comm.base.codec import Codec
-from deepspeed.config.sections.root import Root
 from deepspeed.zero.gradient.error_feedback import feedback_numel
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
-from deepspeed.zero.placement import Placement
 from deepspeed.zero.storage import MemoryTracker
 from deepspeed.zero.tiling.formula import MemoryFormula
 from deepspeed.zero.tiling.layout import BucketLayout
@@ -100,10 +98,6 @@ class UpdateDriver(ABC):
             )
 
     @abstractmethod
-    def refuse(self, root: Root, placement: Placement) -> None:
-        """Raises DeepSpeedConfigError for settings that this exchange cannot be combined with."""
-
-    @abstractmethod
     def open(self, parts: UpdateParts) -> None:
         """Receives the parts that it works on; the next call is :meth:`begin_update`."""
 
@@ -157,10 +151,6 @@ class MeanGradient(UpdateDriver):
     """The mean of the ranks' gradients, which the reducer has made by the time of the update."""
 
     reads_mean_gradients = True
-
-    @override
-    def refuse(self, root: Root, placement: Placement) -> None:
-        pass
 
     @override
     def open(self, parts: UpdateParts) -> None:

@@ -22,8 +22,6 @@ from deepspeed.comm.codecs.coded import coded
 from deepspeed.comm.codecs.table import CODECS
 from deepspeed.comm.transports.transport import Reduction, Transport, transfer_key
 from deepspeed.config.sections.communication_compression import Islands
-from deepspeed.config.sections.root import Root
-from deepspeed.zero.placement import Placement
 from deepspeed.zero.storage import FlatBuffer, StorageKind
 from deepspeed.zero.tiling.formula import MemoryFormula, itemsize
 from deepspeed.zero.update.driver import ExchangeResult, PrivateState, UpdateDriver, UpdateParts
@@ -56,10 +54,6 @@ class OuterStep(UpdateDriver):
         self._transport = coded(across, _codec_of(section.wire))
         self._steps = 0  # outer ones so far
         self._since = 0  # updates since the last one
-
-    @override
-    def refuse(self, root: Root, placement: Placement) -> None:
-        self.inner.refuse(root, placement)
 
     @override
     def open(self, parts: UpdateParts) -> None:
