@@ -1,7 +1,12 @@
-"""Adds a base class to a module in place; its name, its parameters and ``isinstance`` stay the same."""
+"""Adds a base class to a module in place; its name, its parameters and ``isinstance`` stay the same.
+
+Methods of modules are changed in this way only, so several changes have an order: the last one is called first.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import cache
 from itertools import count
 from typing import Any, TypeVar
@@ -34,15 +39,37 @@ def give_base(module: nn.Module, mixin: type[T]) -> T:
             attributes of the module that can be copied.
     """
     if not isinstance(module, mixin):
-        kind: Any = type(module)
-        own = module.__dict__.pop("forward", None)
-        if own is not None:
-            name = next(found for number in count() if (found := f"_own_forward_{number}") not in module.__dict__)
-            module.__dict__[name] = own
-            kind = _joined(_calling(name), kind)
-        module.__class__ = _joined(mixin, kind)
+        _insert(module, mixin, _joined)
     assert isinstance(module, mixin)
     return module
+
+
+def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
+    """Makes the forward of ``module`` return ``wrapper(module, former, *args, **kwargs)``; its signature stays.
+
+    ``former`` is the forward of before, bound to the module. Copies of the module have the wrapper too, so it should
+    use the module that it is given.
+    """
+    signature = inspect.signature(module.forward)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+
+    class WrappedModule(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return wrapper(self, super().forward, *args, **kwargs)
+
+        forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+
+    _insert(module, WrappedModule, _join)
+
+
+def _insert(module: nn.Module, mixin: Any, join: Callable[[Any, Any], Any]) -> None:
+    kind: Any = type(module)
+    own = module.__dict__.pop("forward", None)
+    if own is not None:
+        name = next(found for number in count() if (found := f"_own_forward_{number}") not in module.__dict__)
+        module.__dict__[name] = own
+        kind = _joined(_calling(name), kind)
+    module.__class__ = join(mixin, kind)
 
 
 @cache

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import types
 
 import pytest
 import torch
 from torch import nn
 
-from deepspeed.give_base import give_base
+from deepspeed.give_base import give_base, wrap_forward
 
 
 class Doubled(nn.Module):
@@ -72,3 +73,17 @@ def test_a_copy_has_a_forward_of_its_own(bind):
         other.weight.zero_()
         other.bias.fill_(2.0)
     assert torch.equal(other(x), torch.full((4, 3), -3.0)) and torch.equal(layer(x), expected)
+
+
+def test_wrapped_forwards_have_an_order_and_the_signature_of_the_former():
+    layer, x = nn.Linear(2, 3), torch.randn(4, 2)
+    layer.forward = functools.partial(nn.Linear.forward, layer)  # one that a program has set
+    expected, signature = layer(x), inspect.signature(layer.forward)
+    wrap_forward(layer, lambda module, former, *args: former(*args) + module.shift)
+    wrap_forward(layer, lambda module, former, *args, **kwargs: 2 * former(*args, **kwargs))
+    layer.shift = 1.0
+    assert torch.equal(layer(x), 2 * (expected + 1.0)) and "forward" not in vars(layer)
+    assert list(inspect.signature(layer.forward).parameters) == list(signature.parameters) == ["input"]
+    other = copy.deepcopy(layer)
+    other.shift = 0.0
+    assert torch.equal(other(x), 2 * expected) and torch.equal(layer(x), 2 * (expected + 1.0))

@@ -24,6 +24,7 @@ from deepspeed.comm.start.process_group import default_timeout
 from deepspeed.comm.transports.objects import gather_json
 from deepspeed.engine_feature import STAGES, Conflict, EngineFeature, EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.give_base import give_base
 from deepspeed.models.attention import (
     attention_names,
     check_wrapped_attention,
@@ -109,6 +110,19 @@ def _attend(
     return checkpoint_heads(attention, query, key, value, mask, **more)
 
 
+class _RecomputedBlock(nn.Module):
+    """Mixin in front of a block's class: its forward saves only its inputs while ``recomputes`` is true."""
+
+    recomputes: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        from torch.utils.checkpoint import checkpoint
+
+        if not self.recomputes:
+            return super().forward(*args, **kwargs)
+        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+
+
 class BlockCheckpointing:
     """Makes every repeated block save only its inputs and recompute the rest in backward; can be switched off again.
 
@@ -140,11 +154,8 @@ class BlockCheckpointing:
         if switch_of(self._model, "enable") is not None:
             self._call_own("enable")
             return
-        from torch.utils.checkpoint import checkpoint
-
         for block in self._blocks:
-            checkpointed = functools.partial(checkpoint, block.forward, use_reentrant=False)
-            block.forward = checkpointed  # type: ignore[method-assign]
+            give_base(block, _RecomputedBlock).recomputes = True
 
     def off(self) -> None:
         """Restores the model to its state before :meth:`on`.
@@ -156,7 +167,7 @@ class BlockCheckpointing:
             self._call_own("disable")
             return
         for block in self._blocks:
-            block.forward = block.forward.args[0]  # type: ignore[method-assign, attr-defined]
+            give_base(block, _RecomputedBlock).recomputes = False
 
     def _call_own(self, verb: str) -> None:
         method = switch_of(self._model, verb)

@@ -55,7 +55,7 @@ _CUT_MASTERS = ConflictKey(
 )
 
 
-class OneBitOptimizers(EngineFeature):
+class OneBitOptimizer(EngineFeature):
     """Exchanges the momenta of OneBitAdam, OneBitLamb and ZeroOneAdam instead of gradients."""
 
     title = "1-bit optimizers"
@@ -111,4 +111,4 @@ class OneBitOptimizers(EngineFeature):
     )
 
 
-FEATURE = OneBitOptimizers()
+FEATURE = OneBitOptimizer()

@@ -7,7 +7,6 @@ and the gathered logits.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from deepspeed.axes import SEQUENCE
 from deepspeed.comm.job.job import axis_of
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.give_base import wrap_forward
 from deepspeed.logging import log_dist_once
 from deepspeed.models.anatomy import is_causal_lm, unwrapped
 from deepspeed.models.configurations import model_type_of
@@ -47,10 +47,8 @@ def share_evaluation(model: nn.Module, sharing: SequenceParallelContext, *, keep
     """
     if not is_causal_lm(unwrapped(model)):
         return
-    whole = model.forward
 
-    @functools.wraps(whole)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(model: nn.Module, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if model.training or torch.is_grad_enabled():
             return whole(*args, **kwargs)
         given = inspect.signature(whole).bind(*args, **kwargs).arguments
@@ -60,7 +58,7 @@ def share_evaluation(model: nn.Module, sharing: SequenceParallelContext, *, keep
         found = _shared(whole, sharing, model, given, keeps_logits)
         return whole(*args, **kwargs) if found is None else found
 
-    model.forward = forward
+    wrap_forward(model, forward)
 
 
 def _disables_cache(given: dict[str, Any], model: Any) -> bool:

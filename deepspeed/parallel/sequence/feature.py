@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from deepspeed.comm.job.job import Job
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.engine_feature import EngineFeature, EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.give_base import give_base
+from deepspeed.give_base import give_base, wrap_forward
 from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import output_head, unwrapped
 from deepspeed.models.checkpointing import checkpoint_layers, replace_checkpoint_functions
@@ -246,14 +246,8 @@ def _tile_loss(model: Any, tokens: int, in_evaluation: bool) -> None:
             f"{what} changes its logits or its loss behind the head ({', '.join(behind)}), which a loss of hidden "
             "states would leave out; set tiled_loss to false"
         )
-    whole = model.forward
 
-    def losses_of(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _head_with_losses(output_head(model), tokens)(hidden, labels=labels)
-        return found
-
-    @functools.wraps(whole)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(model: Any, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if args:
             kwargs = inspect.signature(whole).bind(*args, **kwargs).arguments
             kwargs.update(kwargs.pop("kwargs", {}))
@@ -261,9 +255,10 @@ def _tile_loss(model: Any, tokens: int, in_evaluation: bool) -> None:
             kwargs.get("labels") is None and kwargs.get("shift_labels") is None
         ):
             return whole(**kwargs)
-        return forward_by_losses(model, losses_of, **kwargs)
+        head = _head_with_losses(output_head(model), tokens)
+        return forward_by_losses(model, lambda hidden, labels: head(hidden, labels=labels), **kwargs)
 
-    model.forward = forward
+    wrap_forward(model, forward)
     log_dist(
         f"{what} computes its loss {tokens:,} tokens at a time; outputs with labels have no logits "
         f"in training{' and evaluation' * in_evaluation}"

@@ -24,6 +24,7 @@ from deepspeed.comm.job.mesh_sources import TAKEN
 from deepspeed.comm.job.trace_points import TracePoints
 from deepspeed.engine_feature import mark
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.give_base import wrap_forward
 from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states
 from deepspeed.parallel.tensor.channel import connect
@@ -146,7 +147,7 @@ def _exchange(name: str, module: nn.Module, exchanged: dict[int, nn.Parameter], 
             module._parameters[key] = made
             placed[key] = made.__dict__["_ds_placed"]
     if placed:
-        module.forward = _placing(name, module, placed, trace_points)  # type: ignore[method-assign]
+        wrap_forward(module, _placing(name, placed, trace_points))
 
 
 @uncompiled
@@ -157,14 +158,10 @@ def _announce_backward(trace_points: TracePoints, _module: nn.Module, _args: Any
             tensor.register_hook(lambda _gradient: trace_points.reach("a backward through layers of DTensors"))
 
 
-def _placing(
-    name: str, module: nn.Module, placed: dict[str, _ParameterPlacement], trace_points: TracePoints
-) -> Callable[..., Any]:
-    original = module.forward
+def _placing(name: str, placed: dict[str, _ParameterPlacement], trace_points: TracePoints) -> Callable[..., Any]:
     place = f"the layer {name!r}, whose parameters are DTensors"
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         own = module._parameters
         plain = {key: own[key] for key in placed}
         for key, value in plain.items():
