@@ -210,7 +210,9 @@ class Partition:
         start = self._rank * length
         flat = tensor.detach().reshape(-1)[start : start + length]
         target = torch.device("cpu") if self._on_host else tensor.device
-        values = torch.zeros(length, dtype=tensor.dtype, device=target, pin_memory=_may_pin(tensor, target))
+        values = torch.zeros(
+            length, dtype=tensor.dtype, device=target, pin_memory=tensor.device.type == "cuda" and target.type == "cpu"
+        )
         values[: flat.numel()].copy_(flat)
         return ActivationShard(values, tensor.shape, tensor.device)
 
@@ -222,10 +224,6 @@ class Partition:
         channel = self._axis.channel(mine.device)
         flat = torch.cat(channel.gather(mine, [mine.numel()] * self._size, "a checkpointed activation"))
         return flat[: packed.shape.numel()].view(packed.shape)
-
-
-def _may_pin(tensor: torch.Tensor, target: torch.device) -> bool:
-    return tensor.device.type == "cuda" and target.type == "cpu"
 
 
 # Programs with model parallelism of their own import these names with an underscore.

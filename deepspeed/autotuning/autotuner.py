@@ -93,7 +93,11 @@ class Autotuner:
         """
         for folder in (self.results_dir, self.exps_dir):
             if self.section.overwrite and folder.exists():
-                _remove_results(folder)
+                for path in folder.iterdir():  # only files of an earlier search
+                    if path.is_dir() and (path / "exp.json").exists():
+                        shutil.rmtree(path)
+                    elif path.suffix == ".json" and path.is_file() and path.name != "ds_config.json":
+                        path.unlink()
             folder.mkdir(parents=True, exist_ok=True)
         queue = self._queue = self._planned()
         try:
@@ -299,15 +303,6 @@ class Autotuner:
         if ran[TOTAL] == self._samples:
             text += f"; with its own configuration it took {self._profile['seconds'] * 1e3:.2f} ms in the first start"
         Console().print(text, soft_wrap=True, highlight=False, markup=False)
-
-
-def _remove_results(folder: Path) -> None:
-    """Deletes the files of an earlier search and no other files of the folder."""
-    for path in folder.iterdir():
-        if path.is_dir() and (path / "exp.json").exists():
-            shutil.rmtree(path)
-        elif path.suffix == ".json" and path.is_file() and path.name != "ds_config.json":
-            path.unlink()
 
 
 def _launcher(command: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
@@ -163,17 +163,12 @@ def _check_call(called: Any, arguments: Any) -> str:
     elif name.startswith("numpy.") and name != "numpy.dtype" and not name.startswith("numpy.dtypes."):
         _refuse(name, "arguments, though picklers never call it")
     elif name == "torch._tensor._rebuild_from_type_v2":
-        _check_rebuilt(arguments)
+        inner = arguments[0] if arguments else None  # called with the third argument
+        if not isinstance(inner, _Global) or not inner.name.startswith(_REBUILD):
+            raise pickle.UnpicklingError("a tensor that no function of torch rebuilds")
     elif name.startswith(("torch.storage.", "torch.Tensor")) or (name.startswith("torch.") and name.endswith("Tensor")):
         _refuse(name, "arguments, though picklers never call it")
     return name
-
-
-def _check_rebuilt(arguments: Sequence[Any]) -> None:
-    """Checks the arguments of a rebuild call, whose first is a function that is called with the third."""
-    inner = arguments[0] if arguments else None
-    if not isinstance(inner, _Global) or not inner.name.startswith(_REBUILD):
-        raise pickle.UnpicklingError("a tensor that no function of torch rebuilds")
 
 
 def _is_text(argument: Any) -> bool:

@@ -191,14 +191,6 @@ def _tiles(parameter: SavedParameter) -> str:
     return f"{len(parameter.tiles)} tiles: {', '.join(shown)}{more}"
 
 
-def _show_tags(path: Path, console: Console) -> None:
-    there = list(tags(path))
-    latest = read_pointer(path / LATEST) if (path / LATEST).is_file() else None
-    if len(there) > 1:
-        marked: list[Any] = [f"[bold]{escape(tag)}[/]" if tag == latest else escape(tag) for tag in there]
-        console.print(f"checkpoints, oldest first ('{LATEST}' in bold): " + ", ".join(marked), soft_wrap=True)
-
-
 def main(arguments: list[str] | None = None, prog: str = "ds_inspect") -> int:
     """Runs the command line; returns the exit code: 1 if there is no checkpoint or it is damaged."""
     parser = argparse.ArgumentParser(
@@ -215,7 +207,11 @@ def main(arguments: list[str] | None = None, prog: str = "ds_inspect") -> int:
     path = Path(given.folder)
     try:
         if given.tag is None and path.is_dir() and format_of(path) is None:
-            _show_tags(path, console)
+            there = list(tags(path))
+            latest = read_pointer(path / LATEST) if (path / LATEST).is_file() else None
+            if len(there) > 1:
+                marked: list[Any] = [f"[bold]{escape(tag)}[/]" if tag == latest else escape(tag) for tag in there]
+                console.print(f"checkpoints, oldest first ('{LATEST}' in bold): " + ", ".join(marked), soft_wrap=True)
         summary = summarize(path, given.tag, verify=given.verify)
     except CheckpointError as error:
         console.print(escape(str(error)), style="red", soft_wrap=True)

@@ -173,18 +173,14 @@ class OptimizerFiller:
             target = state.get(key, old.get(key))
             if target is None or not is_per_element(target, run.param):
                 target = torch.zeros_like(run.param, dtype=self._matches[name].states()[key], requires_grad=False)
-            self._fill_state(target.view(-1), run, entries[key])
+            for entry in entries[key]:
+                if run.interval.start <= entry.start < run.interval.stop:
+                    start = run.interval.start
+                    self._source.read(entry.wanted, target.view(-1)[entry.start - start : entry.stop - start])
             state[key] = target
         for key, value in self._scalars_of(name).items():
             state[key] = _restored(value, state.get(key), group, run.param)
         self._optimizer.state[run.param] = state
-
-    def _fill_state(self, target: torch.Tensor, run: MasterRun, entries: list[FillEntry]) -> None:
-        for entry in entries:
-            if run.interval.start <= entry.start < run.interval.stop:
-                self._source.read(
-                    entry.wanted, target[entry.start - run.interval.start : entry.stop - run.interval.start]
-                )
 
     # -- hyperparameters and scaler ------------------------------------------------------------------------------------
 

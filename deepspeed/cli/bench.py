@@ -33,7 +33,10 @@ def _run(words: Sequence[str]) -> None:
         return
     from deepspeed.launcher import runner
 
-    own = _own_arguments(options)
+    chosen = [f"--{name.replace('_', '-')}" for name in _flags() if getattr(options, name)]
+    switches = [f"--{name}" for name in ("scan", "json") if getattr(options, name)]
+    numbers = [f"--{name}={getattr(options, name)}" for name in ("maxsize", "dtype", "trials", "warmups")]
+    own = [*chosen, *switches, *numbers]
     runner.main([*of_the_launcher, "--no_local_rank", "--module", "deepspeed.cli.bench", *own])
 
 
@@ -67,13 +70,6 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _flags() -> list[str]:
     return [name for name in OPERATIONS if " " not in name]
-
-
-def _own_arguments(options: argparse.Namespace) -> list[str]:
-    chosen = [f"--{name.replace('_', '-')}" for name in _flags() if getattr(options, name)]
-    switches = [f"--{name}" for name in ("scan", "json") if getattr(options, name)]
-    numbers = [f"--{name}={getattr(options, name)}" for name in ("maxsize", "dtype", "trials", "warmups")]
-    return [*chosen, *switches, *numbers]
 
 
 def _measure(options: argparse.Namespace) -> None:

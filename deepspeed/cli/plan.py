@@ -59,7 +59,11 @@ def main(args: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(args)
     try:
         if options.list_devices:
-            _list_devices()
+            table = Table("name", "memory", "bf16 TFLOP/s", "memory GB/s", "link GB/s", "host GB/s", "source")
+            for device in DEVICES.values():
+                rates = (device.flops / 1e12, device.memory_bandwidth / 1e9, device.link / 1e9, device.host_link / 1e9)
+                table.add_row(device.name, in_words(device.memory), *(f"{rate:,.0f}" for rate in rates), device.source)
+            Console(width=140).print(table)
             return 0
         _check_targets(options)
         if options.measure is not None:
@@ -338,14 +342,6 @@ def _point(point: Point) -> dict[str, Any]:
     if point.plan is None:
         return {**point.place, "refused": point.refusal}
     return {**point.place, **point.plan.to_dict()}
-
-
-def _list_devices() -> None:
-    table = Table("name", "memory", "bf16 TFLOP/s", "memory GB/s", "link GB/s", "host GB/s", "source")
-    for device in DEVICES.values():
-        rates = (device.flops / 1e12, device.memory_bandwidth / 1e9, device.link / 1e9, device.host_link / 1e9)
-        table.add_row(device.name, in_words(device.memory), *(f"{rate:,.0f}" for rate in rates), device.source)
-    Console(width=140).print(table)
 
 
 PATIENCE_SECONDS = 2.0

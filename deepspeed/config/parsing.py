@@ -104,7 +104,11 @@ def parse(
     if purpose == "train":
         root = _by_data_ranks(root, ranks, findings)
         root = put_elastic_batch(root, data, ranks, findings)
-        _check_data_parallel_size(root, ranks, findings)
+        declared = root.data_parallel_size
+        if declared is not None and ranks is not None and declared != ranks:
+            findings.problem(
+                ("data_parallel_size",), f"{declared} is stated, but there are {ranks} data-parallel ranks"
+            )
         if not is_elastic(root):
             _check_batch(root, data, ranks, findings)
     findings.raise_if_any()
@@ -204,12 +208,6 @@ def _by_data_ranks(root: Root, ranks: int | None, findings: ConfigMessages) -> R
         f"{MICRO} {micro} x {ACCUMULATION} {steps} x {ranks}"
     )
     return root.model_copy(update={TOTAL: found})
-
-
-def _check_data_parallel_size(root: Root, ranks: int | None, findings: ConfigMessages) -> None:
-    declared = root.data_parallel_size
-    if declared is not None and ranks is not None and declared != ranks:
-        findings.problem(("data_parallel_size",), f"{declared} is stated, but there are {ranks} data-parallel ranks")
 
 
 def _resolve(root: Root, ranks: int) -> BatchSizes:

@@ -71,12 +71,6 @@ class _PositionDecoder(HjsonDecoder):  # type: ignore[misc]
         return made
 
 
-def _line_of_key(text: str, value_start: int) -> int:
-    """Returns the line of the colon before a value, which is the key's line."""
-    colon = text.rfind(":", 0, value_start)
-    return text.count("\n", 0, colon if colon >= 0 else value_start) + 1
-
-
 def _plain(value: Any, path: Path, text: str, document: Document, with_lines: bool) -> Any:
     if isinstance(value, list):
         return [_plain(item, (*path, i), text, document, with_lines) for i, item in enumerate(value)]
@@ -85,7 +79,8 @@ def _plain(value: Any, path: Path, text: str, document: Document, with_lines: bo
     plain: dict[str, Any] = {}
     for (name, item), start in zip(value.pairs, value.starts, strict=True):
         here = (*path, name)
-        line = _line_of_key(text, start)
+        colon = text.rfind(":", 0, start)  # on the line of the key
+        line = text.count("\n", 0, colon if colon >= 0 else start) + 1
         if name in plain:
             first = document.lines.get(here)
             where = f" (lines {first} and {line})" if with_lines and first is not None else ""

@@ -227,7 +227,8 @@ class Continuation:
         if lost:
             recovery.detected = time.monotonic() - min(each.seen for each in lost)
         self._hold_live_states()
-        self._note_folders()
+        used = self._engine._checkpoints.used  # the engine will be rebuilt
+        self.run.used = [*(folder for folder in self.run.used if folder not in used), *used]
         take_apart(self._engine)
         while True:
             known, counted, started = set(links.lost), recovery.total, time.monotonic()
@@ -339,11 +340,6 @@ class Continuation:
         held.trim(plan.epoch)
         self.run.filled = plan.epoch
         self.fill_seconds = time.monotonic() - started
-
-    def _note_folders(self) -> None:
-        """Saves the engine's list of checkpoint folders, because the engine will be rebuilt."""
-        used = self._engine._checkpoints.used
-        self.run.used = [*(folder for folder in self.run.used if folder not in used), *used]
 
     def _load_checkpoint(self) -> None:
         """Loads the last checkpoint of this run, because some states have no copy left. Every rank must call it.

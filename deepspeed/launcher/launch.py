@@ -160,7 +160,12 @@ def _launch(args: argparse.Namespace) -> int:
         )
     open_standard_streams()  # before any socket
     set_log_level_from_string("error" if args.quiet else args.log_level)
-    _check_script(args)
+    interpreter(args)
+    if not (args.module or args.no_python or os.path.exists(args.training_script)):
+        raise LauncherError(
+            f"{args.training_script}: no such script in {os.getcwd()}; correct the path, and put options of the "
+            "launcher before it"
+        )
     hosts = _hosts(args)
     if args.placed_by == "slurm" and not args.master_addr:
         args.master_addr = hosts_of_step(os.environ)[0]
@@ -283,15 +288,6 @@ def _visible(devices: LocalDevices, slots: Sequence[int | str]) -> dict[str, str
 
 def _binds(args: argparse.Namespace) -> bool:
     return bool(args.bind_cores_to_rank or args.bind_core_list)
-
-
-def _check_script(args: argparse.Namespace) -> None:
-    interpreter(args)
-    if not (args.module or args.no_python or os.path.exists(args.training_script)):
-        raise LauncherError(
-            f"{args.training_script}: no such script in {os.getcwd()}; correct the path, and put options of the "
-            "launcher before it"
-        )
 
 
 def _hosts(args: argparse.Namespace) -> list[list[int | str]]:

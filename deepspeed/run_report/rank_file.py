@@ -27,7 +27,11 @@ class RankFile:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = rank_path(open_folder(folder, rank), rank)
-        _end_torn_line(self.path)
+        if self.path.exists() and self.path.stat().st_size:  # a killed rank may have left an incomplete line
+            with self.path.open("rb+") as file:
+                file.seek(-1, 2)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
         self._file = self.path.open("a", encoding="utf-8")
         self._flushed = time.monotonic()
 
@@ -100,12 +104,3 @@ def has_end(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(max(path.stat().st_size - 200, 0))
         return any(b'"kind": "end"' in line for line in file.read().splitlines()[-1:])
-
-
-def _end_torn_line(path: Path) -> None:
-    """Ends the incomplete line that a killed rank has left, so that the next line is separate."""
-    if path.exists() and path.stat().st_size:
-        with path.open("rb+") as file:
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":
-                file.write(b"\n")

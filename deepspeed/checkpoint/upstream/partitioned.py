@@ -290,7 +290,13 @@ def take_frozen(content: CheckpointValues, model: list[dict[str, Any]], where: s
 def _stage_0(content: CheckpointValues, model: Mapping[str, Any], trained: Sequence[Sequence[str]]) -> None:
     """Weights in training precision; the optimizer's state if ``trained`` maps its entries to parameters."""
     module = model["module"]
-    _tie(content, module)
+    # parameters that share their storage in the file are tied
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in module.items():
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
+            if seen.setdefault(key, name) != name:
+                content.aliases[name] = seen[key]
     take_module(content, module, list(model.get("buffer_names") or []))
     if state := model.get("optimizer"):
         take_unsharded(content, state, trained)
@@ -330,16 +336,6 @@ def _stage_0_state(content: CheckpointValues, name: str, state: Mapping[str, Any
             scalars[key] = value - 1 if key == "step" and counts_one_more else value
     if scalars:
         content.state.scalars[name] = scalars
-
-
-def _tie(content: CheckpointValues, module: Mapping[str, torch.Tensor]) -> None:
-    """Ties parameters that share their storage in the file."""
-    seen: dict[tuple[Any, ...], str] = {}
-    for name, tensor in module.items():
-        if isinstance(tensor, torch.Tensor) and tensor.numel():
-            key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
-            if seen.setdefault(key, name) != name:
-                content.aliases[name] = seen[key]
 
 
 _NUMBER = re.compile(r"(?<=deepspeed_experts\.)\d+(?=\.)")
