@@ -15,10 +15,10 @@ All names are imported at first use, so that ``import deepspeed`` is fast.
 
 from __future__ import annotations
 
+from importlib.util import find_spec as _find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 from deepspeed.logging import log_dist as log_dist
 from deepspeed.logging import logger as logger
 from deepspeed.release import BRANCH, COMMIT, RELEASE, VERSION
@@ -101,18 +101,6 @@ if TYPE_CHECKING:
 
     HAS_TRITON: bool
     dist: ModuleType | None
-else:
-    _find, __dir__, __all__ = lazy_names(__name__)
-    __all__ += ["HAS_TRITON", "__version__", "dist", "log_dist", "logger", "version"]
-
-    def __getattr__(name: str) -> Any:
-        if name == "dist":
-            return _initialized_comm()
-        if name == "HAS_TRITON":
-            from importlib.util import find_spec
-
-            return find_spec("triton") is not None
-        return _find(name)
 
 
 def _initialized_comm() -> ModuleType | None:
@@ -120,3 +108,11 @@ def _initialized_comm() -> ModuleType | None:
     from deepspeed import comm
 
     return comm if comm.is_initialized() else None
+
+
+lazy_names(
+    __name__,
+    ("__version__", "log_dist", "logger", "version"),
+    HAS_TRITON=lambda: _find_spec("triton") is not None,
+    dist=_initialized_comm,
+)

@@ -5,8 +5,8 @@ that it needs. A package states its names once, in imports that only type checke
 
     if TYPE_CHECKING:
         from deepspeed.schedulers import WarmupLR as WarmupLR
-    else:
-        __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+    lazy_names(__name__)
 
 So type checkers and programs that freeze an application see ordinary imports, and no name that does not exist. Names of
 missing features (:mod:`deepspeed.missing_features`) are added automatically.
@@ -17,11 +17,13 @@ from __future__ import annotations
 import dis
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
 from deepspeed.missing_features import is_missing, missing_names, unavailable
+
+TYPE_CHECKING = False  # type checkers take this name for True, wherever it is from
 
 
 def stated_imports(code: CodeType) -> dict[str, tuple[str, str]]:
@@ -39,19 +41,25 @@ def stated_imports(code: CodeType) -> dict[str, tuple[str, str]]:
     return found
 
 
-def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Returns the ``__getattr__``, ``__dir__`` and ``__all__`` of its caller, a module, from imports that did not run.
+def lazy_names(package: str, others: Sequence[str] = (), **computed: Callable[[], Any]) -> None:
+    """Gives its caller, a module, ``__getattr__``, ``__dir__`` and ``__all__`` by the imports that did not run.
 
     ``__all__`` leaves out submodules that are named as a module of Python or as torch.
+
+    Args:
+        others: Names for ``__all__`` that the module has already.
+        computed: Functions that compute further names, at each access.
     """
     caller = sys._getframe(1)
     homes = {name: home for name, home in stated_imports(caller.f_code).items() if name not in caller.f_globals}
-    names = sorted({*homes, *missing_names(package)})
+    names = sorted({*homes, *computed, *missing_names(package)})
     # Not "torch" and "logging" of deepspeed.utils: `from deepspeed.utils import *` would hide the program's own.
     hiding = {"torch", *sys.stdlib_module_names}
     exported = [name for name in names if homes.get(name) != (package, name) or name not in hiding]
 
     def __getattr__(name: str) -> Any:
+        if name in computed:
+            return computed[name]()
         if name in homes:
             value = _imported(package, *homes[name])
         elif is_missing(f"{package}.{name}"):
@@ -69,7 +77,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
             # A name and a submodule share this attribute: the import sets it once; afterwards the name is used.
             importlib.import_module(home)
             delattr(sys.modules[package], name)
-    return __getattr__, __dir__, exported
+    caller.f_globals.update(__getattr__=__getattr__, __dir__=__dir__, __all__=[*exported, *others])
 
 
 def _imported(package: str, home: str, defined: str) -> Any:

@@ -5,11 +5,7 @@ random state. Reading order: :mod:`.base` (the interface), :mod:`.cpu`, :mod:`.t
 device module for), :mod:`.selection` (which one is used).
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 # Lazy, because commands that do not need torch read the table of devices.
 
@@ -28,5 +24,5 @@ if TYPE_CHECKING:
     from deepspeed.accelerator.selection import get_accelerator as get_accelerator
     from deepspeed.accelerator.selection import is_current_accelerator_supported as is_current_accelerator_supported
     from deepspeed.accelerator.selection import set_accelerator as set_accelerator
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

@@ -4,13 +4,9 @@
 ``docs/design/autotuning.md`` describes how the command and the ranks of the script work together.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.autotuning.autotuner import Autotuner as Autotuner
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

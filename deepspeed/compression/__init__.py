@@ -1,10 +1,6 @@
 """Compresses models while they train: quantized weights and activations, pruning, fewer layers."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.compression import basic_layer as basic_layer
@@ -16,5 +12,5 @@ if TYPE_CHECKING:
     from deepspeed.compression.installing import init_compression as init_compression
     from deepspeed.compression.installing import student_initialization as student_initialization
     from deepspeed.compression.report import compression_state as compression_state
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

@@ -1,10 +1,6 @@
 """Drops layers and tokens at random in training."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.dropping.layers import ProgressiveLayerDrop as ProgressiveLayerDrop
@@ -12,5 +8,5 @@ if TYPE_CHECKING:
     from deepspeed.dropping.tokens import RandomLayerTokenDrop as RandomLayerTokenDrop
     from deepspeed.dropping.tokens import RandomLTDScheduler as RandomLTDScheduler
     from deepspeed.dropping.tokens import convert_to_random_ltd as convert_to_random_ltd
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

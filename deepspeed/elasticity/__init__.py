@@ -1,10 +1,6 @@
 """Batch sizes that suit many numbers of ranks, runs that continue when ranks are lost, and the elastic agent."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.elasticity import config as config
@@ -28,5 +24,5 @@ if TYPE_CHECKING:
     from deepspeed.errors import ElasticityConfigError as ElasticityConfigError
     from deepspeed.errors import ElasticityError as ElasticityError
     from deepspeed.errors import ElasticityIncompatibleWorldSize as ElasticityIncompatibleWorldSize
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

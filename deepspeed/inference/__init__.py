@@ -1,10 +1,6 @@
 """Generates text with a model: :func:`init_inference`, its configuration, quantized weights."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.inference import config as config
@@ -16,5 +12,5 @@ if TYPE_CHECKING:
     from deepspeed.inference.engine import InferenceEngine as InferenceEngine
     from deepspeed.inference.initialize import default_inference_config as default_inference_config
     from deepspeed.inference.initialize import init_inference as init_inference
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

@@ -1,10 +1,6 @@
 """Linear layers with quantized weights, and with low-rank adapters beside a frozen base."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.linear import config as config
@@ -16,5 +12,5 @@ if TYPE_CHECKING:
     from deepspeed.linear.optimized_linear import OptimizedLinear as OptimizedLinear
     from deepspeed.linear.quantize import quantize_model as quantize_model
     from deepspeed.linear.quantized_linear import QuantizedLinear as QuantizedLinear
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

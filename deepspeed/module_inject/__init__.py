@@ -1,8 +1,6 @@
 """Upstream's import path for names of ``parallel.tensor.linear`` and ``parallel.tensor.request``."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.module_inject import auto_tp, layers, replace_module, replace_policy, tp_shard
@@ -20,5 +18,5 @@ if TYPE_CHECKING:
         "set_autotp_mode",
         "tp_shard",
     ]
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

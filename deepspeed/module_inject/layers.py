@@ -1,8 +1,6 @@
 """Upstream's import path for names of 4 modules."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.parallel.tensor.gathering import GatherReplacedLayerParams
@@ -28,5 +26,5 @@ if TYPE_CHECKING:
         "VocabParallelEmbedding",
         "set_autotp_mode",
     ]
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

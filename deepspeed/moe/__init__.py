@@ -1,8 +1,6 @@
 """Upstream's import path of the modules below it."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.moe import ep_experts as ep_experts
@@ -10,5 +8,5 @@ if TYPE_CHECKING:
     from deepspeed.moe import layer as layer
     from deepspeed.moe import sharded_moe as sharded_moe
     from deepspeed.moe import utils as utils
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

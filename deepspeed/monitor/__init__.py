@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.monitor import comet as comet
@@ -17,5 +15,5 @@ if TYPE_CHECKING:
     from deepspeed.monitor import tensorboard as tensorboard
     from deepspeed.monitor import wandb as wandb
     from deepspeed.monitor.monitor import MonitorMaster as MonitorMaster
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

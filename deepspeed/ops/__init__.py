@@ -10,11 +10,7 @@ in few bits), ``vocabulary`` and ``fused_loss`` (losses over a vocabulary that m
 logits), and ``op_builder`` with ``flattening`` (upstream's builders of operators).
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.ops import (
@@ -56,5 +52,5 @@ if TYPE_CHECKING:
         "sparse_attention",
         "transformer",
     ]
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

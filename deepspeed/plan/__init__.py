@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.accelerator.devices import DEVICES as DEVICES
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from deepspeed.plan.prediction.step import predict_step as predict_step
     from deepspeed.plan.result import Plan as Plan
     from deepspeed.plan.result import Request as Request
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)
 
 
 class _CallableModule(ModuleType):

@@ -1,8 +1,6 @@
 """Upstream's import path for names of ``engine.zero_optimizer``."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.engine.zero_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
@@ -35,5 +33,5 @@ if TYPE_CHECKING:
     from deepspeed.runtime import weight_quantizer as weight_quantizer
     from deepspeed.runtime import zenflow as zenflow
     from deepspeed.runtime import zero as zero
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

@@ -1,8 +1,6 @@
 """Upstream's import path for names of ``engine``, ``engine.engine`` and ``engine.parts``."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
@@ -10,5 +8,5 @@ if TYPE_CHECKING:
     from deepspeed.engine.engine import autocast_if_enabled as autocast_if_enabled
     from deepspeed.engine.parts import DeepSpeedOptimizerCallable as DeepSpeedOptimizerCallable
     from deepspeed.engine.parts import DeepSpeedSchedulerCallable as DeepSpeedSchedulerCallable
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

@@ -1,8 +1,6 @@
 """Upstream's import path for names of 6 modules."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.data import move_to_device as move_to_device
@@ -17,5 +15,5 @@ if TYPE_CHECKING:
     from deepspeed.precision.clipping import clip_grad_norm_ as clip_grad_norm_
     from deepspeed.precision.clipping import get_global_norm as get_global_norm
     from deepspeed.profiling.timer import see_memory_usage as see_memory_usage
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

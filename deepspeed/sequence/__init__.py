@@ -1,8 +1,6 @@
 """Upstream's import path for names of 5 modules."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.parallel.sequence.chunked import chunked_attention as chunked_attention
@@ -16,5 +14,5 @@ if TYPE_CHECKING:
     from deepspeed.sequence import layer as layer
     from deepspeed.sequence import linear_cross_entropy as linear_cross_entropy
     from deepspeed.sequence import vocab_parallel_ops as vocab_parallel_ops
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

@@ -1,8 +1,6 @@
 """Upstream's import path for names of 6 modules."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.data import RepeatingLoader as RepeatingLoader
@@ -46,5 +44,5 @@ if TYPE_CHECKING:
     from deepspeed.zero.access.states import safe_set_local_grad as safe_set_local_grad
     from deepspeed.zero.access.states import safe_set_local_optimizer_state as safe_set_local_optimizer_state
     from deepspeed.zero.access.states import safe_update_full_grad_vectorized as safe_update_full_grad_vectorized
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

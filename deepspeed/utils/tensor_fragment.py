@@ -1,8 +1,6 @@
 """Upstream's import path for names of ``checkpoint.upstream.files`` and ``zero.access.states``."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.upstream.files import FragmentAddress as fragment_address
@@ -38,5 +36,5 @@ if TYPE_CHECKING:
         "safe_set_local_optimizer_state",
         "safe_update_full_grad_vectorized",
     ]
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

@@ -1,8 +1,6 @@
 """Upstream's import path for names of ``zero.gather.leaf_modules``."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules as get_z3_leaf_modules
@@ -13,5 +11,5 @@ if TYPE_CHECKING:
     from deepspeed.zero.gather.leaf_modules import unset_z3_leaf_modules as unset_z3_leaf_modules
     from deepspeed.zero.gather.leaf_modules import z3_leaf_module as z3_leaf_module
     from deepspeed.zero.gather.leaf_modules import z3_leaf_parameter as z3_leaf_parameter
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

@@ -1,9 +1,8 @@
 """Upstream's import path for names of 3 modules."""
 
 import sys
-from typing import TYPE_CHECKING
 
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.consolidate import (
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from deepspeed.checkpoint.names import get_model_state_files as get_model_state_files
     from deepspeed.checkpoint.names import get_optim_files as get_optim_files
     from deepspeed.checkpoint.upstream.files import parse_optim_states as parse_optim_states
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)
 
 if __name__ == "__main__":
     from deepspeed.checkpoint.consolidate import main

@@ -1,10 +1,6 @@
 """ZeRO: divides the model states over the data-parallel ranks."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.zero.access.external import register_external_parameter as register_external_parameter
@@ -20,5 +16,5 @@ if TYPE_CHECKING:
     from deepspeed.zero.runtime import MicroBatch as MicroBatch
     from deepspeed.zero.tiled_linear import TiledLinear as TiledLinear
     from deepspeed.zero.tiled_linear import TiledLinearReturnBias as TiledLinearReturnBias
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

@@ -1,10 +1,6 @@
 """Makes batches of about equal numbers of tokens, and scales learning rates to their sizes."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.data.batching.loading import (
@@ -19,5 +15,5 @@ if TYPE_CHECKING:
         "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
         "scale_lr",
     ]
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

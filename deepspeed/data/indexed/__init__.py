@@ -1,10 +1,6 @@
 """Reads and writes datasets of token sequences in two files, in the format that Megatron and DeepSpeed publish."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.data.indexed.dataset import MMapIndexedDataset as MMapIndexedDataset
@@ -12,5 +8,5 @@ if TYPE_CHECKING:
     from deepspeed.data.indexed.dataset import write_dataset as write_dataset
     from deepspeed.data.indexed.format import data_file_path as data_file_path
     from deepspeed.data.indexed.format import index_file_path as index_file_path
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

@@ -1,8 +1,6 @@
 """Upstream's import path for names of missing features."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.inference.v2 import config_v2 as config_v2
@@ -10,5 +8,5 @@ if TYPE_CHECKING:
     from deepspeed.inference.v2 import engine_v2 as engine_v2
     from deepspeed.inference.v2 import inference_utils as inference_utils
     from deepspeed.inference.v2 import ragged as ragged
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

@@ -1,8 +1,6 @@
 """The optimizers Adam and AdamW: for the device, and with fp32 states for offload."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.ops.adam import cpu_adam as cpu_adam
@@ -11,5 +9,5 @@ if TYPE_CHECKING:
     from deepspeed.ops.adam import zenflow_torch_adam as zenflow_torch_adam
     from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam as DeepSpeedCPUAdam
     from deepspeed.ops.adam.fused_adam import FusedAdam as FusedAdam
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

@@ -1,10 +1,6 @@
 """The optimizers 1-bit Adam, 1-bit LAMB and 0/1 Adam, which exchange their momentum with one bit per element."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.ops.onebit import adam as adam
@@ -14,5 +10,5 @@ if TYPE_CHECKING:
     from deepspeed.ops.onebit.adam import OneBitAdam as OneBitAdam
     from deepspeed.ops.onebit.lamb import OneBitLamb as OneBitLamb
     from deepspeed.ops.onebit.zero_one import ZeroOneAdam as ZeroOneAdam
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

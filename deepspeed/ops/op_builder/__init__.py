@@ -1,10 +1,6 @@
 """The builders of operators under upstream's names, which compile nothing (:mod:`deepspeed.ops.op_builder.builder`)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.ops.op_builder import all_ops as all_ops
@@ -38,5 +34,5 @@ if TYPE_CHECKING:
     from deepspeed.ops.op_builder.builder import TorchCPUOpBuilder as TorchCPUOpBuilder
     from deepspeed.ops.op_builder.builder import TransformerBuilder as TransformerBuilder
     from deepspeed.ops.op_builder.builder import UtilsBuilder as UtilsBuilder
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

@@ -6,9 +6,7 @@ In reading order: ``sparsity_config`` (patterns), ``plan`` (a pattern compiled i
 older programs), ``matmul`` and ``softmax`` (the two halves of attention on block-sparse matrices).
 """
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.ops.sparse_attention import attention as attention
@@ -38,5 +36,5 @@ if TYPE_CHECKING:
     from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig as SparsityConfig
     from deepspeed.ops.sparse_attention.sparsity_config import VariableSparsityConfig as VariableSparsityConfig
     from deepspeed.ops.sparse_attention.transformers_models import use_sparse_attention as use_sparse_attention
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

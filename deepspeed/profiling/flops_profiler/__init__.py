@@ -3,11 +3,7 @@
 :mod:`.profile` counts operations and collects them by module; :mod:`.profiler` has the public functions and the report.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.profiling.flops_profiler import profile as profile
@@ -19,5 +15,5 @@ if TYPE_CHECKING:
     from deepspeed.profiling.flops_profiler.profiler import macs_to_string as macs_to_string
     from deepspeed.profiling.flops_profiler.profiler import number_to_string as number_to_string
     from deepspeed.profiling.flops_profiler.profiler import params_to_string as params_to_string
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

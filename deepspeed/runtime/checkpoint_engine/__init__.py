@@ -1,8 +1,6 @@
 """Upstream's import path for names of ``checkpoint.checkpoint_engine``."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.checkpoint_engine import CheckpointCommitInfo as CheckpointCommitInfo
@@ -12,5 +10,5 @@ if TYPE_CHECKING:
     from deepspeed.runtime.checkpoint_engine import datastates_checkpoint_engine as datastates_checkpoint_engine
     from deepspeed.runtime.checkpoint_engine import nebula_checkpoint_engine as nebula_checkpoint_engine
     from deepspeed.runtime.checkpoint_engine import torch_checkpoint_engine as torch_checkpoint_engine
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

@@ -1,13 +1,11 @@
 """Upstream's import path of the modules below it."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.runtime.fp16 import fused_optimizer as fused_optimizer
     from deepspeed.runtime.fp16 import loss_scaler as loss_scaler
     from deepspeed.runtime.fp16 import onebit as onebit
     from deepspeed.runtime.fp16 import unfused_optimizer as unfused_optimizer
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

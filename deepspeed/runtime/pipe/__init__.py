@@ -1,8 +1,6 @@
 """Upstream's import path for names of ``parallel.pipe.topology`` and ``pipe``."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.parallel.pipe.topology import ProcessTopology as ProcessTopology
@@ -14,5 +12,5 @@ if TYPE_CHECKING:
     from deepspeed.runtime.pipe import p2p as p2p
     from deepspeed.runtime.pipe import schedule as schedule
     from deepspeed.runtime.pipe import topology as topology
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

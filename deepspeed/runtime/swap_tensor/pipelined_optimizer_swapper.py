@@ -1,8 +1,5 @@
 """Upstream's import path for names of missing features."""
 
-from typing import TYPE_CHECKING
-
 from deepspeed.lazy import lazy_names
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+lazy_names(__name__)

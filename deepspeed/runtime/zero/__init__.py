@@ -1,8 +1,6 @@
 """Upstream's import path for names of ``zero``, ``zero.access.parameter_offload`` and ``zero.tiled_linear``."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero import config as config
@@ -23,5 +21,5 @@ if TYPE_CHECKING:
     from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload as DeepSpeedZeRoOffload
     from deepspeed.zero.tiled_linear import TiledLinear as TiledLinear
     from deepspeed.zero.tiled_linear import TiledLinearReturnBias as TiledLinearReturnBias
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

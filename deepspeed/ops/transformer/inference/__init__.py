@@ -1,12 +1,10 @@
 """Upstream's import path for names of missing features."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.ops.transformer.inference import config as config
     from deepspeed.ops.transformer.inference import diffusers_attention as diffusers_attention
     from deepspeed.ops.transformer.inference import diffusers_transformer_block as diffusers_transformer_block
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)

@@ -1,8 +1,6 @@
 """Upstream's import path for names of ``ops.onebit``."""
 
-from typing import TYPE_CHECKING
-
-from deepspeed.lazy import lazy_names
+from deepspeed.lazy import TYPE_CHECKING, lazy_names
 
 if TYPE_CHECKING:
     from deepspeed.ops.onebit import OneBitAdam as OnebitAdam
@@ -11,5 +9,5 @@ if TYPE_CHECKING:
     from deepspeed.runtime.fp16.onebit import adam, lamb, zoadam
 
     __all__ = ["OnebitAdam", "OnebitLamb", "ZeroOneAdam", "adam", "lamb", "zoadam"]
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)
