@@ -9,7 +9,7 @@ the classes of the model, the mpu or the optimizer (:func:`marks_of`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from deepspeed.axes import KEYS, SEQUENCE, TENSOR
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config.sections.root import Root
+from deepspeed.errors import DeepSpeedConfigError
 
 if TYPE_CHECKING:
     from deepspeed.zero.group import Groups
@@ -132,6 +133,13 @@ class Conflict:
         """Returns the message if both are used, otherwise None."""
         words = self.other.words(setup) if self.is_on(setup) else None
         return f"{self.part} {words}: {self.why}; {self.instead}" if words is not None else None
+
+
+def refuse_conflicts(conflicts: Iterable[Conflict], setup: EngineSetup) -> None:
+    """Raises DeepSpeedConfigError with the messages of all conflicts whose two sides are used."""
+    problems = tuple(problem for conflict in conflicts if (problem := conflict.problem(setup)) is not None)
+    if problems:
+        raise DeepSpeedConfigError("\n".join(problems), problems)
 
 
 def takes_keyword(model: nn.Module, name: str, *, by_name: bool = False) -> bool:
@@ -334,12 +342,6 @@ class EngineFeature:
     def complete(self, root: Root, model: nn.Module, mpu: Any) -> Root:
         """Returns the configuration, completed by settings that the program made on the model."""
         return root
-
-    def problems(self, setup: EngineSetup) -> Iterator[str]:
-        """Yields a message for each of :attr:`conflicts` whose two sides are used."""
-        for conflict in self.conflicts:
-            if (problem := conflict.problem(setup)) is not None:
-                yield problem
 
     def prepare(self, setup: EngineSetup) -> None:
         """Gives the model layers that other features read. Every rank must call it."""

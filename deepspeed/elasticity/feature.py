@@ -21,6 +21,7 @@ from deepspeed.engine_feature import (
     EngineHooks,
     EngineSetup,
     UnevenBatch,
+    refuse_conflicts,
 )
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor.request import group_was_given
@@ -136,8 +137,7 @@ class ElasticRanks(EngineFeature):
                 "optimizer; set the section `scheduler`, or give a function that makes the schedule from an optimizer"
             )
         # if the program passed a function, the optimizer exists only now
-        for problem in self.problems(replace(engine._parts.setup, optimizer=engine.basic_optimizer)):
-            raise DeepSpeedConfigError(problem)
+        refuse_conflicts(self.conflicts, replace(engine._parts.setup, optimizer=engine.basic_optimizer))
         hooks: ElasticHooks = engine._hooks.get(_OWN)
         hooks.continuation = Continuation.open(engine)
 

@@ -30,6 +30,7 @@ from deepspeed.engine_feature import (
     TrainingGroup,
     UnevenBatch,
     marks_of,
+    refuse_conflicts,
 )
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.group import Groups
@@ -125,9 +126,7 @@ class FeatureSet:
         """
         prepared: set[str] = set()
         while new := {name: feature for name, feature in self._features.items() if name not in prepared}:
-            problems = [problem for feature in new.values() for problem in feature.problems(setup)]
-            if problems:
-                raise DeepSpeedConfigError("\n".join(problems), tuple(problems))
+            refuse_conflicts([conflict for feature in new.values() for conflict in feature.conflicts], setup)
             for feature in new.values():
                 feature.prepare(setup)
             prepared.update(new)
@@ -157,8 +156,7 @@ class FeatureSet:
         setup = replace(setup, optimizer=optimizer)
         for name in sorted(marks_of(optimizer).difference(self._features)):
             feature = feature_of(name)
-            if problems := tuple(feature.problems(setup)):
-                raise DeepSpeedConfigError("\n".join(problems), problems)
+            refuse_conflicts(feature.conflicts, setup)
             feature.refuse(setup)
 
     def divide(self, setup: EngineSetup) -> TrainingGroup:

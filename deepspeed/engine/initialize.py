@@ -107,7 +107,7 @@ def build_parts(
     optimizer = choose_optimizer(root, model, client.optimizer, client.model_parameters, placement)
     features.refuse_optimizer(setup, optimizer)
     check_model_alike(model, precision, optimizer, setup.ranks.zero_group)
-    check_optimizer(placement, optimizer)
+    check_optimizer(setup, placement, optimizer)
     driver = training_group.driver_around(driver_of(optimizer))
     own_groups = {**own_groups, **tables_of_rows(setup, has_warm_up=driver.has_warm_up)}
     placement = place_frozen(placement, own_groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.config.sections.root import Root
+from deepspeed.engine_feature import Conflict, ConflictKey, EngineSetup, refuse_conflicts
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist
 from deepspeed.ops.build import build_optimizer
 from deepspeed.ops.elementwise import OptimizerKind, is_elementwise, supports_flat_update, why_not_flat
+from deepspeed.precision.policy import has_narrow_masters
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.tiling.describe import ROWS, describe
@@ -159,54 +162,91 @@ def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
                 )
 
 
-def check_optimizer(placement: Placement, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuses an optimizer that cannot update masters in files, and stages 1 and 2 without an optimizer.
+def _without_flat_update(setup: EngineSetup) -> str | None:
+    optimizer = setup.optimizer
+    is_refused = optimizer is not None and not supports_flat_update(optimizer)
+    return f"with the optimizer {type(optimizer).__name__} ({why_not_flat(optimizer)})" if is_refused else None
+
+
+def _without_rounding(setup: EngineSetup) -> str | None:
+    if setup.optimizer is not None and hasattr(setup.optimizer, DRIVER) and supports_flat_update(setup.optimizer):
+        return f"with the optimizer {type(setup.optimizer).__name__} (its ranks exchange states in fp32)"
+    return _without_flat_update(setup)
+
+
+def _updates_files(setup: EngineSetup) -> bool:
+    section = setup.root.zero_optimization.offload_optimizer
+    return section is not None and section.device == "nvme"
+
+
+def _updates_early(setup: EngineSetup) -> bool:
+    section = setup.root.zero_optimization.offload_optimizer
+    return section is not None and section.super_offload
+
+
+def _has_files(setup: EngineSetup) -> bool:
+    section = setup.root.zero_optimization.offload_param
+    return _updates_files(setup) or (section is not None and section.device == "nvme")
+
+
+_FLAT = "use an optimizer of this package, or torch's Adam, AdamW, Adagrad or SGD"
+_NARROW = "bf16_master_weights_and_grads / fp16_master_weights_and_grads"
+_SUPER = "zero_optimization.offload_optimizer.super_offload"
+_NO_FLAT_UPDATE = ConflictKey("optimizers without an update of flat runs", _without_flat_update)
+CONFLICTS = (
+    Conflict(
+        'zero_optimization.offload_optimizer.device "nvme"',
+        _updates_files,
+        _NO_FLAT_UPDATE,
+        "files are updated chunk by chunk, which its step cannot do",
+        f'{_FLAT}, or device "cpu"',
+    ),
+    Conflict(
+        _SUPER,
+        _updates_early,
+        _NO_FLAT_UPDATE,
+        "expected one whose update of single buckets can be made and thrown away",
+        f"{_FLAT}, or set super_offload to false",
+    ),
+    *(
+        Conflict(_NARROW, lambda setup: has_narrow_masters(setup.root), *conflict)
+        for conflict in (
+            (
+                ConflictKey("optimizers without an elementwise update", _without_rounding),
+                "16-bit masters need an elementwise update whose results are rounded stochastically",
+                f"{_FLAT}, or fp32 masters",
+            ),
+            (
+                ConflictKey(
+                    "updates before the norm", lambda setup: f"with {_SUPER}" if _updates_early(setup) else None
+                ),
+                "a second set of masters is kept for fp32 only",
+                "set one of them to false",
+            ),
+            (
+                ConflictKey("files", lambda s: 'with offload to "nvme"' if _has_files(s) else None),
+                "expected masters on the device or in host memory, since chunks in files are laid out for fp32",
+                'use device "cpu", or fp32 masters',
+            ),
+        )
+    ),
+)
+"""What optimizers and the places of their states exclude, whichever features there are."""
+
+
+def check_optimizer(setup: EngineSetup, placement: Placement, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuses an optimizer by :data:`CONFLICTS`, and stages 1 and 2 without an optimizer.
 
     Raises:
         DeepSpeedConfigError: Names it, and what to change.
     """
-    if placement.master_tier is Tier.FILE and optimizer is not None and not supports_flat_update(optimizer):
-        raise DeepSpeedConfigError(
-            f'zero_optimization.offload_optimizer.device "nvme" with the optimizer {type(optimizer).__name__}: '
-            f"files are updated chunk by chunk, which its step cannot do ({why_not_flat(optimizer)}). Use one "
-            'of this package, or torch\'s Adam, AdamW, Adagrad or SGD without that, or device "cpu"'
-        )
-    if placement.speculates and optimizer is not None and not supports_flat_update(optimizer):
-        raise DeepSpeedConfigError(
-            f"zero_optimization.offload_optimizer.super_offload with the optimizer {type(optimizer).__name__}: "
-            "expected one whose update of single buckets can be made and thrown away, but "
-            f"{why_not_flat(optimizer)}. Use one of this package, or torch's Adam, AdamW, Adagrad or SGD without that, "
-            "or set super_offload to false"
-        )
-    if placement.narrow_masters and optimizer is not None:
-        _refuse_narrow_masters(placement, optimizer)
     if optimizer is None and placement.shard_master and not placement.shard_params:
         raise DeepSpeedConfigError(
             f"zero_optimization.stage {placement.stage} shards optimizer states, but there is no optimizer; give "
             "initialize an optimizer or an `optimizer` section, or use stage 0, or stage 3 to shard the parameters"
         )
-
-
-def _refuse_narrow_masters(placement: Placement, optimizer: torch.optim.Optimizer) -> None:
-    name = type(optimizer).__name__
-    setting = "bf16_master_weights_and_grads / fp16_master_weights_and_grads"
-    if not supports_flat_update(optimizer) or hasattr(optimizer, DRIVER):
-        why = why_not_flat(optimizer) or "its ranks exchange states in fp32"
-        raise DeepSpeedConfigError(
-            f"{setting} with the optimizer {name}: 16-bit masters need an elementwise update whose results are rounded "
-            f"stochastically, and {name} has none ({why}). Use one of this package (AdamW, Lion, Adagrad), or torch's "
-            "Adam, AdamW, Adagrad or SGD, or fp32 masters"
-        )
-    if placement.speculates:
-        raise DeepSpeedConfigError(
-            f"{setting} with zero_optimization.offload_optimizer.super_offload: a second set of masters is kept for "
-            "fp32 only. Set one of them to false"
-        )
-    if Tier.FILE in (placement.master_tier, placement.param_tier):
-        raise DeepSpeedConfigError(
-            f'{setting} with offload to "nvme": expected masters on the device or in host memory, since chunks in '
-            'files are laid out for fp32. Use device "cpu", or fp32 masters'
-        )
+    if optimizer is not None:
+        refuse_conflicts(CONFLICTS, replace(setup, optimizer=optimizer))
 
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer, placement: Placement, root: Root) -> bool:

@@ -4,6 +4,7 @@
 """
 
 from deepspeed.engine.features import FEATURES, feature_of
+from deepspeed.engine.optimizers import CONFLICTS
 from deepspeed.engine_feature import OTHERS, EngineFeature
 from tests.project.graph import ROOT
 
@@ -40,6 +41,8 @@ def page() -> str:
             titles = [other.title for other in features if other.only_watches]
             titles += [feature_of(name).title for name in feature.goes_with]
             lines.append(f"- **{_code(feature.setting)}** goes with {', '.join(titles)}, and with no other feature.")
+    lines += ["", "## What optimizers exclude", ""]
+    lines += [f"- **{_code(c.part)} and {c.other.title}**: {c.why}; {c.instead}." for c in CONFLICTS]
     return "\n".join(lines) + "\n"
 
 
