@@ -159,7 +159,7 @@ class BucketGroup:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one engine. Making it gives the engine its number."""
+    """The groups of one engine."""
 
     by_name: Mapping[str, BucketGroup]  # the group of every name that occurs
     peers: Transport  # the ranks with the same part of the model: they make the same calls
@@ -168,11 +168,13 @@ class Groups:
     # know them
     other_parts: Axis | None = None
     lease: Lease | None = None  # the process groups that nothing else uses; see :meth:`give_back`
+    owner: int = -1  # the number of the engine, equal on all ranks; a copy with other codecs keeps it
 
     def __post_init__(self) -> None:
-        owner = self.peers.next_owner()
+        if self.owner < 0:
+            object.__setattr__(self, "owner", self.peers.next_owner())
         for transport in (self.peers, self.job, *(one for group in self for one in group.transports)):
-            transport.owner = owner
+            transport.owner = self.owner
         for group in self:
             group.gather.companion = group.reduce
 
@@ -190,7 +192,7 @@ class Groups:
         frozen: Codec | None = None,
         early: Codec | None = None,
     ) -> Groups:
-        """Returns the same groups with codecs; every rank must call it. Makes a number for the engine again.
+        """Returns the same groups with codecs; every rank must call it.
 
         Args:
             early: Codec of gradients in earlier updates; None: uncompressed.
