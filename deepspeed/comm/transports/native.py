@@ -237,11 +237,11 @@ class NativeTransport(Transport):
         traffic.record_ran("all_gather_into_tensor", tensor.numel() * tensor.element_size(), self.axis)
         work = self.group._allgather_base(rows.view(-1), tensor.to(self.device, non_blocking=True))
 
-        def scale_and_copy() -> None:
+        def wait_and_copy() -> None:
             work.wait()
             gathered.copy_(rows)  # on a device it is this that blocks, not the line above
 
-        self.guard(scale_and_copy, self.issue(channel), label)
+        self.guard(wait_and_copy, self.issue(channel), label)
         return gathered
 
     @override
