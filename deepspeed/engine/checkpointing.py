@@ -16,6 +16,7 @@ from deepspeed.checkpoint.load import LoadOptions, LoadResult, load, load_by, lo
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.save import SaveOptions, Saver
 from deepspeed.checkpoint.weights_file import parse_size
+from deepspeed.engine.batches import Batches
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
 
@@ -36,7 +37,7 @@ class EngineCheckpoints:
         *,
         run_state: Callable[[], RunState],
         resume: Callable[[LoadResult], None],
-        sums_are_open: Callable[[], bool],
+        batches: Batches,
     ) -> None:
         self._parts = parts
         self._progress = progress
@@ -44,7 +45,7 @@ class EngineCheckpoints:
         self._runtime: ZeroRuntime = parts.runtime
         self._run_state = run_state
         self._resume = resume
-        self._sums_are_open = sums_are_open
+        self._batches = batches
         self._made_saver: Saver | None = None
         self._own_engine: CheckpointEngine | None = None
         self.used: list[Path] = []  # folders that were saved to or loaded from, absolute, the last one last
@@ -88,7 +89,7 @@ class EngineCheckpoints:
                 "value under a key of a dict"
             )
         self._runtime.leave_backward("save_checkpoint")
-        if self._sums_are_open():
+        if self._batches.since_update:
             log_dist_once(
                 "save_checkpoint in the middle of gradient accumulation: gradients are not saved, so a resumed run "
                 "lacks those of the micro-batches since the last update and starts its accumulation over"

@@ -93,7 +93,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             self._progress,
             run_state=partial(run_state_of, self),
             resume=partial(resume_from, self),
-            sums_are_open=lambda: self._batches.since_update > 0,
+            batches=self._batches,
         )
         self._compiling = EngineCompile(
             self.module, gathers_between_graphs(parts.placement, parts.coordinates.zero_size)
@@ -140,7 +140,6 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             precision=self._precision,
             hooks=self._hooks,
             profiled=ProfiledStep(settings, self) if settings.enabled else None,
-            advance_lr=self._advance_lr,
             counts=self._make_loss_counter(),
             checks_rows=not packs_tokens,
             is_scheduled=self._is_scheduled,
@@ -148,10 +147,6 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
 
     def _make_loss_counter(self) -> LossCounter:
         return LossCounter(self._runtime)
-
-    def _advance_lr(self, arguments: Mapping[str, Any]) -> None:
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step(**arguments)
 
     # -- where the training is ---------------------------------------------------------------------------------------
 
@@ -181,8 +176,10 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
-    def _end_step(self) -> None:
-        """Ends a step in which parameters were updated. May end the process (:mod:`deepspeed.preemption`)."""
+    def _end_step(self, lr_arguments: Mapping[str, Any] | None = None) -> None:
+        """Ends a step that made an update or skipped it. May end the process (:mod:`deepspeed.preemption`)."""
+        if self.lr_scheduler is not None and self._train_step.was_applied:
+            self.lr_scheduler.step(**(lr_arguments or {}))
         self._report_step()
         self._hooks.after_step(self.global_steps)
 
@@ -441,8 +438,8 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
         Args:
             lr_kwargs: Arguments for the schedule's ``step``.
         """
-        if self._train_step.update(lr_kwargs) is not None:
-            self._end_step()
+        if self._train_step.update() is not None:
+            self._end_step(lr_kwargs)
 
 
 def autocast_if_enabled(engine: DeepSpeedEngine) -> AbstractContextManager[Any]:

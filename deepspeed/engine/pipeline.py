@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any, ClassVar
@@ -311,10 +311,10 @@ class PipelineEngine(EngineBase):
         return result, logits
 
     @override
-    def _end_step(self) -> None:
+    def _end_step(self, lr_arguments: Mapping[str, Any] | None = None) -> None:
         # A trace may end here. At the end of a send that began in it, torch's profiler would write to freed memory.
         self._interpreter.drain()
-        super()._end_step()
+        super()._end_step(lr_arguments)
 
     def _get_ready(self, call: str, count: int, mode: str) -> None:
         self._interpreter.at = "pulling data"

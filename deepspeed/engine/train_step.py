@@ -39,7 +39,6 @@ class TrainStep:
 
     Args:
         hooks: What the engine's features do in a step.
-        advance_lr: Advances the learning rates after an applied update; gets the keyword arguments of :meth:`update`.
         checks_rows: Warn if the first training batch has another number of rows than the micro-batch.
         is_scheduled: A schedule runs backwards and updates, as in a pipeline; the program, which has no call between
             them, does not see gradients in ``parameter.grad``.
@@ -55,7 +54,6 @@ class TrainStep:
         precision: PrecisionPolicy,
         hooks: EngineHooks,
         profiled: ProfiledStep | None = None,
-        advance_lr: Callable[[Mapping[str, Any]], None],
         counts: LossCounter | None = None,
         checks_rows: bool = True,
         is_scheduled: bool = False,
@@ -75,7 +73,6 @@ class TrainStep:
         self.counts = LossCounter(runtime) if counts is None else counts
         self._progress = progress
         self._precision = precision
-        self._advance_lr = advance_lr
         self._missing_step = MissingStep()
         self._row_check = RowCheck(is_done=not checks_rows)
         runtime.passes.attach(self.open_backward)
@@ -384,13 +381,7 @@ class TrainStep:
 
     # -- update ------------------------------------------------------------------------------------------------------
 
-    def update(
-        self,
-        lr_arguments: Mapping[str, Any] | None = None,
-        *,
-        extra: Sequence[float] = (),
-        micro_batches: int | None = None,
-    ) -> StepReport | None:
+    def update(self, *, extra: Sequence[float] = (), micro_batches: int | None = None) -> StepReport | None:
         """Updates the parameters at the boundary; otherwise counts a micro-step. Every rank must call it.
 
         Args:
@@ -426,7 +417,7 @@ class TrainStep:
                     level=logging.WARNING,
                 )
             self._progress.before("step")
-            report = self._update(lr_arguments or {}, extra)
+            report = self._update(extra)
             batches.has_run_backward = False
             self._progress.after("step")
         else:
@@ -435,7 +426,7 @@ class TrainStep:
         batches.end_step(1 if micro_batches is None else micro_batches)
         return report
 
-    def _update(self, lr_arguments: Mapping[str, Any], extra: Sequence[float]) -> StepReport:
+    def _update(self, extra: Sequence[float]) -> StepReport:
         self._features.before_update(self.global_steps, has_run_backward=self._batches.has_run_backward)
         uneven = self._features.uneven_batch
         report = self.update_parameters((*extra, *(() if uneven is None else uneven.numbers())))
@@ -446,8 +437,6 @@ class TrainStep:
         self.was_applied = not report.overflow
         self.skipped_steps += report.overflow
         self._features.after_update(self.global_steps, was_skipped=not self.was_applied)
-        if self.was_applied:
-            self._advance_lr(lr_arguments)
         return report
 
     @torch.no_grad()

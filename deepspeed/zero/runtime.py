@@ -396,7 +396,7 @@ def build_runtime(
     sharded = states.sharded
     agreement = Agreement(
         groups.gathering,
-        lambda index: f"the parameters {states.buckets[index].label}",
+        [f"the parameters {bucket.label}" for bucket in states.buckets],
         name=type(model).__name__,
         serves=options.agreement == "serve",
         adapts=options.agreement == "adapt",

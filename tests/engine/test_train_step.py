@@ -130,12 +130,9 @@ class Made:
         self.runtime, self.progress, self.hooks = FakeRuntime(), FakeProgress(), FakeHooks()
         self.updater = self.runtime.updater = FakeUpdater() if trains else None
         self.batches = Batches(BatchSizes(4 * accumulation, 4, accumulation), 1, is_counted=True)
-        self.rates: list[dict[str, Any]] = []
         parts: Any = (self.runtime, self.batches, LossScaling(scaler), self.progress)
         precision: Any = SimpleNamespace(cast_inputs=False, compute_dtype=None, forward_context=lambda _: nullcontext())
-        self.step = TrainStep(
-            *parts, precision=precision, hooks=self.hooks, advance_lr=lambda given: self.rates.append(dict(given))
-        )
+        self.step = TrainStep(*parts, precision=precision, hooks=self.hooks)
         self.weight = torch.tensor(1.0, requires_grad=True)
 
     def loss(self) -> torch.Tensor:
@@ -208,21 +205,21 @@ def test_updates_come_at_the_boundary():
     reports = []
     for _ in range(4):
         made.step.backward_of_loss(made.loss())
-        reports.append(made.step.update({"epoch": 1}))
+        reports.append(made.step.update())
     assert [report is not None for report in reports] == [False, True, False, True]
     assert made.runtime.calls.count("end of micro-step") == 2
     assert (made.step.global_steps, made.step.global_samples, made.batches.micro_steps) == (2, 16, 4)
-    assert made.hooks.updates == [(1, False), (2, False)] and made.rates == [{"epoch": 1}] * 2
+    assert made.hooks.updates == [(1, False), (2, False)]
 
 
-def test_a_skipped_update_moves_no_learning_rate():
+def test_a_skipped_update_is_counted():
     made = Made(accumulation=1)
     assert made.updater is not None
     made.updater.overflows = [True]
     made.step.backward_of_loss(made.loss())
     made.step.update()
     assert (made.step.global_steps, made.step.skipped_steps, made.step.was_applied) == (1, 1, False)
-    assert made.rates == [] and made.hooks.updates == [(1, True)]
+    assert made.hooks.updates == [(1, True)]
 
 
 def test_a_schedule_updates_once_for_all_its_micro_batches():

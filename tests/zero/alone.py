@@ -237,7 +237,6 @@ def _optimizer_of(runtime: ZeroRuntime, micro_batches: int) -> DeepSpeedZeroOpti
         unused,
         precision=unused,
         hooks=EngineHooks(),
-        advance_lr=unused,
         is_scheduled=True,
     )
     runtime.passes.attach(unused)

@@ -16,7 +16,7 @@ training pass, that rank first takes part in the evaluation.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
@@ -56,14 +56,14 @@ class Agreement:
     def __init__(
         self,
         transport: Transport,
-        describe: Callable[[int], str],
+        labels: Sequence[str],
         *,
         name: str = "the model",
         serves: bool = False,
         adapts: bool = False,
     ) -> None:
         self._transport = transport
-        self._describe = describe
+        self._labels = labels  # of the buckets, for messages
         self._name = name
         self.serves = serves  # see the argument
         self._adapts = adapts
@@ -167,4 +167,4 @@ class Agreement:
         return rows
 
     def _words(self, request: int) -> str:
-        return f"the end of the {self._phase.value}" if request == END_OF_PASS else self._describe(request)
+        return f"the end of the {self._phase.value}" if request == END_OF_PASS else self._labels[request]

@@ -24,6 +24,7 @@ from typing_extensions import override
 from deepspeed.logging import log_dist
 from deepspeed.ops.flat import FlatUpdate, default_chunk_numel
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
+from deepspeed.zero.gradient.gradient_sum import gradient_factor
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import MemoryTracker, StorageKind
@@ -273,7 +274,7 @@ class SpeculativeUpdater:
         optimizer: torch.optim.Optimizer,
         *,
         strategies: Mapping[Tier, UpdateStrategy],
-        factor: Callable[[], float | None],
+        loss_scaler: Any,
         memory_tracker: MemoryTracker,
     ) -> None:
         self._masters = masters
@@ -281,7 +282,7 @@ class SpeculativeUpdater:
         self._flat = flat
         self._optimizer = optimizer
         self._strategies = strategies
-        self._factor = factor
+        self._loss_scaler = loss_scaler  # the fp16 loss scaler, or None
         self._memory_tracker = memory_tracker
         self._worker = _worker_factory.get()()
         self._shadows: dict[int, ShadowMaster] = {}
@@ -312,12 +313,13 @@ class SpeculativeUpdater:
         whole = all(len({used[tile] for tile, _, _ in shadow.master.tile_intervals(run.interval)}) == 1 for run in runs)
         if not runs or not whole or not shadow.fits(state, runs):
             return
+        scale = 1.0 if self._loss_scaler is None else float(self._loss_scaler.loss_scale)
         started = SpeculativeUpdate(
             shadow,
             gradients,
             used,
             tuple(runs),
-            self._factor(),
+            gradient_factor(0.0, scale=scale, clip_grad=0.0),
             [_copy_of_group(group) for group in self._optimizer.param_groups],
             {run.param: _shadow_state(shadow, run, state[run.param]) for run in runs},
         )

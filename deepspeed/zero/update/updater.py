@@ -112,7 +112,7 @@ class Updater:
                 flat,
                 optimizer,
                 strategies=options.strategies,
-                factor=lambda: gradient_factor(0.0, scale=self.loss_scale, clip_grad=0.0),
+                loss_scaler=self.loss_scaler,
                 memory_tracker=memory_tracker,
             )
 

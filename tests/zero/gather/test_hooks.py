@@ -41,7 +41,7 @@ class Hooked:
         self.buckets = [
             bucket_of(transport, list(unit.parameters()), index=number) for number, unit in enumerate(units)
         ]
-        agreement = Agreement(transport, lambda index: f"bucket {index}")
+        agreement = Agreement(transport, [f"bucket {number}" for number in range(9)])
         self.passes = PassTracker()
         self.schedule = GatherSchedule(self.buckets, self.passes, agreement, limits)
         self.entries: list[int] = []

@@ -42,7 +42,7 @@ class Gathering:
             for number in range(count)
         ]
         self.passes = PassTracker()
-        self.agreement = Agreement(transport, lambda index: f"bucket {index}", serves=serves, adapts=adapts)
+        self.agreement = Agreement(transport, [f"bucket {number}" for number in range(9)], serves=serves, adapts=adapts)
         self.schedule = GatherSchedule(
             self.buckets,
             self.passes,
