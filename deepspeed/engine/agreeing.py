@@ -41,13 +41,10 @@ class AgreedSetup:
 
 
 def start_ranks(distributed_port: int, dist_init_required: bool | None) -> Job:
-    """Starts a process group if there is none, and logs which package runs. Every rank must call it.
+    """Returns the job of the process group, which is started if there is none. Every rank must call it.
 
     Args:
         dist_init_required: False: a process group must exist already.
-
-    Returns:
-        The job of the process group.
 
     Raises:
         DeepSpeedConfigError: ``dist_init_required`` is False, and no process group exists.

@@ -345,10 +345,6 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
         lr_scheduler: The schedule that ``step`` advances; may be set to None.
         training_dataloader: Loader over ``training_data``, or None.
         config: The configuration dict as it was given.
-        global_steps: Updates so far, skipped ones included.
-        global_samples: Samples of those updates, over all ranks.
-        micro_steps: Micro-batches so far.
-        skipped_steps: Updates that were skipped because a gradient was not finite.
         device: Where the model computes.
     """
 

@@ -46,13 +46,10 @@ class LossCounter:
             self._scale = _near(float(tokens))
 
     def begin_sum(self, count: Any, micro_batches: int) -> float:
-        """Called before the backward of a loss that is a sum. Every rank must call it alike.
+        """Returns the divisor of a loss that is a sum, before its backward. Every rank must call it alike.
 
         Args:
             count: Tokens in this rank's loss, as :func:`checked_count` returns them.
-
-        Returns:
-            The divisor of the loss before its backward.
 
         Raises:
             CallOrderError: Another loss of the update is a mean.

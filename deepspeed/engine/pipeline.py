@@ -56,10 +56,6 @@ class PipelineEngine(EngineBase):
         is_pipe_parallel: Whether there is more than one stage.
         is_data_parallel: Whether there is more than one copy of the model.
         is_model_parallel: Whether layers are cut over ranks.
-        agg_train_loss: Mean loss of the last step over micro-batches and copies of the model.
-        total_loss: Sum of the losses of the last step's micro-batches, divided by their number, on the last stage.
-        loss: The loss of the last micro-batch, on the last stage.
-        fwd_outputs: What the last evaluation computed for each micro-batch, on the last stage.
         has_attention_mask: Accepted; masks of any dtype cross between stages as they are.
         dynamic_shape: Accepted; shapes may always differ.
         first_output_send: Kept for programs that read it.

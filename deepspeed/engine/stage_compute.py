@@ -502,11 +502,7 @@ def read_rows(
 def share_losses(
     job: Transport, mesh: Mesh, rank: int, found: MicroBatchLosses | None, count: int
 ) -> tuple[list[float], float, dict[str, float]]:
-    """Sends the losses to every rank of the job, in an exchange of its own. Every rank must call it.
-
-    Returns:
-        What :func:`read_rows` returns.
-    """
+    """Sends the losses to all ranks and returns what :func:`read_rows` does. Every rank must call it."""
     row = torch.tensor(row_of(found, count), dtype=torch.float64)
     rows = job.gather_small(row, channel="call", label="the losses of the step")
     return read_rows(job, mesh, rank, rows, found)

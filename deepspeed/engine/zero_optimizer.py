@@ -283,13 +283,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
 
 def _follow_zero_grad(optimizer: torch.optim.Optimizer, discard: Callable[[], None]) -> Callable[..., None]:
-    """Makes ``optimizer.zero_grad`` discard the engine's gradients too; its groups list runs, which have none.
+    """Makes ``optimizer.zero_grad`` discard the engine's gradients too; returns what is in its place.
 
     Args:
         discard: A bound method; its object is not kept alive.
-
-    Returns:
-        What stands in the place of the method now.
     """
     original, own = type(optimizer).zero_grad, weakref.WeakMethod(discard)
 

@@ -384,12 +384,9 @@ class Bucket:
 
     @in_profile("publish")
     def start_publish(self) -> Work | None:
-        """Requests the slices that other ranks have updated, where the parameters stay FULL.
+        """Requests slices that other ranks updated, where parameters stay FULL; returns None if none is sent.
 
         At stage 3 nothing is sent here: the next gather takes the new values from the shards.
-
-        Returns:
-            The transfer; None if nothing is sent.
         """
         label = f"the update of {self.label}"
         if self.is_sharded:
@@ -443,7 +440,11 @@ class Bucket:
             self._check_shape(tile)
             fragment = self.fragment(tile)
             if fragment is not None:
-                self.keep_fragment(fragment, self._as_stored(fragment, parameter.data.reshape(-1)[fragment.in_tile]))
+                values = parameter.data.reshape(-1)[fragment.in_tile]
+                if self.is_decoded:  # elements that were not written keep their exact values
+                    stored = self.shard[fragment.in_slice].to(values.device)
+                    values = torch.where(values == self.as_gathered(fragment), stored, values)
+                self.keep_fragment(fragment, values)
             self.remember_value(tile)
             warn_once(
                 "written-in-forward",
@@ -469,13 +470,6 @@ class Bucket:
             return self.shard[fragment.in_slice]
         return self._compute_transport.as_gathered(self.shard.to(self.device))[fragment.in_slice]
 
-    def _as_stored(self, fragment: Fragment, values: torch.Tensor) -> torch.Tensor:
-        """Returns the shard's new values for the full buffer: its own, where the buffer was not written."""
-        if not self.is_decoded:
-            return values
-        stored = self.shard[fragment.in_slice].to(values.device)
-        return torch.where(values == self.as_gathered(fragment), stored, values)
-
     def take_back_changes(self) -> list[int]:
         """Returns the indices of resident parameters that something wrote to.
 
@@ -500,11 +494,7 @@ class Bucket:
             self._fingerprints[index] = (parameter.data_ptr(), parameter._version)
 
     def reattach(self, index: int) -> bool:
-        """Moves a detached resident parameter back into the buffer with its present values.
-
-        Returns:
-            Whether it had been detached (its storage was not the bucket's).
-        """
+        """Moves a detached resident parameter back into the buffer; returns whether it was detached."""
         parameter, view = self.params[index], self._views[index]
         self._check_shape(index)
         if parameter.data_ptr() == view.data_ptr():

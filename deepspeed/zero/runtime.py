@@ -225,13 +225,10 @@ class ZeroRuntime:
         return now
 
     def drop_open_work(self, *, together: bool = True) -> bool:
-        """Discards unfinished work after an exception left a forward or backward open.
+        """Discards the forward or backward that an exception has left open; returns whether one was open.
 
         Args:
             together: Whether all ranks continue with this model; False: only this rank stops, without communication.
-
-        Returns:
-            Whether a forward or backward was open.
 
         Raises:
             CallOrderError: Another engine has taken the model over.

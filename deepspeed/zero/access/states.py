@@ -151,11 +151,7 @@ def _need(parameter: torch.Tensor, call: str) -> _TrainedParam:
 
 
 def _agree(found: _TrainedParam, call: str, numbers: Sequence[int] = (), names: str | None = None) -> list[list[int]]:
-    """Compares the call with the other ranks', unless this rank has everything.
-
-    Returns:
-        ``numbers`` of each rank that shares the parameter.
-    """
+    """Returns ``numbers`` of each rank that shares the parameter; compares the call with theirs."""
     if found.is_whole:
         return [list(numbers)]
     words = f"{call} of {found.address.name!r}" if names is None else f"{call} of {names}"

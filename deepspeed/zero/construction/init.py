@@ -110,7 +110,11 @@ class Init:
                 "zero.Init: how weights are sent is decided by zero_optimization.zero_quantized_weights and "
                 "zero_quantized_nontrainable_weights in the configuration given to initialize"
             )
-        given = _one_config(config_dict_or_path, config)
+        if config_dict_or_path is not None and config is not None and config_dict_or_path is not config:
+            raise DeepSpeedConfigError(
+                "zero.Init: config_dict_or_path and config are both given; config is its old name, keep one"
+            )
+        given = config_dict_or_path if config_dict_or_path is not None else config
         parsed = None if given is None else parse(given, purpose="zero_init")
         _check_dtype(dtype)
         if not comm.is_initialized():
@@ -169,14 +173,6 @@ def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value:
             raise NotYetSupportedError(f"zero.Init({name}=...): this release does not have it; leave {name} out")
-
-
-def _one_config(config_dict_or_path: Any, config: Any) -> Any:
-    if config_dict_or_path is not None and config is not None and config_dict_or_path is not config:
-        raise DeepSpeedConfigError(
-            "zero.Init: config_dict_or_path and config are both given; config is its old name, keep one"
-        )
-    return config_dict_or_path if config_dict_or_path is not None else config
 
 
 def _check_dtype(dtype: torch.dtype | None) -> None:

@@ -162,9 +162,11 @@ def _tensor_of(model: nn.Module, name: str) -> torch.Tensor | None:
 def _refuse_misfits(model: Any, load_config: Any, info: Any, loaded: list[str]) -> None:
     source = f"from_pretrained({str(load_config.pretrained_model_name_or_path)!r})"
     if info.conversion_errors:
+        # the last two lines of a record that begins with a traceback: what failed, and why
+        reasons = {name: " ".join(error.strip().splitlines()[-2:]) for name, error in info.conversion_errors.items()}
         raise CheckpointError(
             f"{source}: the files could not be converted for {type(model).__name__}: "
-            f"{_list([f'{name}: {_reason_of(error)}' for name, error in info.conversion_errors.items()])}"
+            f"{_list([f'{name}: {reason}' for name, reason in reasons.items()])}"
         )
     if load_config.ignore_mismatched_sizes:
         return
@@ -183,11 +185,6 @@ def _refuse_misfits(model: Any, load_config: Any, info: Any, loaded: list[str]) 
             f"{_list(unlikely)}.{more if info.unexpected_keys else ''} Take the class and the configuration that the "
             "files were saved with, or pass ignore_mismatched_sizes=True to initialize them"
         )
-
-
-def _reason_of(error: str) -> str:
-    """Returns the last two lines of a record that begins with a traceback: what failed, and why."""
-    return " ".join(error.strip().splitlines()[-2:])
 
 
 def _list(names: list[str]) -> str:

@@ -113,14 +113,11 @@ class SavedTensorHooks:
         self._by_storage[new_key] = self._by_storage.pop(old_key)
 
     def push_guard(self) -> bool:
-        """Wraps active hooks of other libraries, so that they get views of parameters.
+        """Wraps active hooks of other libraries, to give them views; returns whether :meth:`pop_guard` must follow.
 
         Such hooks may keep the parameter object itself (non-reentrant checkpointing does so where it is frozen). Its
         memory is taken from it when its bucket is resharded, and backward would compute with the placeholder. A view
         keeps its values: see ``FlatBuffer.free``.
-
-        Returns:
-            Whether a guard was installed; then :meth:`pop_guard` must follow.
         """
         if not self._by_storage or not torch.is_grad_enabled():
             return False
@@ -139,11 +136,7 @@ class SavedTensorHooks:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def push(self) -> bool:
-        """Installs the hooks unless others are active (non-reentrant checkpointing keeps its own).
-
-        Returns:
-            Whether they were installed; then :meth:`pop` must follow.
-        """
+        """Installs the hooks unless others are active (as in non-reentrant checkpointing); returns whether it did."""
         if not self._by_storage or not torch.is_grad_enabled():
             return False
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:

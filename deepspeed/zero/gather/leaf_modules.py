@@ -21,18 +21,14 @@ LEAF_FLAG = "_z3_leaf"  # tests of Accelerate read it
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Marks a module as a leaf, whose parameters are gathered together; ``flag=False`` removes the mark."""
-    if any(_has_engine(parameter) for parameter in model.parameters()):
+    addresses = (parameter.__dict__.get("_ds_address") for parameter in model.parameters())
+    if any(address is not None and address.bucket.is_trained for address in addresses):
         log_dist(
             f"set_z3_leaf_module: {type(model).__name__} belongs to an engine already, which ignores the mark; "
             "mark leaf modules before deepspeed.initialize",
             level=logging.WARNING,
         )
     setattr(model, LEAF_FLAG, flag)
-
-
-def _has_engine(parameter: torch.nn.Parameter) -> bool:
-    address = parameter.__dict__.get("_ds_address")
-    return address is not None and address.bucket.is_trained
 
 
 def z3_leaf_module(model: nn.Module) -> bool:

@@ -303,17 +303,14 @@ class GatherSchedule:
             known = (now.phase.value, now.entry, sorted(now.gathered), sorted(self._left_out(now)), now.order)
             knowledge = zlib.crc32(repr(known).encode())
             while (mode := self._agreement.compare(knowledge)) is PassMode.HELP:
-                self._help(now)
+                # takes part in an evaluation of ranks that run more of them, before this pass gathers anything
+                while self._serve(now, END_OF_PASS):
+                    continue
+                self._agreement.end_help(now.issued)
+                now.issued.clear()
+                self._abandon_gathers()
             if mode is PassMode.RECORD:
                 now.order, now.is_learned = None, False
-
-    def _help(self, now: Pass) -> None:
-        """Takes part in an evaluation of ranks that run more of them, before the open pass gathers anything."""
-        while self._serve(now, END_OF_PASS):
-            continue
-        self._agreement.end_help(now.issued)
-        now.issued.clear()
-        self._abandon_gathers()
 
     def _issue_rest(self, now: Pass) -> None:
         """Issues the rest of the order; a rank that has left the order keeps no more of it than fits."""

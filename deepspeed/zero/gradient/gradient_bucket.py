@@ -143,10 +143,7 @@ class GradientBucket:
     # -- filling -----------------------------------------------------------------------------------------------------
 
     def arrive(self, index: int) -> bool:
-        """Records that autograd has delivered the gradient of parameter ``index``.
-
-        Returns:
-            Whether the bucket is now complete for this backward.
+        """Records that a gradient has arrived; returns whether the bucket is now complete for this backward.
 
         Raises:
             CallOrderError: The bucket was reduced already in this backward.

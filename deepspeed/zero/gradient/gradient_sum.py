@@ -290,19 +290,15 @@ def pack_and_square(
         start, stop = layout.starts[first], ends[last]
         inside = [index for index in range(first, last + 1) if index in grads]
         if inside == [first] and stop - start > CHUNK and grads[first].is_contiguous():
-            _copy_in_chunks(flat[start:stop], grads[first].view(-1), squares)
+            tile, source = flat[start:stop], grads[first].view(-1)  # larger than the cache; it may end in padding
+            for low in range(0, source.numel(), CHUNK):
+                part = source[low : low + CHUNK]
+                tile[low : low + part.numel()].copy_(part)
+                squares.add(tile[low : low + CHUNK])
         elif inside:
             torch._foreach_copy_([views[index] for index in inside], [grads[index] for index in inside])
             squares.add(flat[start:stop])
         first = last + 1
-
-
-def _copy_in_chunks(target: torch.Tensor, source: torch.Tensor, squares: Squares) -> None:
-    """Copies a tile larger than the cache; ``target`` may end in padding."""
-    for low in range(0, source.numel(), CHUNK):
-        part = source[low : low + CHUNK]
-        target[low : low + part.numel()].copy_(part)
-        squares.add(target[low : low + CHUNK])
 
 
 class GradientDestination:
@@ -327,16 +323,13 @@ class GradientDestination:
     def add(
         self, result: FlatBuffer, reduced: FlatBuffer, dtype: torch.dtype, squares: Squares | None = None
     ) -> FlatBuffer:
-        """Adds a reduced gradient to one at its destination; takes ownership of both.
+        """Returns the sum of a reduced gradient and one at its destination; takes ownership of both.
 
         Args:
             result: What :meth:`to_destination` or this method returned.
             reduced: The gradient to add.
             dtype: The dtype of the sum.
             squares: Receives the squares of the sum, once :meth:`wait` has returned.
-
-        Returns:
-            The sum.
         """
         add_into(result.tensor, reduced.tensor, squares)
         reduced.free()

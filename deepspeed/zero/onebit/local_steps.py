@@ -139,11 +139,7 @@ class LocalSteps(MomentumExchange):
         return squares if group.is_primary_replica and group.place == 0 else 0.0
 
     def _take_means(self, work: Work, clip_grad: float) -> float:
-        """Stores the exact mean gradients where the update reads them, without a codec.
-
-        Returns:
-            Their norm before clipping.
-        """
+        """Stores the exact mean gradients where the update reads them; returns their norm before clipping."""
         means = [self._mean(bucket, flat) for bucket, _, _, flat in work]
         norm = self._root([self._counted(b, squared_norm(m).item()) for (b, *_), m in zip(work, means, strict=True)])
         clip = clip_factor(norm, clip_grad)

@@ -104,11 +104,6 @@ class MemoryFormula:
         size = itemsize(bucket.dtype)
         return size if self.placement.narrow_masters else max(size, 4)
 
-    def _state_itemsize(self, bucket: BucketLayout, in_fp32: int) -> int:
-        """Returns the bytes per element of a state that has this many beside an fp32 master."""
-        size = itemsize(bucket.dtype)
-        return in_fp32 * (size if self.placement.narrow_states else max(size, 4)) // 4
-
     def master(self, tier: Tier = Tier.DEVICE) -> tuple[int, str]:
         """Returns the bytes of masters, where the compute parameters are not their own, and their formula."""
         total = sum(
@@ -129,7 +124,8 @@ class MemoryFormula:
         for bucket, placed in self._trained():
             if placed.master_tier is tier:
                 sizes = [self.master_itemsize(bucket)] if self.has_master(bucket, placed) else []
-                sizes += [self._state_itemsize(bucket, size) for size in state_itemsizes]
+                own = itemsize(bucket.dtype) if self.placement.narrow_states else max(itemsize(bucket.dtype), 4)
+                sizes += [size * own // 4 for size in state_itemsizes]
                 found += [(self.owned_numel(bucket), size) for size in sizes]
         return found
 

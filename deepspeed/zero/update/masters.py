@@ -68,7 +68,11 @@ class MasterBucket:
         compute = self._compute()
         # ``flat`` is the 1-D master; ``out`` the compute tensor that must receive the update, None where it is ``flat``
         dtype = bucket.dtype if is_narrow else torch.promote_types(bucket.dtype, torch.float32)
-        if bucket.dtype == dtype and self._can_share():
+        # the compute tensor may be the master in the same memory, if that is no file
+        is_near = (
+            Tier.FILE not in (self.tier, bucket.memory.tier) and bucket.memory.tensor_device == memory.tensor_device
+        )
+        if bucket.dtype == dtype and is_near:
             self.flat, self.out = compute, None
         else:
             lower, upper = self.layout.slice_bounds(self.rank)
@@ -104,13 +108,6 @@ class MasterBucket:
     def tier(self) -> Tier:
         """The memory of master and optimizer state."""
         return self.memory.tier
-
-    def _can_share(self) -> bool:
-        """Returns whether the compute tensor may be the master: the same kind of memory, and not a file."""
-        return (
-            Tier.FILE not in (self.tier, self.bucket.memory.tier)
-            and self.bucket.memory.tensor_device == self.memory.tensor_device
-        )
 
     @property
     def writes_out_in_place(self) -> bool:
@@ -192,14 +189,11 @@ class MasterBucket:
         return found
 
     def split(self, run: MasterRun, labels: Sequence[Any]) -> list[MasterRun]:
-        """Splits ``run`` into parts whose parameters have equal labels.
+        """Splits ``run`` into parts whose parameters have equal labels; returns the new runs.
 
         Args:
             run: One of ``runs``; it is replaced by the result.
             labels: Per tile of the bucket, anything with ``==``: whether it got a gradient, its step count, ...
-
-        Returns:
-            The new runs; ``[run]`` itself if no cut is needed.
         """
         ranges: list[tuple[Any, int, int]] = []
         for tile, start, stop in self.tile_intervals(run.interval):
@@ -369,8 +363,12 @@ def _fragment_table(masters: list[MasterBucket], other_parts: Axis | None) -> Fr
     for master in masters:
         for run in master.runs:
             by_param[id(run.param)] = tuple(_fragments(master, run, first))
-        shared += _shared_tensors(master.layout, first)
-        first += len(master.layout.tiles)
+        layout = master.layout
+        bounds = range(0, layout.numel + 1, max(layout.slice_numel, 1))
+        for number, (tile, start) in enumerate(zip(layout.tiles, layout.starts, strict=True), first):
+            if tile.param_group >= 0 and tile.numel:
+                shared.append(SharedTensor(tile.name, number, tile.shape, tile.param_group, start, bounds))
+        first += len(layout.tiles)
     parts = None if other_parts is None else _cut_tensors(masters, other_parts)
     if not masters or not masters[0].is_sharded:
         return FragmentTable(by_param, first, None, tuple(shared), cut=parts)
@@ -406,14 +404,6 @@ def _fragments(master: MasterBucket, run: MasterRun, first: int) -> Iterator[Ten
             tile = master.layout.tiles[fragment.tile]
             index, stop = first + fragment.tile, start + fragment.numel
             yield TensorFragment(tile.name, index, start, stop, fragment.tile_start, tile.shape)
-
-
-def _shared_tensors(layout: BucketLayout, first: int) -> Iterator[SharedTensor]:
-    """Yields the trained tensors of a bucket; ``first`` is the number of its first one."""
-    bounds = range(0, layout.numel + 1, max(layout.slice_numel, 1))
-    for number, (tile, start) in enumerate(zip(layout.tiles, layout.starts, strict=True)):
-        if tile.param_group >= 0 and tile.numel:
-            yield SharedTensor(tile.name, first + number, tile.shape, tile.param_group, start, bounds)
 
 
 def group_indices(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:

@@ -55,7 +55,10 @@ class StepAgreement:
             self._digest_of_writes(),
         ]
         squares, on_device = self._own_squares()
-        numbers = [*squares, float(self._agreement.digest), float(_number_of_order(groups)), *extra]
+        # equal on ranks that must gather in one order: the rank in the job of the first of them
+        first = groups.gathering.ranks[:1]
+        number = groups.job.ranks.index(first[0]) if first and groups.job.ranks else groups.job.rank
+        numbers = [*squares, float(self._agreement.digest), float(number), *extra]
         together = groups.job is groups.peers
         own_row = torch.tensor(numbers + flags if together else numbers, dtype=torch.float64)
         if on_device is not None:
@@ -196,12 +199,6 @@ class StepAgreement:
             label="the name of a non-finite gradient",
         )
         return bytes(rows[rank].tolist()).rstrip(b"\0").decode(errors="replace")
-
-
-def _number_of_order(groups: Groups) -> int:
-    """Returns a number that ranks share if they must gather in one order: the rank in the job of the first of them."""
-    first = groups.gathering.ranks[:1]
-    return groups.job.ranks.index(first[0]) if first and groups.job.ranks else groups.job.rank
 
 
 def _check_order(rows: torch.Tensor) -> None:
