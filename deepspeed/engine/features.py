@@ -45,6 +45,7 @@ FEATURES = (
     "deepspeed.engine.islands",
     "deepspeed.compression.feature",
     *(row.feature for row in ROWS if row.feature is not None and row.name != PIPE),
+    "deepspeed.fast_path.float8",
     "deepspeed.fast_path.fused_loss",
     "deepspeed.linear.feature",
     "deepspeed.ops.sparse_attention.feature",

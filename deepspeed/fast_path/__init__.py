@@ -1,1 +1,1 @@
-"""What makes a step fast on a device, by one key each: losses without whole logits."""
+"""What makes a step fast on a device, by one key each: products in float8, losses without whole logits."""

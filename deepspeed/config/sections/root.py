@@ -16,6 +16,7 @@ from deepspeed.config.sections.compression import CompressionTraining
 from deepspeed.config.sections.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDropSection
 from deepspeed.config.sections.elasticity import Elasticity
 from deepspeed.config.sections.expert_parallel import ExpertParallel
+from deepspeed.config.sections.float8 import Float8
 from deepspeed.config.sections.inference import HybridEngine
 from deepspeed.config.sections.monitor import (
     Comet,
@@ -383,6 +384,7 @@ class Root(Section):
     curriculum_learning: CurriculumLearning | None = key(None, "Older curriculum.", removed="0.19.8")
     progressive_layer_drop: ProgressiveLayerDropSection | None = key(None, "Layer drop.", removed="0.19.8")
     compression_training: CompressionTraining | None = key(None, "Compression.", removed="0.19.8")
+    float8: Float8 | None = key(None, "Products in float8. Only here, not upstream.")
     weight_quantization: WeightQuantization | None = key(None, "Weight-only quantization.")
     sparse_attention: SparseAttention | None = key(None, "Block-sparse attention: the pattern.", removed="0.19.8")
     quantize_training: QuantizeTraining | None = key(None, "Older quantized training.", removed="0.6.8")
