@@ -17,6 +17,8 @@ class Batches:
         self._data_size = data_size
         self._is_counted = is_counted
         self.micro_steps = 0  # micro-batches so far
+        self.global_steps = self.global_samples = 0  # updates, skipped ones included; their samples over all ranks
+        self.skipped_steps = 0  # updates that were skipped because a gradient was not finite
         self._counted_from = 0  # ``micro_steps`` from which on the present accumulation steps are counted
         self.has_run_backward = False  # since the last update
         self.scheduled: MicroBatch | None = None  # the micro-batch that a schedule has given, until its step
@@ -107,6 +109,12 @@ class Batches:
             return self.scheduled
         is_last = self.is_gradient_accumulation_boundary()
         return MicroBatch(self.since_update, is_first=not self.has_run_backward, is_last=is_last)
+
+    def count_update(self, *, was_skipped: bool) -> None:
+        """Counts an update and its samples."""
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self.skipped_steps += was_skipped
 
     def end_step(self, micro_batches: int) -> None:
         """Counts the micro-batches of a step that has been made."""

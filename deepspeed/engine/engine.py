@@ -150,9 +150,9 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
 
     # -- where the training is ---------------------------------------------------------------------------------------
 
-    global_steps = forwarded_attribute("_train_step", "global_steps", "Updates so far, skipped ones included.")
-    global_samples = forwarded_attribute("_train_step", "global_samples", "Samples of those updates, over all ranks.")
-    skipped_steps = forwarded_attribute("_train_step", "skipped_steps", "Updates that were skipped.")
+    global_steps = forwarded_attribute("_batches", "global_steps", "Updates so far, skipped ones included.")
+    global_samples = forwarded_attribute("_batches", "global_samples", "Samples of those updates, over all ranks.")
+    skipped_steps = forwarded_attribute("_batches", "skipped_steps", "Updates that were skipped.")
     micro_steps = forwarded_attribute("_batches", "micro_steps", "Calls of ``step`` so far, or micro-batches.")
     enable_backward_allreduce = forwarded_attribute(
         "_train_step", "reduces_gradients", "Whether backwards reduce gradients."

@@ -58,8 +58,6 @@ class TrainStep:
         checks_rows: bool = True,
         is_scheduled: bool = False,
     ) -> None:
-        self.global_steps = self.global_samples = 0  # updates, skipped ones included; their samples over all ranks
-        self.skipped_steps = 0  # updates that were skipped because a gradient was not finite
         self.was_applied = False  # whether the latest call of :meth:`update` changed the parameters
         self.reduces_gradients = True  # whether backwards reduce gradients at all
         self.defers_reduction = False  # whether a block of ``no_sync`` or ``coalesce_grad_reduction`` is open
@@ -119,7 +117,7 @@ class TrainStep:
         if self._precision.cast_inputs:
             inputs, named = self._precision.cast_arguments(inputs), self._precision.cast_arguments(named)
         keywords = self._features.before_forward(
-            is_training=is_training, global_steps=self.global_steps, micro_steps=self._batches.micro_steps
+            is_training=is_training, global_steps=self._batches.global_steps, micro_steps=self._batches.micro_steps
         )
         outputs = self._run_forward(fn, inputs, {**named, **keywords})
         if announces and torch.is_grad_enabled() and not runtime.hooks.sees_forwards:
@@ -205,7 +203,7 @@ class TrainStep:
             scale = self._scaling.factor / parts
             if divides and tokens is None:
                 scale /= steps
-            self._features.before_backward(root, scale, self.global_steps)
+            self._features.before_backward(root, scale, self._batches.global_steps)
         self._run_backward(lambda: torch.autograd.backward([root], [gradient], **options))
         if tokens is not None:
             self.counts.add(tokens)
@@ -427,16 +425,14 @@ class TrainStep:
         return report
 
     def _update(self, extra: Sequence[float]) -> StepReport:
-        self._features.before_update(self.global_steps, has_run_backward=self._batches.has_run_backward)
+        self._features.before_update(self._batches.global_steps, has_run_backward=self._batches.has_run_backward)
         uneven = self._features.uneven_batch
         report = self.update_parameters((*extra, *(() if uneven is None else uneven.numbers())))
         if uneven is not None:
             uneven.take(report.extra)
-        self.global_steps += 1
-        self.global_samples += self._batches.train_batch_size()
         self.was_applied = not report.overflow
-        self.skipped_steps += report.overflow
-        self._features.after_update(self.global_steps, was_skipped=not self.was_applied)
+        self._batches.count_update(was_skipped=report.overflow)
+        self._features.after_update(self._batches.global_steps, was_skipped=not self.was_applied)
         return report
 
     @torch.no_grad()

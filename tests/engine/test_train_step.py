@@ -208,7 +208,7 @@ def test_updates_come_at_the_boundary():
         reports.append(made.step.update())
     assert [report is not None for report in reports] == [False, True, False, True]
     assert made.runtime.calls.count("end of micro-step") == 2
-    assert (made.step.global_steps, made.step.global_samples, made.batches.micro_steps) == (2, 16, 4)
+    assert (made.batches.global_steps, made.batches.global_samples, made.batches.micro_steps) == (2, 16, 4)
     assert made.hooks.updates == [(1, False), (2, False)]
 
 
@@ -218,7 +218,7 @@ def test_a_skipped_update_is_counted():
     made.updater.overflows = [True]
     made.step.backward_of_loss(made.loss())
     made.step.update()
-    assert (made.step.global_steps, made.step.skipped_steps, made.step.was_applied) == (1, 1, False)
+    assert (made.batches.global_steps, made.batches.skipped_steps, made.step.was_applied) == (1, 1, False)
     assert made.hooks.updates == [(1, True)]
 
 
@@ -226,7 +226,7 @@ def test_a_schedule_updates_once_for_all_its_micro_batches():
     made = Made(accumulation=3)
     report = made.step.update(extra=[1.0, 0.5], micro_batches=3)
     assert report is not None and report.extra.tolist() == [[1.0, 0.5]]
-    assert made.batches.micro_steps == 3 and made.step.global_samples == 12
+    assert made.batches.micro_steps == 3 and made.batches.global_samples == 12
     assert made.batches.micro_batch() == MicroBatch(0, is_first=True, is_last=False)
 
 
