@@ -396,7 +396,12 @@ def _apply(
     loads_scheduler = _loads_scheduler(run_state, options, state)
     if prepared.optimizer is not None:
         prepared.optimizer.fill()
-        _restore_schedules(run_state, state)
+        # the schedules of data are equal on all ranks, and so fit any number of them
+        sampler = state.model_states.get("data_sampler")
+        if sampler is not None and run_state.sampler_state() is not None:
+            run_state.dataloader.load_sampler_state(sampler)
+        for key, schedule in run_state.states.items():
+            schedule.load_state_dict(state.model_states.get(key))
         restore_position(run_state, state, data, rank)
     if loads_scheduler:
         run_state.lr_scheduler.load_state_dict(prepared.schedule)
@@ -418,15 +423,6 @@ def _apply(
     client_state |= reserved_entries(client_state)
     counters = {} if options.module_only else {key: int(state.counters.get(key, 0)) for key in COUNTERS}
     return LoadResult(found.folder, client_state, counters, state.world_size, state.mesh.get("model", 1))
-
-
-def _restore_schedules(run_state: RunState, state: TrainingState) -> None:
-    """Restores the schedules of data, which are equal on all ranks and so fit any number of them."""
-    sampler = state.model_states.get("data_sampler")
-    if sampler is not None and run_state.sampler_state() is not None:
-        run_state.dataloader.load_sampler_state(sampler)
-    for key, schedule in run_state.states.items():
-        schedule.load_state_dict(state.model_states.get(key))
 
 
 def read_training_state(reader: CheckpointReader, rank: int, *, trust: bool) -> TrainingState:

@@ -147,7 +147,11 @@ class OptimizerFiller:
             for run in master.runs:
                 self._fill_run(master, run, entries)
         self._updater.skipped_in_a_row = self._state.skipped_in_a_row
-        self._fill_loss_scaler()
+        # without fp16 there is no scaler; a fixed scale is the configuration's
+        scaler, saved = self._updater.loss_scaler, self._state.loss_scaler
+        if scaler is not None and saved is not None and getattr(scaler, "dynamic", False):
+            if scaler.state_dict().keys() == saved.keys():
+                scaler.load_state_dict(saved)
         self._updater.count_state()
 
     def _fill_run(self, master: MasterBucket, run: MasterRun, entries: dict[str, list[FillEntry]]) -> None:
@@ -240,13 +244,6 @@ class OptimizerFiller:
                     group[key] = value.item()
                 else:
                     group[key] = value
-
-    def _fill_loss_scaler(self) -> None:
-        scaler, saved = self._updater.loss_scaler, self._state.loss_scaler
-        if scaler is None or saved is None or not getattr(scaler, "dynamic", False):
-            return  # without fp16 there is none; a fixed scale is the configuration's
-        if scaler.state_dict().keys() == saved.keys():
-            scaler.load_state_dict(saved)
 
 
 def _restored(value: Any, present: Any, group: Mapping[str, Any], param: torch.Tensor) -> Any:

@@ -128,7 +128,9 @@ def match(
         Matches by the model's parameter name; the checkpoint's name of each buffer; the differences.
     """
     difference = Mismatch()
-    other_names = _other_names(aliases)
+    other_names: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        other_names.setdefault(name, []).append(alias)
     matches: dict[str, ParameterMatch] = {}
     used: set[str] = set()
     for name, shape in shapes.items():
@@ -160,13 +162,6 @@ def match(
     known = used | used_buffers | set(aliases)
     difference.unexpected += [name for name in {**source.parameters, **source.buffers} if name not in known]
     return matches, buffer_names, difference
-
-
-def _other_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for alias, name in aliases.items():
-        found.setdefault(name, []).append(alias)
-    return found
 
 
 def _resolve(source: CheckpointSource | SavedNames, candidates: Iterable[str]) -> str | None:

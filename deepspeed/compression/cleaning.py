@@ -104,8 +104,12 @@ def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, pack
             remover.heads(each.name, each.keep, each.heads, each.related)
     stored = _pack(model, kinds, levels) if packed else dict.fromkeys(kinds, "packed=False")
     for name, _, techniques in layers:
-        _keep_rounding_input(model.get_submodule(name))
-        report.lines[name] = _line(model.get_submodule(name), techniques, stored[name])
+        module = model.get_submodule(name)
+        quantizer: Any = getattr(module, INPUT, None)
+        if quantizer is not None:  # its class, which rounded the input, is the original one again
+            quantizer.is_acting = True
+            module.register_forward_pre_hook(_round_input, with_kwargs=True)
+        report.lines[name] = _line(module, techniques, stored[name])
     report.bytes_after = sum(_size(each) for each in (*model.parameters(), *model.buffers()))
     model.__dict__.pop("compression_section", None)
     model.__dict__["compression_report"] = report
@@ -221,14 +225,6 @@ def _round_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return (quantizer(args[0]), *args[1:]), kwargs
     (value,) = kwargs.values()  # these layers have one argument; a packed one names it differently
     return (quantizer(value),), {}
-
-
-def _keep_rounding_input(module: nn.Module) -> None:
-    """Registers a hook that quantizes the input of a layer whose original class was restored."""
-    quantizer: Any = getattr(module, INPUT, None)
-    if quantizer is not None:
-        quantizer.is_acting = True
-        module.register_forward_pre_hook(_round_input, with_kwargs=True)
 
 
 def _line(module: Any, techniques: Techniques, stored: int | str) -> str:

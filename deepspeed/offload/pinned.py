@@ -137,7 +137,10 @@ def _register(mapped: _PageBuffer, buffer: torch.Tensor) -> None:
         return
     # The storage keeps ``mapped`` alive, so the pages stay locked while the tensor is in use.
     mapped.unlock = functools.partial(_unlock, runtime, address, get_accelerator().synchronize)
-    _exclude_from_forks(mapped)
+    # Not in forked processes, such as workers of a DataLoader: after a fork the first write to a shared page copies it,
+    # and kernels before 5.12 may give the copy to the parent, while the device goes on with the old page.
+    if hasattr(mmap, "MADV_DONTFORK"):
+        mapped.madvise(mmap.MADV_DONTFORK)
 
 
 def _unlock(runtime: Any, address: int, synchronize: Callable[[], Any]) -> None:
@@ -145,13 +148,3 @@ def _unlock(runtime: Any, address: int, synchronize: Callable[[], Any]) -> None:
     if not sys.is_finalizing():  # the process ends with its pages, and the driver may be unloaded
         synchronize()
         runtime.cudaHostUnregister(address)
-
-
-def _exclude_from_forks(mapped: mmap.mmap) -> None:
-    """Excludes the pages from forked processes, such as workers of a ``DataLoader``.
-
-    After a fork the first write to a shared page copies it. Kernels before 5.12 may give the copy to the parent, while
-    the device continues reading and writing the old page.
-    """
-    if hasattr(mmap, "MADV_DONTFORK"):
-        mapped.madvise(mmap.MADV_DONTFORK)

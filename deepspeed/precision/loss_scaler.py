@@ -154,7 +154,11 @@ class DynamicLossScaler(LossScalerBase):
         if overflow:
             self._after_overflow()
         else:
-            self._after_good_step()
+            full_window = (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0
+            if full_window or self.consecutive_hysteresis:
+                self.cur_hysteresis = self.delayed_shift
+            if full_window and self.cur_scale * self.scale_factor <= _LARGEST_SCALE:
+                self.cur_scale *= self.scale_factor
         self.cur_iter += 1
 
     def _after_overflow(self) -> None:
@@ -170,13 +174,6 @@ class DynamicLossScaler(LossScalerBase):
                 )
             self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
         self.last_overflow_iter = self.cur_iter
-
-    def _after_good_step(self) -> None:
-        full_window = (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0
-        if full_window or self.consecutive_hysteresis:
-            self.cur_hysteresis = self.delayed_shift
-        if full_window and self.cur_scale * self.scale_factor <= _LARGEST_SCALE:
-            self.cur_scale *= self.scale_factor
 
     def _why_unchanged(self) -> str:
         if self.cur_scale <= self.min_scale:

@@ -92,6 +92,7 @@ def analyse(run: RunData) -> RunSummary:
     shares = tuple(time_shares(lines))
     moments, moments_share = slow_moments(run, counted)
     slow = tuple(slow_ranks(run, counted))
+    started = min((r.starts[-1] for r in run.ranks.values() if r.starts), default=0.0)  # the latest start
     return RunSummary(
         steps=len(numbers),
         step_seconds=seconds,
@@ -103,13 +104,8 @@ def analyse(run: RunData) -> RunSummary:
         moments_share=moments_share,
         advice=tuple(advise(shares, slow)),
         unfinished=tuple(rank for rank, r in run.ranks.items() if not r.has_ended),
-        failures=tuple(_latest_failures(run)),
+        failures=tuple(each for each in find_failures(run) if each["time"] >= started and not each.get("restarted")),
     )
-
-
-def _latest_failures(run: RunData) -> list[Line]:
-    started = min((r.starts[-1] for r in run.ranks.values() if r.starts), default=0.0)
-    return [failure for failure in find_failures(run) if failure["time"] >= started and not failure.get("restarted")]
 
 
 def time_shares(lines: Iterable[Mapping[str, Any]]) -> list[TimeRow]:
