@@ -57,8 +57,6 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Args:
         function: A pure function of its arguments and of parameters: it runs twice.
-        *args: Its arguments.
-        **kwargs: Its keyword arguments.
 
     Returns:
         What ``function`` returns.
@@ -190,7 +188,6 @@ class Partition:
     Every rank of the axis must run the same blocks on equal inputs, and their backwards in the same order.
 
     Args:
-        axis: The tensor ranks.
         on_host: Keep the parts in host memory.
     """
 
@@ -359,13 +356,11 @@ def configure(
     """Sets the options of :func:`~deepspeed.checkpointing.checkpoint`; explicit arguments win over the configuration.
 
     Args:
-        mpu_: The program's model-parallel unit, or None.
         deepspeed_config: A configuration whose ``activation_checkpointing`` section counts: a dict, a path, or a parsed
             one.
         partition_activations: Split saved activations over the mpu's tensor ranks, which must all run the same
             blocks on equal inputs.
         contiguous_checkpointing: Accepted without effect: saved tensors are not copied into a separate buffer.
-        num_checkpoints: Number of checkpointed blocks.
         checkpoint_in_cpu: Keep saved activations in host memory.
         synchronize: Wait for the device before and after each block.
         profile: Log the time of each block.

@@ -183,7 +183,6 @@ def convert_zero_checkpoint_to_state_dict(
     """Writes the model's full tensors as files that other programs read; returns paths of the files.
 
     Args:
-        checkpoint_dir: The folder of checkpoints.
         output_dir: A name ending in ``.bin`` or ``.safetensors`` is that one file; anything else is a folder, in which
             the files are called ``pytorch_model.bin`` or ``model.safetensors``, with an index if there are several.
         max_shard_size: Largest file in bytes or as a text such as ``5GB``; None for one file.

@@ -103,7 +103,6 @@ def iter_weights(
     """Streams the full parameters and saved buffers, one at a time. Every rank must go through it.
 
     Args:
-        run_state: The training run.
         dtype: The dtype of floating parameters; None: their compute dtype.
         gathered_bytes: Most bytes that are gathered at once; a larger tensor is gathered alone.
 

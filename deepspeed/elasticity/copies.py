@@ -109,8 +109,6 @@ def layout_of_parts(
     Parameters that are equal in several parts are copied by one of them. Every rank of the job must call it.
 
     Args:
-        run_state: The training run.
-        epoch: The epoch of the job.
         owners: Numbers of its members, by rank.
         model_parts: See :class:`CopyLayout`.
         transport: Between the ranks, over host memory.
@@ -186,7 +184,6 @@ class RankCopyBuffer:
     """The copies of one rank in one job that this process can read: two memories, written alternately.
 
     Args:
-        layout: The layout of the job.
         owner: Number of the member that owns the states.
         memories: The memories of the two generations; another process may write to them.
     """
@@ -307,7 +304,6 @@ def small_states(run_state: RunState, forward: ForwardStates | None = None) -> b
     """Returns the pickled :class:`SmallStates` of this rank.
 
     Args:
-        run_state: The training run.
         forward: The states that forwards change, from before an interrupted step; None: the present ones.
     """
     updater, optimizer = run_state.updater, run_state.torch_optimizer
@@ -403,9 +399,6 @@ def copy_states(
     """Copies this rank's states to host memory; returns the number of bytes.
 
     Args:
-        run_state: The training run, between two steps.
-        layout: The layout of the job.
-        owner: Number of this process.
         held: Receives the copy, which replaces the older one of the two generations.
         forward: See :func:`small_states`.
         numbers: Maps the index of each copied bucket to its number in ``layout``; None: all are copied, and number and
@@ -443,8 +436,6 @@ class BuddyLink:
 
     Args:
         transport: Between the ranks, over host memory.
-        held: The copies of this process.
-        layout: The layout of the job.
     """
 
     def __init__(self, transport: Transport, held: CopyStore, layout: CopyLayout) -> None:

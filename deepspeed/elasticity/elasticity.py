@@ -128,9 +128,6 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
 
     Logs a warning if the variable is not set.
 
-    Args:
-        runtime_elastic_config_dict: The section of the run.
-
     Raises:
         ElasticityConfigError: ``max_train_batch_size``, ``micro_batch_sizes`` or ``version`` differ.
     """
@@ -162,9 +159,6 @@ _at = AttributeBuilder(_section)
 
 class ElasticityConfig:
     """The validated section, with the attribute names that schedulers read.
-
-    Args:
-        param_dict: The section as a dict.
 
     Raises:
         ElasticityConfigError: A value is invalid, or a key that an enabled section needs is missing.

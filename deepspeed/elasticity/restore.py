@@ -62,7 +62,6 @@ class MemoryFile(FileReader):
     """A copy that is read like a checkpoint file. This rank holds all of its bytes, or those it has fetched.
 
     Args:
-        record: The description of the file.
         data: All bytes, 1-D uint8; None: they are on another rank.
     """
 
@@ -107,7 +106,6 @@ class MemorySource(CheckpointReader):
         layout: The layout of the job that made the copies.
         listed: All copies that the ranks of this job hold.
         mine: Those of this rank, by owner.
-        rank: This rank.
     """
 
     def __init__(
@@ -200,9 +198,6 @@ def restore(
     """Fills an engine from copies. Every rank of the job must call it.
 
     Args:
-        engine: A newly built engine.
-        run_state: The states of the engine.
-        held: The copies of this process.
         key: ``(generation, epoch)`` of the copies to use.
         number: This process's number among the members.
         transport: Between the ranks, over host memory.

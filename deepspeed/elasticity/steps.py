@@ -34,8 +34,6 @@ def assign_micro_batches(micro_batches: int, ranks: int, rank: int) -> list[Assi
 
     Args:
         micro_batches: Micro-batches of the update, over all ranks.
-        ranks: Number of data-parallel ranks.
-        rank: This data-parallel rank.
     """
     each, more = divmod(micro_batches, ranks)
     start = rank * each + min(rank, more)

@@ -126,7 +126,6 @@ def fork_rank(
 
     Args:
         command: The interpreter, ``-u``, script and arguments, :meth:`ImportCache.can_run` is true for it.
-        environment: The complete environment.
         streams: Descriptors of its standard input (None: that of this process), output and error.
         prepare: Called in the new process before the script.
     """

@@ -26,7 +26,6 @@ class OptimizedLinear(nn.Module):
     Args:
         lora_config: Settings of the adapters; None: there are none.
         quantization_config: How the base weight is quantized; None: it has ``dtype``.
-        dtype: The dtype of the parameters.
 
     Raises:
         DeepSpeedConfigError: ``input_dim`` is not a whole number of groups.

@@ -76,7 +76,6 @@ def signals_of(section: Preemption, further: str) -> list[str]:
     """Returns the names of the signals that end a run: those of the configuration, and that of ``deepspeed --signal``.
 
     Args:
-        section: The configuration.
         further: Value of the variable ``SIGNAL_VARIABLE``, which the launcher sets; empty: not set.
 
     Raises:
@@ -91,11 +90,7 @@ def signals_of(section: Preemption, further: str) -> list[str]:
 
 
 class PreemptionHooks(EngineHooks):
-    """Saves a checkpoint and ends the run after the step in which a rank received a stop signal.
-
-    Args:
-        section: The configuration.
-    """
+    """Saves a checkpoint and ends the run after the step in which a rank received a stop signal."""
 
     def __init__(self, section: Preemption) -> None:
         assert section.save_dir is not None, "the configuration requires save_dir"

@@ -26,7 +26,6 @@ class SparsityConfig:
     """Base class of all patterns.
 
     Args:
-        num_heads: Attention heads.
         block: Tokens of a block's side.
         different_layout_per_head: A layout for each head; otherwise all heads have that of the first.
 
