@@ -41,7 +41,6 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         return torch.get_device_module(self._name)
 
     def _call(self, function: str, *args: Any) -> Any:
-        """Calls a function of the device module."""
         found = getattr(self._module, function, None)
         if found is None:
             raise NotYetSupportedError(

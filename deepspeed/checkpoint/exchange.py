@@ -64,7 +64,6 @@ def _describe(error: Exception) -> str:
 
 
 def _remedy(error: OSError) -> str:
-    """Returns advice for errors of a full disk."""
     if error.errno == errno.EFBIG:
         return "; a limit on the size of files is in force: raise it (ulimit -f)"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

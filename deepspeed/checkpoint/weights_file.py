@@ -193,7 +193,6 @@ class WeightsWriter:
 
 
 def _whole(entry: TensorEntry, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns the tensor with a storage of its own."""
     out = torch.empty(prod(entry.shape), dtype=entry.dtype)
     position = 0
     for part in parts:

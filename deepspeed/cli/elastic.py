@@ -66,7 +66,6 @@ _MOST_ROUNDS = 500_000  # of the inner loop: a few seconds
 
 
 def _check_work(section: Elasticity, signs: Mapping[int, int]) -> None:
-    """Raises for a search that would take minutes or more."""
     limit = section.max_train_batch_size
     if limit > _MOST_BATCHES:
         raise DeepSpeedConfigError(

@@ -34,7 +34,6 @@ _RESTART = "leave elasticity.continue out and restart from checkpoints"
 
 
 def _own_states(setup: EngineSetup) -> str | None:
-    """Returns the name of an optimizer that has rank-specific states, for messages; None for others."""
     if setup.optimizer is not None:
         is_own = getattr(setup.optimizer, "_keeps_own_states", False)
         return f"with the optimizer {type(setup.optimizer).__name__}" if is_own else None

@@ -76,7 +76,6 @@ def _parts(read: DeepSpeedInferenceConfig) -> dict[str, Any]:
 
 
 def _move_old_names(data: dict[str, Any], findings: ConfigMessages) -> None:
-    """Moves ``mp_size`` and other old keys into their present sections."""
     for old, (section, name) in {
         "mp_size": ("tensor_parallel", "tp_size"),
         "mpu": ("tensor_parallel", "mpu"),

@@ -366,7 +366,6 @@ class LauncherLink:
     def _drop(
         self, connection: JsonConnection, selector: selectors.BaseSelector, answer: dict[str, Any] | None = None
     ) -> None:
-        """Closes a connection that does not belong to the run."""
         del self._unnamed[connection]
         selector.unregister(connection.peer)
         connection.send({"event": "refused"} if answer is None else answer)

@@ -164,7 +164,6 @@ class LocalRun:
         return folder
 
     def _start_supervisor(self) -> int:
-        """Forks the supervisor; returns its process id."""
         read_ends, write_ends = [], []
         for _ in self._workers:
             (out_reader, out_writer), (error_reader, error_writer) = os.pipe(), os.pipe()

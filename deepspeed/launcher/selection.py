@@ -113,7 +113,6 @@ def _is_this_machine(host: str) -> bool:
 
 
 def _local_devices(source: str, slots: Sequence[int], devices: LocalDevices) -> list[int | str]:
-    """Returns the devices behind slots of this machine."""
     if devices.is_cpu:
         return list(slots)
     if max(slots) >= len(devices.ids):

@@ -98,7 +98,6 @@ def _seconds(action: Callable[[], None]) -> float:
 
 
 def _fio(file: BlockFile, operation: str, nbytes: int, settings: IoSettings) -> float:
-    """Returns the bytes per second of one pass of fio."""
     name = str(file.path).replace(":", "\\:")  # fio separates files by colons
     command = [
         "fio",

@@ -118,7 +118,6 @@ class LrSchedule:
         )
 
     def _per_group(self, name: str, value: float | Sequence[float]) -> list[float]:
-        """Returns ``value`` once per param group."""
         num_groups = len(self.optimizer.param_groups)
         if not isinstance(value, list | tuple):
             return [value] * num_groups  # type: ignore[list-item]

@@ -162,7 +162,6 @@ def _joined(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _join(content: CheckpointValues, stage: CheckpointValues) -> None:
-    """Appends the layers of the next stage."""
     content.shapes.update(stage.shapes)
     for kind, values in stage.values.items():
         content.values.setdefault(kind, {}).update(values)

@@ -298,7 +298,6 @@ class Muon(KeepsStateDtypes):
 
 
 def _table_of(run: Tensor, tables: tuple[FragmentTable, ...]) -> FragmentTable:
-    """Returns the table that contains a run."""
     found = next((table for table in tables if id(run) in table.by_param), None)
     if found is None:
         raise KeyError(
