@@ -68,16 +68,11 @@ def _ours(name: str, ours: Any) -> Any:
 
 
 class _CopyingWork:
-    """An operation in flight on other memory than the caller's; ``wait`` also copies its results to the caller's.
-
-    Args:
-        work: Torch's handle.
-        copies: Pairs of a tensor of the caller and what it receives, in the same shape.
-    """
+    """An operation in flight on other memory than the caller's; ``wait`` also copies its results to the caller's."""
 
     def __init__(self, work: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._work = work
-        self._copies = copies
+        self._copies = copies  # pairs of a tensor of the caller and what it receives, in the same shape
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits and copies; may be called again."""
@@ -114,6 +109,13 @@ def _copying_back(tensor: torch.Tensor, place: torch.Tensor, start: Callable[...
         if size > 1 and stride == 0:  # expanded: torch writes only to tensors whose elements are in memory once
             target, result = target.narrow(dim, 0, 1), result.narrow(dim, 0, 1)
     return partial(_started, start, [(target, result)])
+
+
+def _in_place(name: str, tensor: torch.Tensor, group: Group, async_op: bool, **options: Any) -> Handle:
+    """Runs torch's collective ``name``, which writes its result into ``tensor`` (any shape)."""
+    dense = _dense(tensor, group)
+    start = _copying_back(tensor, dense, partial(getattr(_operations(), name), dense, group=group, **options))
+    return collective(name, start, group, tensor, async_op)
 
 
 def _dense(tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -159,9 +161,7 @@ def _all_dense(tensors: list[torch.Tensor] | None, group: Group) -> list[torch.T
 @recorded("tensor")
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None, async_op: bool = False) -> Handle:
     """Copies ``tensor`` of rank ``src`` into that of every rank; shape and dtype are the same on all of them."""
-    place = _dense(tensor, group)
-    start = _copying_back(tensor, place, partial(_operations().broadcast, place, src=src, group=group))
-    return collective("broadcast", start, group, tensor, async_op)
+    return _in_place("broadcast", tensor, group, async_op, src=src)
 
 
 @recorded("object_list")
@@ -176,9 +176,7 @@ def broadcast_object_list(
 @recorded("tensor")
 def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Handle:
     """Reduces ``tensor`` (any shape, equal on all ranks) over the ranks, in place, on every rank."""
-    place = _dense(tensor, group)
-    start = _copying_back(tensor, place, partial(_operations().all_reduce, place, op=op, group=group))
-    return collective("all_reduce", start, group, tensor, async_op)
+    return _in_place("all_reduce", tensor, group, async_op, op=op)
 
 
 @recorded("tensor")
@@ -186,9 +184,7 @@ def inference_all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Handle:
     """Reduces ``tensor`` (any shape) as :func:`all_reduce` does, under its own name in the log."""
-    place = _dense(tensor, group)
-    start = _copying_back(tensor, place, partial(_operations().all_reduce, place, op=op, group=group))
-    return collective("all_reduce", start, group, tensor, async_op)
+    return _in_place("all_reduce", tensor, group, async_op, op=op)
 
 
 @recorded("tensors")
@@ -214,9 +210,7 @@ def reduce(
     tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Handle:
     """Reduces ``tensor`` (any shape, equal on all ranks) over the ranks into ``tensor`` of rank ``dst``."""
-    place = _dense(tensor, group)
-    start = _copying_back(tensor, place, partial(_operations().reduce, place, dst=dst, op=op, group=group))
-    return collective("reduce", start, group, tensor, async_op)
+    return _in_place("reduce", tensor, group, async_op, dst=dst, op=op)
 
 
 @recorded("input_list")
@@ -228,10 +222,7 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Handle:
     """Reduces item *r* of ``input_list`` over the ranks into ``output`` of rank *r*, which has the same shape."""
-    place = _dense(output, group)
-    call = partial(_operations().reduce_scatter, place, _all_dense(input_list, group), op=op, group=group)
-    start = _copying_back(output, place, call)
-    return collective("reduce_scatter", start, group, output, async_op)
+    return _in_place("reduce_scatter", output, group, async_op, input_list=_all_dense(input_list, group), op=op)
 
 
 @recorded("tensor")
@@ -244,12 +235,7 @@ def reduce_scatter_tensor(
 ) -> Handle:
     """Reduces ``tensor`` over the ranks and leaves its *r*-th equal part in ``output_tensor`` of rank *r*.
 
-    Args:
-        output_tensor: ``numel`` must be that of ``tensor`` divided by the size of the group.
-        tensor: The same shape and dtype on every rank.
-        op: The reduction.
-        group: The ranks that take part.
-        async_op: Return at once, with a handle.
+    ``tensor`` has the same shape and dtype on every rank, and as many elements as the outputs of all ranks together.
     """
     start = _on_flat(_ours("reduce_scatter_tensor", reduce_scatter_flat), output_tensor, tensor, group, op=op)
     return collective("reduce_scatter_tensor", start, group, tensor, async_op)
@@ -263,15 +249,7 @@ def reduce_scatter_fn(
     group: Group = None,
     async_op: bool = False,
 ) -> Handle:
-    """Runs :func:`reduce_scatter_tensor` under its older name.
-
-    Args:
-        output_tensor: This rank's part: ``tensor`` has as many elements for each rank. Any shape.
-        tensor: Parts for all ranks, in rank order.
-        op: The reduction.
-        group: The ranks that take part; None: all.
-        async_op: Return at once, with a handle.
-    """
+    """Runs :func:`reduce_scatter_tensor`, on tensors of the same shapes, under its older name."""
     start = _on_flat(_ours("reduce_scatter_tensor", reduce_scatter_flat), output_tensor, tensor, group, op=op)
     return collective("reduce_scatter_tensor", start, group, tensor, async_op)
 
@@ -292,11 +270,7 @@ def all_gather_into_tensor(
 ) -> Handle:
     """Leaves the tensors of all ranks, one after another, in ``output_tensor`` on every rank.
 
-    Args:
-        output_tensor: ``numel`` must be that of ``tensor`` times the size of the group.
-        tensor: The same shape and dtype on every rank.
-        group: The ranks that take part.
-        async_op: Return at once, with a handle.
+    ``tensor`` has the same shape and dtype on every rank, ``output_tensor`` as many elements as all of them together.
     """
     start = _on_flat(_ours("all_gather_into_tensor", all_gather_flat), output_tensor, tensor, group)
     return collective("all_gather_into_tensor", start, group, tensor, async_op)
@@ -306,14 +280,7 @@ def all_gather_into_tensor(
 def allgather_fn(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Handle:
-    """Runs :func:`all_gather_into_tensor` under its older name.
-
-    Args:
-        output_tensor: Receives the ranks' inputs in rank order: as many elements for each rank as ``input_tensor``.
-        input_tensor: This rank's part, of any shape that is equal on all ranks.
-        group: The ranks that take part; None: all.
-        async_op: Return at once, with a handle.
-    """
+    """Runs :func:`all_gather_into_tensor`, on tensors of the same shapes, under its older name."""
     start = _on_flat(_ours("all_gather_into_tensor", all_gather_flat), output_tensor, input_tensor, group)
     return collective("all_gather_into_tensor", start, group, input_tensor, async_op)
 
@@ -388,17 +355,11 @@ def all_to_all(
 
     Items may have any shape; an output has the shape that its sender gave the item.
     """
-    by_parts = _is_gloo(group, input_tensor_list)
+    is_member = group is not torch_dist.GroupMember.NON_GROUP_MEMBER and bool(input_tensor_list)
+    by_parts = is_member and _ranks().backend_for(group, input_tensor_list[0].device) == "gloo"
     exchange = _ours("all_to_all", _all_to_all_by_flat_exchange if by_parts else torch_dist.all_to_all)
     start = partial(exchange, output_tensor_list, input_tensor_list, group=group)
     return collective("all_to_all", start, group, input_tensor_list[0] if input_tensor_list else None, async_op)
-
-
-def _is_gloo(group: Group, tensors: list[torch.Tensor]) -> bool:
-    """Returns whether gloo carries ``tensors``, of any shape, in ``group``. False where this rank is not in it."""
-    if group is torch_dist.GroupMember.NON_GROUP_MEMBER or not tensors:
-        return False
-    return _ranks().backend_for(group, tensors[0].device) == "gloo"
 
 
 def _all_to_all_by_flat_exchange(
@@ -454,10 +415,7 @@ def scatter(
 
     All tensors have the same shape and dtype.
     """
-    place = _dense(tensor, group)
-    call = partial(_operations().scatter, place, scatter_list=_all_dense(scatter_list, group), src=src, group=group)
-    start = _copying_back(tensor, place, call)
-    return collective("scatter", start, group, tensor, async_op)
+    return _in_place("scatter", tensor, group, async_op, scatter_list=_all_dense(scatter_list, group), src=src)
 
 
 @recorded("tensor")
@@ -471,13 +429,9 @@ def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> N
 
 @recorded("tensor")
 def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> int:
-    """Receives into ``tensor`` (the sender's shape and dtype) and returns the rank of the sender.
+    """Receives into ``tensor`` (the sender's shape and dtype) from rank ``src``, or from any rank if it is None.
 
-    Args:
-        tensor: Receives the values.
-        src: The sender; None: any rank.
-        group: The ranks that take part; None: all.
-        tag: Matches the one of the send.
+    Returns the rank of the sender. ``tag`` must be that of the send.
     """
     if src is None:
         sender: list[int] = []
@@ -530,12 +484,9 @@ def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] |
 
 @recorded(None)
 def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-    """Does what :func:`barrier` does; raises after ``timeout``, naming the rank that did not arrive.
+    """Does what :func:`barrier` does; raises after ``timeout`` (None: the group's), naming a rank that did not arrive.
 
-    Args:
-        group: The ranks that take part.
-        timeout: How long rank 0 waits; None: the group's time-out.
-        wait_all_ranks: Name all missing ranks, not only the first.
+    With ``wait_all_ranks`` all missing ranks are named, not only the first.
 
     Raises:
         RuntimeError: A rank did not come in time. Also on a backend other than gloo: torch has no such barrier there.

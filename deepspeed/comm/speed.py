@@ -40,20 +40,12 @@ def _slice(full: torch.Tensor) -> torch.Tensor:
     return full.chunk(comm.get_world_size())[comm.get_rank()]
 
 
-def _reduce_scatter(full: torch.Tensor, _transport: Transport) -> None:
-    comm.reduce_scatter_tensor(torch.empty_like(_slice(full)), full)
-
-
 def _pair(full: torch.Tensor, _transport: Transport) -> None:
     """Sends from rank 0 to rank 1; the others wait for the next trial."""
     if comm.get_rank() == 0:
         comm.send(full, 1)
     elif comm.get_rank() == 1:
         comm.recv(full, 0)
-
-
-def _engine_gather(full: torch.Tensor, transport: Transport) -> None:
-    transport.all_gather(full, key=_KEY, label="the benchmark").wait()
 
 
 def _engine_reduce_scatter(full: torch.Tensor, transport: Transport) -> None:
@@ -65,11 +57,13 @@ def _engine_reduce_scatter(full: torch.Tensor, transport: Transport) -> None:
 OPERATIONS: dict[str, Call] = {
     "all_reduce": lambda full, _: comm.all_reduce(full),
     "all_gather": lambda full, _: comm.all_gather_into_tensor(full, _slice(full).clone()),
-    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter": lambda full, _: comm.reduce_scatter_tensor(torch.empty_like(_slice(full)), full),
     "all_to_all": lambda full, _: comm.all_to_all_single(torch.empty_like(full), full),
     "broadcast": lambda full, _: comm.broadcast(full, 0),
     "pt2pt": _pair,
-    "all_gather of the engine": _engine_gather,
+    "all_gather of the engine": lambda full, transport: transport.all_gather(
+        full, key=_KEY, label="the benchmark"
+    ).wait(),
     "reduce_scatter of the engine": _engine_reduce_scatter,
 }
 """Calls by name; those of the engine are ZeRO's transfers, which on gloo differ from torch's collectives."""
@@ -84,12 +78,10 @@ def measure_collectives(
     trials: int = 20,
     statistic: Callable[[list[float]], float] = statistics.median,
 ) -> list[CollectiveSpeed]:
-    """Times operations between all ranks of the process group. Every rank must call it alike.
+    """Times some of :data:`OPERATIONS` between all ranks of the process group. Every rank must call it alike.
 
     Args:
-        operations: Some of :data:`OPERATIONS`.
         nbytes: Size of the buffer, rounded up so that it can be cut into equal slices.
-        dtype: The dtype of its elements.
         warmups: Calls before the first that counts; they open connections and touch memory.
         trials: Calls that count.
         statistic: Combines the trials' seconds, such as the median.
@@ -122,14 +114,8 @@ def measure_sums(
 ) -> list[float]:
     """Times sums of activations between all ranks, as ranks that share layers make them. Every rank must call it alike.
 
-    Ranks of one host sum through shared memory, unlike the collectives of :func:`measure_collectives`.
-
-    Args:
-        sizes: Bytes of the summands.
-        dtype: The dtype of their elements.
-        warmups: Sums before the first that counts.
-        trials: Sums that count.
-        statistic: Combines the trials' seconds, such as the median.
+    Ranks of one host sum through shared memory, unlike the collectives of :func:`measure_collectives`, whose further
+    arguments are the same. ``sizes`` are the bytes of the summands.
 
     Returns:
         Seconds of the slowest rank by size, the same on every rank.

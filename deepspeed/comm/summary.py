@@ -14,8 +14,6 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.supervised import collective
 from deepspeed.logging import log_dist
 
-_SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug")
-
 
 def configure(
     deepspeed_config: Any = None,
@@ -35,21 +33,16 @@ def configure(
         verbose: Log a line per operation.
         debug: Name the caller in that line.
     """
-    section = _section(deepspeed_config)
-    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
-    for name in _SETTINGS:
-        value = given[name] if given[name] is not None else section.get(name)
+    section = None
+    if deepspeed_config is not None:
+        from deepspeed.config.parsing import parse_section
+
+        section = parse_section(deepspeed_config, "comms_logger")
+    arguments = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    for name, argument in arguments.items():
+        value = argument if argument is not None else getattr(section, name, None)
         if value is not None:
             setattr(log, name, value)
-
-
-def _section(config: Any) -> dict[str, Any]:
-    if config is None:
-        return {}
-    from deepspeed.config.parsing import parse_section
-
-    section = parse_section(config, "comms_logger")
-    return {} if section is None else {name: getattr(section, name) for name in _SETTINGS}
 
 
 def log_summary(

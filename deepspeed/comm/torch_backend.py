@@ -15,13 +15,8 @@ from deepspeed.comm.start import process_group
 class TorchBackend:
     """Joins the process group of the job, and has its collectives as methods.
 
-    Args:
-        backend: Name of torch's backend.
-        timeout: How long a collective may take.
-        init_method: As in :func:`deepspeed.init_distributed`.
-        rank: This process; -1: from the environment.
-        world_size: Number of processes; -1: from the environment.
-        name: A name for messages of the program.
+    ``backend`` is torch's; the other arguments are as in :func:`deepspeed.init_distributed`. ``name`` is for the
+    program.
     """
 
     def __init__(

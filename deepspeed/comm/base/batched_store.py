@@ -15,12 +15,7 @@ _POLLS_PER_SECOND = 4_000  # of all ranks, when they have waited for a while: a 
 
 
 def read_many(store: Any, keys: Sequence[str]) -> list[bytes]:
-    """Returns the values of ``keys``, which must all be there.
-
-    Args:
-        store: A torch ``Store``; if it has no calls for several keys, each key is one call.
-        keys: Their names.
-    """
+    """Returns the values of ``keys`` of a torch ``Store``, which must all be there."""
     if not _has_calls_for_many(store):
         return [store.get(key) for key in keys]
     found: list[bytes] = []
@@ -30,12 +25,7 @@ def read_many(store: Any, keys: Sequence[str]) -> list[bytes]:
 
 
 def write_many(store: Any, values: Mapping[str, str]) -> None:
-    """Sets several keys.
-
-    Args:
-        store: A torch ``Store``.
-        values: What to set, by key.
-    """
+    """Sets several keys of a torch ``Store``."""
     if not _has_calls_for_many(store):
         for key, value in values.items():
             store.set(key, value)
@@ -47,12 +37,7 @@ def write_many(store: Any, values: Mapping[str, str]) -> None:
 
 
 def those_there(store: Any, keys: Sequence[str]) -> list[str]:
-    """Returns those of ``keys`` that are set, in order: with one query if all are, else by bisection.
-
-    Args:
-        store: A torch ``Store``.
-        keys: Their names.
-    """
+    """Returns those of ``keys`` that are set in a torch ``Store``, in order: by one query if all are, or by bisection."""
     if not keys:
         return []
     if len(keys) <= _MOST_AT_ONCE and store.check(list(keys)):
@@ -64,27 +49,15 @@ def those_there(store: Any, keys: Sequence[str]) -> list[str]:
 
 
 def longest_pause(ranks: int, least: float) -> float:
-    """Returns the longest interval between two polls of a key by one rank, in seconds.
-
-    Args:
-        ranks: How many poll at the same time.
-        least: Interval in a small job, in seconds.
-    """
+    """Returns the longest interval between two polls of a key by one of ``ranks``, in seconds, at least ``least``."""
     return max(least, ranks / _POLLS_PER_SECOND)
 
 
 def wait_at_store(store: Any, key: str, ranks: int) -> bool:
-    """Waits up to a few seconds until ``key`` is set, in one blocking operation of the store.
+    """Waits up to a few seconds until ``key`` is set, in one blocking operation of the store; returns whether it is.
 
-    The connection to the store serves nothing else meanwhile, and an interrupt of the program is seen afterwards.
-
-    Args:
-        store: A torch ``Store``.
-        key: Its name.
-        ranks: How many wait alike; the more, the longer, since each wait that ends without the key costs the store.
-
-    Returns:
-        Whether it is set.
+    The connection to the store serves nothing else meanwhile, and an interrupt of the program is seen afterwards. The
+    more ``ranks`` wait alike, the longer a wait, since each that ends without the key costs the store.
 
     Raises:
         RuntimeError: The store is gone.

@@ -32,62 +32,36 @@ class Codec:
 
     A value that is not finite must decode to one that is not finite, so that an overflow is detected, and leaves an
     error of 0.
-
-    Attributes:
-        name: For messages and counters.
-        feeds_back: Whether reductions keep what is lost for the next one.
-        encodes_zero: Whether a 0 decodes to 0; otherwise rows of zeros are marked separately
-            (``comm.codecs.zero_rows``).
     """
 
-    name = "none"
-    feeds_back = True
-    encodes_zero = True
+    name = "none"  # for messages and counters
+    feeds_back = True  # whether reductions keep what is lost for the next one
+    encodes_zero = True  # whether a 0 decodes to 0; otherwise rows of zeros are marked separately (``ZeroRows``)
 
     def nbytes(self, numel: int) -> int:
-        """Returns the bytes of the codes of ``numel`` elements, at most :data:`CHUNK`.
-
-        Rounded up to a multiple of 8 by callers.
-        """
+        """Returns the bytes of the codes of ``numel`` (at most :data:`CHUNK`) elements; callers round up to 8."""
         raise NotImplementedError
 
     def fitted(self, values: torch.Tensor, error: torch.Tensor | None) -> Codec:
-        """Returns the codec for one tensor: this one, or one whose parameters depend on all values.
-
-        Args:
-            values: 1-D, floating; unchanged.
-            error: 1-D fp32, to be added to them; None: nothing.
-        """
+        """Returns the codec for one tensor: this one, or one that depends on all of ``values + error``, 1-D."""
         return self
 
     def encode(self, chunk: torch.Tensor, error: torch.Tensor | None, codes: torch.Tensor) -> None:
-        """Writes the codes of ``chunk + error``.
+        """Writes the codes of ``chunk + error``, :meth:`nbytes` of them; all are 1-D.
 
-        Args:
-            chunk: 1-D, floating; unchanged.
-            error: 1-D fp32 of the same length, replaced by what the codes lose; None: nothing is added or kept.
-            codes: 1-D bytes, :meth:`nbytes` of them.
+        ``error`` (fp32) is replaced by what the codes lose; None: nothing is added or kept.
         """
         raise NotImplementedError
 
     def decode_add(self, codes: torch.Tensor, out: torch.Tensor) -> None:
-        """Adds what the codes stand for to ``out``.
-
-        Args:
-            codes: 1-D bytes that :meth:`encode` wrote.
-            out: 1-D fp32 or fp64.
-        """
+        """Adds what ``codes`` (1-D bytes that :meth:`encode` wrote) stand for to ``out`` (1-D fp32 or fp64)."""
         raise NotImplementedError
 
     def encode_slices(self, values: torch.Tensor, error: torch.Tensor | None, codes: torch.Tensor) -> None:
-        """Writes the codes of ``values + error`` on a device, with the bytes that :meth:`encode` writes by chunk.
+        """Writes the codes of ``values + error``, 2-D ``[slices, elements]``: the bytes of :meth:`encode` by chunk.
 
-        Codecs override it to launch a number of kernels that does not grow with the size.
-
-        Args:
-            values: 2-D ``[slices, elements]``, floating; unchanged.
-            error: 2-D fp32 of the same shape, replaced as by :meth:`encode`; None: nothing is added or kept.
-            codes: 2-D bytes ``[slices, coded_nbytes(codec, elements)]``.
+        Codecs override it to launch a number of kernels on a device that does not grow with the size. ``codes`` are
+        bytes ``[slices, coded_nbytes(codec, elements)]``; ``error`` is as of :meth:`encode`.
         """
         for row, part in enumerate(values):
             lost = None if error is None else error[row]
@@ -95,12 +69,7 @@ class Codec:
                 self.encode(part[elements], None if lost is None else lost[elements], codes[row, place])
 
     def decode_slices(self, codes: torch.Tensor, numel: int) -> torch.Tensor:
-        """Returns what ``codes`` stand for, 2-D fp32 ``[slices, numel]``, for devices as :meth:`encode_slices`.
-
-        Args:
-            codes: 2-D bytes ``[slices, coded_nbytes(codec, numel)]``.
-            numel: Elements of a slice.
-        """
+        """Returns what ``codes`` of :meth:`encode_slices` stand for, 2-D fp32 ``[slices, numel]``."""
         out = torch.zeros((codes.shape[0], numel), dtype=torch.float32, device=codes.device)
         for row, values in zip(codes, out, strict=True):
             for elements, place in _chunks(self, numel):
@@ -151,7 +120,6 @@ def encode(codec: Codec, values: torch.Tensor, error: torch.Tensor | None, codes
     """Writes the codes of ``values + error``.
 
     Args:
-        codec: The codec that made the codes.
         values: 1-D, floating, of any length; or 2-D, one row for each slice. Unchanged.
         error: fp32 in the shape of ``values``, replaced by what the codes lose; None: nothing is added or kept.
         codes: 1-D bytes, :func:`coded_nbytes` of them; or 2-D, as many in each row. A row may have more.
@@ -168,13 +136,11 @@ def encode(codec: Codec, values: torch.Tensor, error: torch.Tensor | None, codes
 
 
 def decode_add(codec: Codec, codes: torch.Tensor, out: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-    """Adds what the codes stand for to ``out``.
+    """Adds what the codes stand for to ``out`` (1-D fp32 or fp64).
 
     Args:
-        codec: The codec that made the codes.
         codes: 1-D bytes, :func:`coded_nbytes` of them. Or 2-D, the codes of several summands as rows, which are added
             in their order. There may be more bytes.
-        out: 1-D fp32 or fp64.
         mask: 2-D bool, in each row of ``codes`` the elements that are not 0; None: all of them.
     """
     rows = codes.unsqueeze(0) if codes.dim() == 1 else codes

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import CommunicationError
 
 _BINDS = "cuda"  # the device type whose backend takes ``device_id``; for others torch does not document what it does
@@ -24,12 +24,10 @@ _BINDS = "cuda"  # the device type whose backend takes ``device_id``; for others
 def local_device(index: int | None = None) -> torch.device:
     """Returns the device of this process, and makes it the current device.
 
-    The first of these decides: ``index``; the device that the program has made current (``set_device``) or given to
-    ``torch.distributed.init_process_group(device_id=...)``; ``LOCAL_RANK``. Where the process sees one device only,
-    that is device 0, whatever the local rank (``srun --gpus-per-task=1``, ``CUDA_VISIBLE_DEVICES`` per process, MIG).
-
-    Args:
-        index: The number of the device among those that this process sees; None: not given.
+    The first of these decides: ``index``, among the devices that this process sees; the device that the program has
+    made current (``set_device``) or given to ``torch.distributed.init_process_group(device_id=...)``; ``LOCAL_RANK``.
+    Where the process sees one device only, that is device 0, whatever the local rank (``srun --gpus-per-task=1``,
+    ``CUDA_VISIBLE_DEVICES`` per process, MIG).
 
     Raises:
         CommunicationError: There is no such device, or the process group is bound to another one.
@@ -38,7 +36,10 @@ def local_device(index: int | None = None) -> torch.device:
     if accelerator.device_name() == "cpu":
         return torch.device("cpu")
     bound = bound_device()
-    chosen = index if index is not None else _index_of_program(accelerator)
+    chosen = index
+    # Device 0 is current in every process from its start, so it counts as the program's choice only if it was set.
+    if index is None and (accelerator.current_device() != 0 or accelerator.has_set_device):
+        chosen = accelerator.current_device()
     if chosen is None and bound is not None:
         chosen = bound.index
     if chosen is None:
@@ -56,11 +57,7 @@ def local_device(index: int | None = None) -> torch.device:
 
 
 def device_index(environ: Mapping[str, str], count: int) -> int:
-    """Returns the number of the device that the environment gives this process.
-
-    Args:
-        environ: The environment variables; ``LOCAL_RANK`` is read, 0 where it is not set.
-        count: Devices that this process sees.
+    """Returns which of ``count`` devices ``LOCAL_RANK`` (0 where it is not set) gives this process.
 
     Raises:
         CommunicationError: ``LOCAL_RANK`` is no number of a visible device.
@@ -78,24 +75,9 @@ def _checked(index: int, count: int, source: str) -> int:
         raise CommunicationError(
             f"{source}: must be the number of a visible device, but this process sees {count} of them (0 to "
             f"{count - 1}). Start at most {count} processes on this machine, or show each process the one device that "
-            f"it is to use ({_visible_variable()})"
+            f"it is to use ({next(iter(get_accelerator().visible_devices_envs()), 'the visible-device variable')})"
         )
     return index
-
-
-def _visible_variable() -> str:
-    names = get_accelerator().visible_devices_envs()
-    return names[0] if names else "the visible-device variable"
-
-
-def _index_of_program(accelerator: DeepSpeedAccelerator) -> int | None:
-    """Returns the current device if the program has chosen it.
-
-    Device 0 is current in every process from its start, so it counts as chosen only if it was set through
-    ``get_accelerator().set_device``.
-    """
-    current = accelerator.current_device()
-    return current if current != 0 or accelerator.has_set_device else None
 
 
 def default_backend() -> str:
@@ -104,8 +86,6 @@ def default_backend() -> str:
     Raises:
         CommunicationError: The accelerator has no backend.
     """
-    from deepspeed.accelerator import get_accelerator
-
     name = get_accelerator().communication_backend_name()
     if name is None:
         raise CommunicationError(
@@ -122,14 +102,11 @@ def serves_host_only(backend: str) -> bool:
 
 
 def start_world_group(backend: str, device: torch.device | None, **arguments: Any) -> None:
-    """Starts torch's default process group, bound to ``device`` where its backend wants that.
+    """Starts torch's default process group, bound to ``device`` where its backend wants that (None: it serves hosts).
 
     Torch numbers process groups, also one whose start has failed, and ranks meet at keys with that number. So the count
-    starts over: ranks of which some have failed to start a group would otherwise wait at different keys.
-
-    Args:
-        device: The device of this process; None: the group serves host memory only.
-        **arguments: Further ones of ``torch.distributed.init_process_group``.
+    starts over: ranks of which some have failed to start a group would otherwise wait at different keys. ``arguments``
+    are further ones of ``torch.distributed.init_process_group``.
     """
     bound_to = device if device is not None and device.type == _BINDS else None
     if not dist.is_initialized():

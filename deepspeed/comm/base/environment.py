@@ -85,7 +85,6 @@ def find_place(
         rank: The caller's rank; -1 means "look it up".
         world_size: The caller's number of ranks; -1 means "look it up".
         init_method: A torch rendezvous URL. With one, no address is looked for.
-        default_port: Port when nothing names one.
         discover: Whether variables of Slurm, MPI and clusters count; if not, only torch's do.
         device_count: Number of devices on this host, the last resort for the local rank.
         mpi_address: Queries MPI for the host name of rank 0; called only when there is no other source.
@@ -157,23 +156,14 @@ def _identity(environ: Mapping[str, str], rank: int, world_size: int, discover: 
         )
     node = find_cluster_node(environ) if discover else None
     if node is not None:
-        return _FoundRank(_rank_of_node(node, device_count), node.count, node.source, node=node)
+        devices = node.devices or max(device_count, 1)
+        if devices > 1:
+            raise CommunicationError(
+                f"this is machine {node.index} of {node.count} (from {node.source}), each with {devices} ranks, but "
+                "plain `python` starts one. Start the script with `deepspeed` or `torchrun`"
+            )
+        return _FoundRank(node.index, node.count, node.source, node=node)
     return _FoundRank(0, 1, "plain python: one process")
-
-
-def _rank_of_node(node: ClusterNode, device_count: int) -> int:
-    """Returns the rank of the only process of a machine.
-
-    Raises:
-        CommunicationError: The machine is to have several.
-    """
-    devices = node.devices or max(device_count, 1)
-    if devices > 1:
-        raise CommunicationError(
-            f"this is machine {node.index} of {node.count} (from {node.source}), each with {devices} ranks, but plain "
-            "`python` starts one. Start the script with `deepspeed` or `torchrun`"
-        )
-    return node.index
 
 
 def _scheduler_identity(environ: Mapping[str, str]) -> _FoundRank | None:
@@ -306,10 +296,7 @@ def local_rank_of(environ: Mapping[str, str], rank: int, world_size: int, device
 def ranks_per_node(environ: Mapping[str, str], world_size: int, device_count: int) -> int:
     """Returns the number of ranks on this host: as the starter set it, else one per device, else all of them.
 
-    Args:
-        environ: The environment variables.
-        world_size: Number of ranks.
-        device_count: Devices that this process sees; 0 where it computes on the processor.
+    ``device_count`` is that of the devices that this process sees; 0 where it computes on the processor.
 
     Raises:
         CommunicationError: A variable is not a number.

@@ -87,15 +87,10 @@ class CommsLog:
     def add(
         self, name: str, size: int, seconds: float, ranks: int, caller: str = "", waited: float | None = None
     ) -> None:
-        """Records one call.
+        """Records one call of the operation ``name`` with a message of ``size`` bytes, requested by ``caller``.
 
-        Args:
-            name: The operation.
-            size: Bytes of the message.
-            seconds: From its start to its end; for a transfer that overlaps with computation, to the wait's end.
-            ranks: Size of the group.
-            caller: Who requested it.
-            waited: Seconds that the program was blocked by it; None: all of ``seconds``.
+        ``seconds`` are from its start to its end; for a transfer that overlaps with computation, to the wait's end.
+        ``waited`` are those in which the program was blocked by it; None: all.
         """
         totals = self.totals.setdefault(name, {}).setdefault(size, OperationTotals())
         totals.seconds.append(seconds)
@@ -135,7 +130,7 @@ class CommsLog:
         self.totals.clear()
 
 
-log = CommsLog()
+log = comms_logger = CommsLog()
 
 
 def bandwidths(name: str, size: int, seconds: float, ranks: int) -> tuple[float, float]:
@@ -160,42 +155,22 @@ def num_bytes(value: object) -> int:
 
 
 class _RecordedWork:
-    """An asynchronous operation whose time counts until ``wait`` has returned; otherwise the operation itself."""
+    """An operation in flight, in the log until its first ``wait`` returns; otherwise the operation itself."""
 
-    def __init__(self, work: Any, finished: Callable[[], None]) -> None:
+    def __init__(self, work: Any, finished: Callable[[float], None]) -> None:
         self._work = work
-        self._finished: Callable[[], None] | None = finished
+        self._finished: Callable[[float], None] | None = finished  # gets the start of the wait
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
         result = self._work.wait(*args, **kwargs)
         if self._finished is not None:
-            self._finished()
+            self._finished(started)
             self._finished = None
         return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
-
-
-class _TimedTransfer:
-    """A transfer of ZeRO's, in the log from its start to the return of the first ``wait``."""
-
-    def __init__(self, transfer: Any, finished: Callable[[float], None]) -> None:
-        self._transfer = transfer
-        self._finished: Callable[[float], None] | None = finished
-
-    def will_arrive(self) -> bool:
-        return self._transfer.will_arrive()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transfer, name)
-
-    def wait(self) -> None:
-        started = time.perf_counter()
-        self._transfer.wait()
-        if self._finished is not None:
-            self._finished(started)
-            self._finished = None
 
 
 def timed(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -225,7 +200,7 @@ def timed(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 now = time.perf_counter()
                 log.add(name, size, now - start, self.size, what, waited=now - wait_start)
 
-            return _TimedTransfer(method(self, flat, *args, **kwargs), finished)
+            return _RecordedWork(method(self, flat, *args, **kwargs), finished)
 
         return wrapper
 
@@ -251,11 +226,8 @@ def recorded(message: str | None) -> Callable[[Callable[..., Any]], Callable[...
 
     The decorated function also takes the keyword arguments ``prof`` (record this call even if only some operations are
     recorded), ``log_name`` (the name to record it under) and ``debug`` (the caller's name, for the verbose line; None:
-    that of the calling function).
-
-    Args:
-        message: The parameter whose bytes are the size of the message, the larger side of the operation; None if it
-            moves no data.
+    that of the calling function). ``message`` names the parameter whose bytes are the size of the message, the larger
+    side of the operation; None if it moves no data.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,7 +250,7 @@ def recorded(message: str | None) -> Callable[[Callable[..., Any]], Callable[...
             _settle(device)
             start = time.perf_counter()
 
-            def finished() -> None:
+            def finished(_wait_start: float = 0.0) -> None:
                 _settle(device)
                 log.add(name, size, time.perf_counter() - start, ranks, caller)
 

@@ -8,6 +8,7 @@ row in one slice. Each sender's bits are those of its own values plus its error 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,14 +17,7 @@ _ALIGNMENT = 8  # bytes
 
 
 class ZeroRows:
-    """The rows of a flat buffer of equal slices.
-
-    Args:
-        starts: Where rows begin in it, in ascending order, from 0 on; a row ends where the next one begins.
-        numel: Length of the buffer.
-        slices: How many slices it has.
-        device: Where values are.
-    """
+    """The rows of a flat buffer of ``numel`` elements in equal ``slices``; ``starts`` are where rows begin."""
 
     def __init__(self, starts: Sequence[int], numel: int, slices: int, device: torch.device) -> None:
         every = torch.tensor(starts, dtype=torch.int64)
@@ -46,11 +40,10 @@ class ZeroRows:
     def write(
         self, first: int, values: torch.Tensor, error: torch.Tensor | None, flags: torch.Tensor
     ) -> torch.Tensor | None:
-        """Writes which rows of consecutive slices are not all zeros.
+        """Writes into ``flags`` which rows of the slices from number ``first`` on are not all zeros.
 
         Args:
-            first: Number of the first of these slices.
-            values: Their values, 2-D ``[slices, elements]``.
+            values: The slices, 2-D ``[slices, elements]``.
             error: What is added to them, in the same shape; None: nothing.
             flags: Bytes, ``[slices, nbytes]``.
 
@@ -73,15 +66,7 @@ class ZeroRows:
         return self.mask(first, flags)
 
     def mask(self, first: int, flags: torch.Tensor) -> torch.Tensor | None:
-        """Returns what :meth:`write` returns, from the flags that it wrote.
-
-        Args:
-            first: Number of the first slice.
-            flags: Bytes ``[slices, nbytes]``.
-
-        Returns:
-            Bools ``[slices, elements of a slice]``, or None if no row is marked.
-        """
+        """Returns what :meth:`write` returns, bools ``[slices, elements]`` or None, from ``flags`` that it wrote."""
         if flags.device.type == "cpu" and bool((flags == 255).all()):
             return None
         lengths, places = self._rows_of(first, flags.shape[0])
@@ -91,14 +76,9 @@ class ZeroRows:
         )
 
     def masks_of(self, index: int, flags: torch.Tensor) -> torch.Tensor | None:
-        """Returns the masks of one slice from the flags of several ranks.
+        """Returns the masks of the slice number ``index`` from the ``flags`` of several ranks, ``[ranks, nbytes]``.
 
-        Args:
-            index: The index of the slice.
-            flags: ``[ranks, nbytes]``.
-
-        Returns:
-            Bools ``[ranks, elements of the slice]``: False in rows of zeros. None if no rank marked a row.
+        They are bools ``[ranks, elements of the slice]``: False in rows of zeros. None if no rank marked a row.
         """
         if flags.device.type == "cpu" and bool((flags == 255).all()):
             return None
@@ -107,32 +87,21 @@ class ZeroRows:
         return torch.repeat_interleave(rows, lengths, dim=1, output_size=self._length)
 
     def numbers(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns the numbers of the rows that are not all zeros, int64, ascending.
+        """Returns the numbers of the rows of ``flat``, the whole buffer, that are not all zeros: 1-D int64, ascending.
 
         A row that is cut by slices has one number per slice.
-
-        Args:
-            flat: The whole buffer, 1-D.
         """
         counts = torch.cumsum(flat != 0, 0)[torch.cumsum(self._lengths, 0) - 1]
         return torch.nonzero(torch.diff(counts, prepend=counts.new_zeros(1))).view(-1)
 
     def per_slice(self, numbers: torch.Tensor) -> list[tuple[int, int]]:
-        """Returns how many of these rows each slice has, and how many elements they have in it.
-
-        Args:
-            numbers: Numbers of rows, int64, 1-D, as :meth:`numbers` returns them.
-        """
+        """Returns how many of these rows (1-D, from :meth:`numbers`) and of their elements each slice has."""
         lengths = self._lengths[numbers]
         bounds = torch.searchsorted(numbers, torch.tensor(self._first, device=numbers.device)).tolist()
         return [(stop - start, int(lengths[start:stop].sum())) for start, stop in itertools.pairwise(bounds)]
 
     def elements(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns where the elements of these rows are in the whole buffer, int64, row after row.
-
-        Args:
-            numbers: The numbers of rows, int64, 1-D.
-        """
+        """Returns where the elements of rows, by 1-D ``numbers``, are in the whole buffer: 1-D int64, row after row."""
         lengths = self._lengths[numbers]
         starts = (torch.cumsum(self._lengths, 0) - self._lengths)[numbers]
         before = torch.cumsum(lengths, 0) - lengths
@@ -151,21 +120,15 @@ class ZeroRows:
 
 
 def row_starts(starts: Sequence[int], shapes: Sequence[Sequence[int]], numel: int) -> list[int]:
-    """Returns where the rows of tensors in a flat buffer begin, and the gaps between them.
+    """Returns where the rows of tensors in a flat buffer of ``numel`` elements begin, and the gaps between them.
 
     A tensor of two or more dimensions has rows along its first one. Others are one row, and so are rows of one element.
-
-    Args:
-        starts: Where the tensors start, in ascending order.
-        shapes: The shapes of the tensors.
-        numel: Length of the buffer.
+    ``starts`` are where the tensors start, in ascending order.
     """
-    found = [0]
+    rows = [0]
     for start, shape in zip(starts, shapes, strict=True):
-        total = 1
-        for size in shape:
-            total *= size
+        total = math.prod(shape)
         length = total // shape[0] if len(shape) > 1 and total > shape[0] > 0 else total
-        found += range(start, start + total, max(length, 1))
-        found.append(start + total)
-    return sorted({place for place in found if place < numel})
+        rows += range(start, start + total, max(length, 1))
+        rows.append(start + total)
+    return sorted({row for row in rows if row < numel})

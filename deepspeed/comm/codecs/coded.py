@@ -23,12 +23,7 @@ def coded(plain: Transport, codec: Codec | None) -> Transport:
 
 
 class CodedTransport(Transport):
-    """Gathers and reduces through ``plain`` with a codec; other operations must use ``plain``.
-
-    Args:
-        plain: Carries the bytes.
-        codec: Makes them.
-    """
+    """Gathers and reduces through ``plain``, which carries the codec's bytes; other operations must use ``plain``."""
 
     name = "coded"
     is_exact = False
@@ -47,14 +42,7 @@ class CodedTransport(Transport):
         return self.gather_from(self.my_slice(flat), flat, key=key, label=label)
 
     def gather_from(self, mine: torch.Tensor, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """Gathers the codes of every rank's slice where this rank's slice is not in ``flat``.
-
-        Args:
-            mine: Values of this rank's slice, 1-D; unchanged.
-            flat: 1-D buffer of ``size`` equal slices; receives the decoded values of all of them.
-            key: Number that is equal on all ranks for this gather and for no other one in flight.
-            label: What is transferred, for error messages.
-        """
+        """Gathers as :meth:`all_gather` does where this rank's slice, ``mine`` (1-D, unchanged), is not in ``flat``."""
         codes = self._codes(flat.numel() // self.size, flat.device)
         encode(self.codec, mine, None, codes[self.rank])
         work = self.plain.all_gather(codes.view(-1), key=key, label=label)
@@ -71,35 +59,19 @@ class CodedTransport(Transport):
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         """Sums what the codes of every rank's ``flat`` decode to; leaves the scaled slice of this rank in ``out``.
 
-        ``how.error`` (the residuals of earlier reductions) is added before encoding and replaced by the new residuals.
-
-        Args:
-            flat: 1-D buffer of ``size`` equal slices; unchanged.
-            out: 1-D fp32 buffer of one slice.
-            how: Scale, key, residuals and the like.
+        Shapes are as of the base class; ``flat`` is unchanged. ``how.error`` (the residuals of earlier reductions) is
+        added before encoding and replaced by the new residuals.
         """
         return _CodedReduce(self, flat, out, how)
 
     def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        """Sums what the codes of everybody's ``flat`` decode to; leaves the scaled sum, decoded from codes, in ``out``.
-
-        ``how.error`` (the residuals of earlier reductions) is added before encoding and replaced by the new residuals.
-
-        Args:
-            flat: 1-D buffer of ``size`` equal slices; unchanged.
-            out: 1-D fp32 buffer, as long as ``flat``.
-            how: Scale, key, residuals and the like.
-        """
+        """Sums as :meth:`reduce_scatter` does; leaves the whole scaled sum, decoded from codes, in ``out``, 1-D fp32."""
         return _CodedAllReduce(self, flat, out, how)
 
     def _codes(self, numel: int, device: torch.device, rows: ZeroRows | None = None) -> torch.Tensor:
         """Returns zeros for the codes of one slice per rank, as rows; no code is written between two chunks."""
         nbytes = coded_nbytes(self.codec, numel) + (0 if rows is None else rows.nbytes)
         return torch.zeros((self.size, nbytes), dtype=torch.uint8, device=device)
-
-    def decode_rows(self, codes: torch.Tensor, flat: torch.Tensor) -> None:
-        """Overwrites all slices of ``flat`` with what the rows of ``codes`` stand for."""
-        decode(self.codec, codes, flat.view(self.size, -1))
 
 
 class _CodedGather:
@@ -119,7 +91,7 @@ class _CodedGather:
             return
         codes, self._codes = self._codes, None
         self._work.wait()
-        self._transport.decode_rows(codes, self._flat)
+        decode(self._transport.codec, codes, self._flat.view(self._transport.size, -1))
 
 
 class _CodedReduce:
@@ -196,15 +168,9 @@ def _encode(
     rows: ZeroRows | None,
     first: int,
 ) -> None:
-    """Writes the codes of consecutive slices, and after those of each which of its rows are zeros.
+    """Writes the codes of the slices from number ``first`` on, ``[slices, elements]``, and after each its zero rows.
 
-    Args:
-        codec: The codec that made the codes, fitted.
-        values: ``[slices, elements]``; unchanged.
-        error: fp32 in the shape of ``values``, replaced by what the codes lose; None: nothing is added or kept.
-        codes: Bytes ``[slices, those of the codes and of rows]``.
-        rows: The rows of the buffer; None: no zeros are marked.
-        first: Number of the first slice.
+    ``rows`` are those of the buffer; None: no zeros are marked. ``error`` is as of ``Codec.encode_slices``.
     """
     if rows is None:
         encode(codec, values, error, codes)

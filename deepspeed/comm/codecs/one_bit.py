@@ -45,9 +45,7 @@ class OneBitExchange:
     """One compressed all-reduce in flight. Making it starts it; every rank of the transport must.
 
     Args:
-        transport: Carries the bytes.
         values: 1-D fp32, :func:`padded_numel` elements, of which the first ``numel`` count; overwritten by the result.
-        numel: Elements of ``values`` that count.
         error: ``sent`` is as long as ``values``, ``owned`` one slice of it; both are replaced.
         key: Number that is equal on all ranks for this reduction and for no other one in flight.
         label: What is transferred, for error messages.
@@ -140,12 +138,7 @@ def _scale(values: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def _write(rows: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes the bytes of slices.
-
-    Args:
-        rows: One row of bytes for each slice.
-        values: ``[slices, elements]``.
-    """
+    """Writes the scale and signs of slices ``[slices, elements]`` into one row of bytes for each."""
     rows[:, :_HEAD].view(torch.float32)[:, 0] = scale
     for place in _ranges(values.shape[0], values[0]):
         rows[:, _signs_of(place)] = pack_signs(values[:, place])

@@ -28,9 +28,6 @@ class RowTransport(Transport):
     """Reduces nonzero rows through ``plain``; other operations must use ``plain``.
 
     The exchange takes place in ``wait``, so all ranks must wait for these reductions in one order.
-
-    Args:
-        plain: Carries the bytes.
     """
 
     name = "rows"

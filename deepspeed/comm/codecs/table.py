@@ -30,25 +30,14 @@ _ALMOST = 0x7F7F7F7F7F7F7F7F  # carries what is not 0 in a byte into its highest
 def pack_signs(values: torch.Tensor) -> torch.Tensor:
     """Returns one bit for each value, 1 where it is not negative; bit *i* of a byte is the value number *i* of eight.
 
-    Args:
-        values: Floating, of any shape whose last dimension is a multiple of 8.
-
-    Returns:
-        Bytes, in the shape of ``values`` with an eighth of the last dimension.
+    Bytes ``[..., n // 8]`` for floating ``values`` ``[..., n]``, where 8 divides n.
     """
     eights = torch.ge(values, 0).contiguous().view(torch.int64)
     return eights.mul_(_PACK).bitwise_right_shift_(56).to(torch.uint8)  # the low byte of each
 
 
 def unpack_signs(body: torch.Tensor) -> torch.Tensor:
-    """Returns True where :func:`pack_signs` found a value that is not negative.
-
-    Args:
-        body: Bytes, of any shape.
-
-    Returns:
-        Bools, in the shape of ``body`` with eight times the last dimension.
-    """
+    """Returns bools ``[..., 8 * n]`` of bytes ``[..., n]``: True where :func:`pack_signs` saw no negative value."""
     # All eight bytes of a word at once: 0 or 1 for each bit.
     bits = body.to(torch.int64).mul_(_SPREAD).bitwise_and_(_BITS)
     bits.add_(_ALMOST).bitwise_right_shift_(7).bitwise_and_(_SPREAD)
@@ -56,11 +45,9 @@ def unpack_signs(body: torch.Tensor) -> torch.Tensor:
 
 
 def decode_signs(body: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Returns ``scale`` where :func:`pack_signs` found a value that is not negative, else ``-scale``.
+    """Returns ``scale`` where :func:`pack_signs` saw a value that is not negative, else ``-scale``: ``[..., 8 * n]``.
 
-    Args:
-        body: What it wrote.
-        scale: fp32, of a shape that fits to that of the result, ``[..., 8 * bytes]``.
+    ``scale`` (fp32) broadcasts to that shape.
     """
     return torch.where(unpack_signs(body), scale, -scale)
 
@@ -175,11 +162,8 @@ class BlockCodec(Codec):
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields pairs of views of equal shape: in the codes, and in the scales or bodies of all blocks.
 
-        Args:
-            codes: ``[slices, bytes]``, as chunks: of each its scales, its bodies, and bytes that align the next one.
-            scales: ``[slices, blocks]``.
-            bodies: ``[slices, bytes of all blocks]``.
-            numel: Elements of a slice.
+        ``codes`` ``[slices, bytes]`` are chunks: of each its scales, its bodies, and bytes that align the next one.
+        ``scales`` are ``[slices, blocks]``, ``bodies`` ``[slices, bytes of all blocks]``, ``numel`` is that of a slice.
         """
         full, rest = divmod(numel, CHUNK)
         blocks, head, each = CHUNK // self.block, CHUNK // self.block * _SCALE, CHUNK * self.bits // 8
@@ -322,10 +306,7 @@ class LocoCodec(Int4Codec):
     """Four bits for each value, with an error that is a running average of what was lost: `LoCo
     <https://arxiv.org/abs/2407.04480>`_: ``e <- beta e + (1 - beta) (g + e - what was sent)``.
 
-    Args:
-        block: Values that share one scale.
-        beta: 0 adds the whole last error to the next values; 1 never changes the error.
-        feeds_back: Whether reductions keep what is lost for the next one.
+    ``beta`` 0 adds the whole last error to the next values; 1 never changes the error.
     """  # noqa: D205 - the title holds its reference
 
     name = "loco"
