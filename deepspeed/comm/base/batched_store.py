@@ -37,7 +37,7 @@ def write_many(store: Any, values: Mapping[str, str]) -> None:
 
 
 def those_there(store: Any, keys: Sequence[str]) -> list[str]:
-    """Returns those of ``keys`` that are set in a torch ``Store``, in order: by one query if all are, or by bisection."""
+    """Returns those of ``keys`` that are set in a torch ``Store``: by one query if all are, or by bisection."""
     if not keys:
         return []
     if len(keys) <= _MOST_AT_ONCE and store.check(list(keys)):

@@ -174,12 +174,9 @@ class _RecordedWork:
 
 
 def timed(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a transport's method that starts a transfer of ``flat``, tensors or one, so that the log sees it.
+    """Decorates a transport's method that starts a transfer of ``flat``, tensors or one; it is logged as ``name``.
 
     The method has a parameter ``label``, or one ``how`` that has a label.
-
-    Args:
-        name: The name to record it under, that of the collective in :mod:`deepspeed.comm`.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:

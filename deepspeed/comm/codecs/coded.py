@@ -65,7 +65,7 @@ class CodedTransport(Transport):
         return _CodedReduce(self, flat, out, how)
 
     def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        """Sums as :meth:`reduce_scatter` does; leaves the whole scaled sum, decoded from codes, in ``out``, 1-D fp32."""
+        """Sums as :meth:`reduce_scatter` does; leaves the whole scaled sum, decoded, in ``out``, 1-D fp32."""
         return _CodedAllReduce(self, flat, out, how)
 
     def _codes(self, numel: int, device: torch.device, rows: ZeroRows | None = None) -> torch.Tensor:

@@ -224,23 +224,15 @@ class _GlooSum:
 
 
 class GlooTransport(Transport):
-    """Sends and receives of slices, matched by tag.
-
-    Attributes:
-        reductions: Reductions that this rank has started.
-        companion: The transport of this engine's reductions. While ``confirms``, gathers also send the number of
-            reductions that a rank has started, so that its peers know which can complete (see ``Work.will_arrive``).
-        confirms: Set during backward, on all ranks alike.
-        patience: The longest wait for a peer's part of a gather; None: the group's.
-    """
+    """Sends and receives of slices, matched by tag."""
 
     name = "gloo"
 
     def __init__(self, group: Any, rank: int, size: int, axis: str = DATA) -> None:
         super().__init__(group, rank, size, axis)
-        self.reductions = 0
-        self.patience: timedelta | None = None
-        self._sent = [0] * size
+        self.reductions = 0  # that this rank has started
+        self.patience: timedelta | None = None  # the longest wait for a peer's part of a gather; None: the group's
+        self._sent = [0] * size  # reductions that each rank is known to have started
 
     def guard_all(
         self, works: Sequence[Any], ticket: tuple[str, int], label: str, patience: timedelta | None = None
@@ -258,11 +250,6 @@ class GlooTransport(Transport):
     def sum_in_place(self, flat: torch.Tensor, label: str) -> Work | None:
         return _GlooSum(self, flat, label)
 
-    def note_sent(self, peer: int, count: int) -> None:
-        """Records that ``peer`` has started at least ``count`` reductions."""
-        assert isinstance(self.companion, GlooTransport)
-        self.companion._sent[peer] = max(self.companion._sent[peer], count)
-
     def sent_by_all(self) -> int:
         """Returns the number of reductions that every peer is known to have started."""
         return min(count for peer, count in enumerate(self._sent) if peer != self.rank)
@@ -277,25 +264,15 @@ class GlooTransport(Transport):
         return self.start(self.group.recv, tensor, peer, key)
 
     def start(self, transfer: Callable[..., Any], tensor: torch.Tensor, peer: int, key: int) -> Any:
-        """Starts a send or recv of the process group and returns its work.
-
-        Args:
-            transfer: The group's method ``send`` or ``recv``.
-            tensor: Contiguous, of any shape.
-            peer: The other rank in the group.
-            key: Tag of the transfer.
-        """
+        """Starts the process group's ``send`` or ``recv`` of ``tensor`` (contiguous, any shape); returns its work."""
         self.started += 1
         return start_p2p(transfer, tensor, peer, key)
 
     def gather_slices(self, flat: torch.Tensor, key: int, channel: str, label: str) -> Work:
-        """Gathers all slices by sends and receives; does not count the gather as requested.
+        """Gathers all slices by sends and receives, on ``channel``; does not count the gather as requested.
 
-        Args:
-            flat: 1-D buffer of ``size`` equal slices; this rank's own slice must be in place.
-            key: Number that is equal on all ranks for this gather.
-            channel: The transport's channel on which it is counted.
-            label: What is transferred, for error messages.
+        ``flat`` is a 1-D buffer of ``size`` equal slices; this rank's own slice must be in place. ``key`` is equal on
+        all ranks.
         """
         ticket = self.issue(channel, key)
         length = flat.numel() // self.size
@@ -312,6 +289,8 @@ class GlooTransport(Transport):
     def exchange_confirmations(self, peers: list[int], key: int) -> tuple[list[tuple[int, torch.Tensor]], list[Any]]:
         """Sends ``peers`` the number of reductions that this rank has started, while ``confirms``.
 
+        So they know which of their reductions can complete (``Work.will_arrive``).
+
         Returns:
             Their numbers, by peer, valid once the works are done; and the works.
         """
@@ -327,7 +306,8 @@ class GlooTransport(Transport):
     def note_confirmations(self, confirmations: list[tuple[int, torch.Tensor]]) -> None:
         """Stores the results of :meth:`exchange_confirmations`: pairs of a peer and its count, ``[1]`` int64."""
         for peer, count in confirmations:
-            self.note_sent(peer, int(count))
+            assert isinstance(self.companion, GlooTransport)
+            self.companion._sent[peer] = max(self.companion._sent[peer], int(count))
 
     @override
     @timed("all_gather_into_tensor")
@@ -403,18 +383,7 @@ class GlooTransport(Transport):
     def _start_by_queue(
         self, queue: MessageQueue, rows: torch.Tensor, tag: int, ticket: tuple[str, int], label: str
     ) -> Callable[[], torch.Tensor]:
-        """Starts :meth:`start_small` by the message queue, between ranks of one host.
-
-        Args:
-            rows: ``[ranks, elements]``, of which this rank's row is written and the others are received.
-            queue: To the other ranks.
-            tag: The tag of the messages; equal on all ranks.
-            ticket: The ticket that the watch issued.
-            label: What is exchanged, for error messages.
-
-        Returns:
-            As :meth:`start_small`.
-        """
+        """Starts :meth:`start_small` by the message queue; of ``rows`` ``[ranks, elements]`` this rank's is written."""
         flat = memoryview(rows.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
         nbytes = rows[0].nbytes
         if queue.is_over:

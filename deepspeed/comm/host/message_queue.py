@@ -59,12 +59,9 @@ class MessageQueue:
                 raise OSError("no free space for messages")
 
     def post(self, peer: int, tag: int, message: _Buffer) -> None:
-        """Sends up to :data:`LONGEST` bytes; does not block. Ignores a closed connection: a later wait raises.
+        """Sends up to :data:`LONGEST` bytes of contiguous memory, which may be written to afterwards; does not block.
 
-        Args:
-            peer: The rank it is for.
-            tag: The tag under which the peer receives it.
-            message: Contiguous memory, which may be written to afterwards.
+        Ignores a closed connection: a later wait raises.
         """
         if peer in self._senders:
             if self._senders[peer].add(_TAG.pack(tag) + bytes(message)):
@@ -79,12 +76,7 @@ class MessageQueue:
             return
 
     def take(self, peer: int, tag: int, buffer: memoryview) -> None:
-        """Waits for the next message with a tag.
-
-        Args:
-            peer: The rank that it is from.
-            tag: The tag of the message.
-            buffer: Memory of bytes, as long as the message must be; receives it.
+        """Waits for the next message with a tag from ``peer``, as long as ``buffer`` (bytes), which receives it.
 
         Raises:
             RuntimeError: It can never arrive, did not arrive in time, or has another length. All later waits raise too,
@@ -102,15 +94,7 @@ class MessageQueue:
                 return
 
     def take_if_there(self, peer: int, tag: int, buffer: memoryview) -> bool:
-        """Reads the next message with a tag if it has arrived; does not block.
-
-        Args:
-            peer: The rank that it is from.
-            tag: The tag of the message.
-            buffer: Memory of bytes, as long as the message must be; receives it.
-
-        Returns:
-            Whether ``buffer`` has the message; False also if the connection is closed.
+        """Reads the next message with a tag, as :meth:`take`, if it has arrived, without waiting; returns whether.
 
         Raises:
             RuntimeError: It has another length.
@@ -144,12 +128,7 @@ class MessageQueue:
     def request(self, tag: int, buffers: dict[int, memoryview]) -> Callable[[], None]:
         """Requests the next message with a tag from each of some ranks, ahead of the wait for them.
 
-        Args:
-            tag: The tag of all messages.
-            buffers: By rank, as of :meth:`take`.
-
-        Returns:
-            Waits for them, and raises as :meth:`take` does.
+        Returns a function that waits for them, and raises as :meth:`take` does.
         """
         requested = self._requested[tag]
         requested.append(buffers)
@@ -255,12 +234,7 @@ class MessageQueue:
 
 
 class _SenderThread(threading.Thread):
-    """Sends messages that did not fit into a socket, as soon as there is space, then ends.
-
-    Args:
-        connection: The socket.
-        message: The first that did not fit.
-    """
+    """Sends messages that did not fit into a socket, as soon as there is space, then ends."""
 
     def __init__(self, connection: socket.socket, message: bytes) -> None:
         super().__init__(name="deepspeed-send", daemon=True)

@@ -46,14 +46,11 @@ class Nodes:
 
 
 def nodes_under(reports: Sequence[tuple[int, int]], groups: Sequence[Sequence[int]]) -> Nodes | str:
-    """Returns the nodes under groups of ranks, the same for all of them.
+    """Returns the nodes under groups of ranks, the same for all of them; or a text why two steps are not needed.
 
     Args:
         reports: For every rank of the job: how many ranks its node has, and its place among them.
         groups: The ranks of each group, ascending; as many in each.
-
-    Returns:
-        The nodes of a group; or a text why two steps are not needed.
 
     Raises:
         DeepSpeedConfigError: The groups lie on nodes in different ways, or ranks are not numbered node by node. Equal
@@ -84,16 +81,7 @@ def nodes_under(reports: Sequence[tuple[int, int]], groups: Sequence[Sequence[in
 
 
 def exchange_nodes(everyone: Transport, environ: Mapping[str, str], groups: Sequence[Sequence[int]]) -> Nodes | str:
-    """Returns the nodes under ``groups``. Every rank of the job must call it.
-
-    Args:
-        everyone: All ranks.
-        environ: This process's environment variables.
-        groups: The ranks of each group.
-
-    Raises:
-        DeepSpeedConfigError: See :func:`nodes_under`.
-    """
+    """Returns the nodes under ``groups``, as :func:`nodes_under`, which also raises. Every rank must call it."""
     width = ranks_per_node(environ, everyone.size, get_accelerator().device_count())
     place = int(environ.get("LOCAL_RANK") or everyone.rank % width)
     mine = torch.tensor([width, place], dtype=torch.int64)
@@ -142,12 +130,7 @@ class _GlooGatherByNodes(GlooGather):
 
 
 class GlooByNodes(GlooTransport):
-    """Sends and receives that cross nodes once.
-
-    Args:
-        plain: The transport that it replaces.
-        nodes: How its ranks lie.
-    """
+    """Sends and receives that cross nodes once, instead of those of ``plain``."""
 
     def __init__(self, plain: GlooTransport, nodes: Nodes) -> None:
         super().__init__(plain.group, plain.rank, plain.size)
@@ -187,11 +170,7 @@ class _JoinedWork:
 class NativeByNodes(NativeTransport):
     """Two of the backend's gathers. The second is queued at once, behind the first, on a stream of its own.
 
-    Args:
-        plain: The transport that it replaces.
-        nodes: How its ranks lie.
-        far: The ranks with this one's place, in node order.
-        near: The ranks on this one's node.
+    ``far`` are the ranks with this one's place, in node order; ``near`` those on this one's node.
     """
 
     def __init__(self, plain: NativeTransport, nodes: Nodes, far: NativeTransport, near: NativeTransport) -> None:

@@ -99,7 +99,12 @@ class SameHostTransport(GlooTransport):
             ]
             numels = [numel if numel * size <= MOST else 0 for numel in numels]
             expected = [each if each <= MOST else 0 for each in expected]
-        if offered is None or not _is_all(leaving, offered):
+        flat = [tensor for part in leaving for tensor in part]
+        is_written = False  # whether the caller has written all of it into the memory that was offered
+        if offered is not None:
+            source, extent = packing.in_place(flat, offered.dtype), (offered.numel(), offered.data_ptr())
+            is_written = offered.numel() == 0 if source is None else (source.numel(), source.data_ptr()) == extent
+        if offered is None or not is_written:
             offered = host.place(sum(numels), dtype, label)
             for part, place in zip(leaving, offered.split(numels), strict=True):
                 if place.numel():
@@ -200,25 +205,13 @@ class _ByGloo:
             packing.read(self._flat, self._arriving)
 
 
-def _is_all(leaving: Sequence[Tensors], offered: torch.Tensor) -> bool:
-    """Returns whether what leaves has been written into memory that was offered."""
-    flat = [tensor for part in leaving for tensor in part]
-    found = packing.in_place(flat, offered.dtype)
-    numel = offered.numel()
-    return numel == 0 if found is None else found.numel() == numel and found.data_ptr() == offered.data_ptr()
-
-
 @functools.lru_cache(maxsize=4096)
 def _words(label: str, dtype: torch.dtype) -> bytes:
     return f"{label} ({dtype})".encode()[:LONGEST_WORDS]
 
 
 class SharedMemorySumBackend:
-    """Sums over ranks of one host. All of them must begin the same sums, in one order.
-
-    Args:
-        host: These ranks.
-    """
+    """Sums over ranks of one host. All of them must begin the same sums, in one order."""
 
     def __init__(self, host: SameHost) -> None:
         self._host = host
@@ -234,11 +227,9 @@ class SharedMemorySumBackend:
         return self._offered
 
     def start(self, values: torch.Tensor, label: str) -> _SharedSum:
-        """Starts a sum over the ranks of this host.
+        """Starts a sum of ``values`` (contiguous, any shape) over the ranks of this host.
 
-        Args:
-            values: Contiguous, any shape: what :meth:`place` returned, or any other tensor, which receives the result.
-            label: What is transferred, for messages about ranks that do not come.
+        They are what :meth:`place` returned, or any other tensor, which receives the result.
         """
         mine, out, self._offered = self._offered, None, None
         if mine is None or mine.data_ptr() != values.data_ptr():

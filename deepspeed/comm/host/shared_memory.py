@@ -36,11 +36,7 @@ LONGEST_WORDS = _LONGEST - _MESSAGE.size
 
 
 class SharedRegion:
-    """Memory that is written by its owner and read by the others.
-
-    Args:
-        file: Descriptor of memory that the ranks share; the owner's grows, in all others' eyes too.
-    """
+    """Memory that its owner writes and others read, by a descriptor; what the owner grows, grows for all others too."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -84,20 +80,13 @@ class RoundMessage(NamedTuple):
 
 
 class HostPeer:
-    """This rank's record of another rank.
-
-    Attributes:
-        rank: Its rank in the group.
-        regions: Where it writes.
-        started: Rounds that it has begun.
-        read: Number of rounds that it has read completely.
-    """
+    """This rank's record of another rank."""
 
     def __init__(self, rank: int, connection: socket.socket, files: list[int]) -> None:
-        self.rank = rank
+        self.rank = rank  # in the group
         self.connection = connection
-        self.regions = [SharedRegion(file) for file in files]
-        self.started = self.read = 0
+        self.regions = [SharedRegion(file) for file in files]  # where it writes
+        self.started = self.read = 0  # rounds that it has begun, and that it has read completely
         self._messages = [RoundMessage(0, 0, b"")] * REGIONS
 
     def round_message(self, number: int) -> RoundMessage:
@@ -108,16 +97,6 @@ class HostPeer:
         """Returns what it wrote for this rank in one of its latest rounds, 1-D."""
         region, round_message = self.regions[number % REGIONS], self._messages[number % REGIONS]
         return region.of(round_message.nbytes // dtype.itemsize, dtype, start=round_message.start, is_mine=False)
-
-    def send_progress(self, started: int, read: int, round_message: RoundMessage) -> None:
-        """Sends this rank's progress.
-
-        Ignores a closed connection: the peer may already have done its part; otherwise the wait raises.
-        """
-        with contextlib.suppress(ConnectionError):
-            self.connection.send(
-                _MESSAGE.pack(started, read, round_message.start, round_message.nbytes) + round_message.words
-            )
 
     def receive(self) -> None:
         """Waits for its next message.
@@ -136,15 +115,10 @@ class HostPeer:
             raise RuntimeError(f"nothing came from rank {self.rank} of the group ({error})") from error
         if not message:
             raise RuntimeError(f"rank {self.rank} of the group has closed its connection")
-        self._take(message)
+        self.take(message)
 
-    def receive_pending(self) -> None:
-        """Reads the messages that have arrived, without waiting."""
-        with contextlib.suppress(OSError):
-            while message := self.connection.recv(_LONGEST, socket.MSG_DONTWAIT):
-                self._take(message)
-
-    def _take(self, message: bytes) -> None:
+    def take(self, message: bytes) -> None:
+        """Records what a message of it says."""
         self.started, self.read, start, nbytes = _MESSAGE.unpack_from(message)
         self._messages[self.started % REGIONS] = RoundMessage(start, nbytes, message[_MESSAGE.size :])
 
@@ -159,17 +133,11 @@ class Round(Protocol):
 
 
 class SameHost:
-    """The rounds of ranks of one host. All of them must begin the same ones, in one order.
-
-    Args:
-        transport: Over these ranks; its watch sees the waits.
-        files: Descriptors of this rank's regions.
-        peers: The others.
-    """
+    """The rounds of ranks of one host. All of them must begin the same ones, in one order."""
 
     def __init__(self, transport: Transport, files: list[int], peers: list[HostPeer]) -> None:
-        self.transport = transport  # as given
-        self.peers = peers  # as given
+        self.transport = transport  # over these ranks; its watch sees the waits
+        self.peers = peers
         self._regions = [SharedRegion(file) for file in files]
         self._started = 0
         self._unread: list[Round | None] = [None] * REGIONS
@@ -192,9 +160,19 @@ class SameHost:
             # A rank does not wait for a peer without data for it, so read its messages here before they fill the
             # socket.
             if peer.started != self._started:
-                peer.receive_pending()
+                with contextlib.suppress(OSError):
+                    while message := peer.connection.recv(_LONGEST, socket.MSG_DONTWAIT):
+                        peer.take(message)
+
+        def wait_for_readers() -> None:
+            # they may wait for this confirmation, which would otherwise be sent only with the next round
+            self._send_progress()
+            for peer in self._readers[number % REGIONS]:
+                while peer.read < wanted:
+                    peer.receive()
+
         if any(peer.read < wanted for peer in self._readers[number % REGIONS]):
-            self._guard(lambda: self._wait_for_readers(number), label, None)
+            self._guard(wait_for_readers, label, None)
         return self._regions[number % REGIONS].of(numel, dtype, is_mine=True)
 
     def next_number(self) -> int:
@@ -202,12 +180,7 @@ class SameHost:
         return self._started + 1
 
     def begin(self, started: Round, messages: list[RoundMessage]) -> None:
-        """Sends the others the message that a round has been written.
-
-        Args:
-            started: The round; its number is the next one.
-            messages: For each of :attr:`peers`.
-        """
+        """Sends each of :attr:`peers` its message that a round, whose number is the next one, has been written."""
         if not self._regions:
             raise job_is_over(messages[0].words.decode(errors="replace"))
         if self.transport.watch is not None and self.transport.watch.is_in_vain():
@@ -223,22 +196,23 @@ class SameHost:
         """Waits until ``peers`` have begun round ``number``."""
         if not self._regions:  # closed by this rank: not a failed wait whose reason other ranks could report
             raise job_is_over(label)
+
+        def wait_for_writers() -> None:
+            if self._is_closed:  # the memory may hold another round
+                raise RuntimeError("the connections were closed after an earlier failure")
+            for peer in peers:
+                while peer.started < number:
+                    peer.receive()
+
         if self._is_closed or any(peer.started < number for peer in peers):
-            self._guard(lambda: self._wait_for_writers(peers, number), label, ticket)
+            self._guard(wait_for_writers, label, ticket)
 
     def has_read(self, number: int) -> None:
         """Records that this rank has read its part of round ``number``."""
         self._unread[number % REGIONS] = None
 
     def parted(self, number: int, peer: HostPeer, mine: str, doing: str) -> DivergenceError:
-        """Returns the error for a ``peer`` that has started another operation; closes the connections.
-
-        Args:
-            number: The number of the round.
-            peer: The other rank.
-            mine: The operation that this rank started.
-            doing: A verb for it.
-        """
+        """Returns the error for a ``peer`` that has started another operation than ``mine``; closes the connections."""
         self.close()
         words_by_rank = {
             self.transport.rank: mine,
@@ -254,22 +228,9 @@ class SameHost:
     def _send_progress(self) -> None:
         unread = [work.number for work in self._unread if work is not None]
         read = min(unread, default=self._started + 1) - 1
-        for peer, round_message in zip(self.peers, self._messages, strict=True):
-            peer.send_progress(self._started, read, round_message)
-
-    def _wait_for_writers(self, peers: Sequence[HostPeer], number: int) -> None:
-        if self._is_closed:  # the memory may hold another round
-            raise RuntimeError("the connections were closed after an earlier failure")
-        for peer in peers:
-            while peer.started < number:
-                peer.receive()
-
-    def _wait_for_readers(self, number: int) -> None:
-        # they may wait for this confirmation, which would otherwise be sent only with the next round
-        self._send_progress()
-        for peer in self._readers[number % REGIONS]:
-            while peer.read < number - REGIONS:
-                peer.receive()
+        for peer, (start, nbytes, words) in zip(self.peers, self._messages, strict=True):
+            with contextlib.suppress(ConnectionError):  # it may have done its part already; otherwise the wait raises
+                peer.connection.send(_MESSAGE.pack(self._started, read, start, nbytes) + words)
 
     def _guard(self, blocking: Callable[[], None], label: str, ticket: tuple[str, int] | None) -> None:
         self.transport.progress_pending()
@@ -295,10 +256,6 @@ def join_same_host(transport: Transport, label: str) -> SameHost | None:
     """Connects the ranks of ``transport``; None where they are not all on one host, or have another backend.
 
     Every rank of ``transport`` must call it, at the same time.
-
-    Args:
-        transport: Between the ranks.
-        label: What the ranks are doing, for messages about failed waits.
     """
     return connect_on_host(transport, _exchange_memory, label)
 

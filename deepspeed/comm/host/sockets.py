@@ -39,13 +39,9 @@ def connect_on_host(
 ) -> _Made | None:
     """Connects the ranks of ``transport``; None where they are not all on one host, or have another backend.
 
-    Every rank of ``transport`` must call it, at the same time.
-
-    Args:
-        transport: Between the ranks.
-        make: Makes the result of connections by rank, in the order of ranks; it may raise OSError, which is None on all
-            ranks. A wait on them has :data:`_MEETING` seconds until :func:`limit_waits` sets another limit.
-        label: What the ranks are doing, for messages of waits in vain.
+    Every rank of ``transport`` must call it, at the same time. ``make`` makes the result of connections by rank, in the
+    order of ranks; it may raise OSError, which is None on all ranks. A wait on them has :data:`_MEETING` seconds until
+    :func:`limit_waits` sets another limit.
     """
     if transport.watched is None or not isinstance(transport, GlooTransport):
         return None
@@ -79,10 +75,9 @@ def connect_on_host(
 
 
 def limit_waits(connection: socket.socket, transport: Transport) -> float:
-    """Gives waits on a connection the time limit of ``transport``; they raise BlockingIOError after it.
+    """Gives waits on a connection the time limit of ``transport``, and returns it in seconds.
 
-    Returns:
-        How many seconds.
+    After it they raise BlockingIOError.
     """
     limit: timedelta = transport.group._get_backend(torch.device("cpu")).options._timeout
     connection.settimeout(None)
@@ -119,15 +114,7 @@ def _call(address: str, rank: int, token: bytes) -> socket.socket:
 
 
 def _answer(listener: socket.socket, ranks: set[int], token: bytes) -> dict[int, socket.socket]:
-    """Waits for the ranks after this one. Connections of other processes are dropped, and delay no rank.
-
-    Args:
-        listener: Where they connect.
-        ranks: The ranks that must connect.
-        token: The token that they must send.
-
-    Returns:
-        Their connections.
+    """Returns the connections of these ranks, which send the token. Those of other processes are dropped.
 
     Raises:
         OSError: One did not connect in time.

@@ -19,14 +19,9 @@ Use = Literal["engine", "outside engines", "layers"]
 
 
 class Axis:
-    """The ranks along one axis, among which is this one.
+    """The ranks along one axis, among which is this one; with their process group, if there are process groups.
 
-    Args:
-        name: As ``comm.job.mesh`` names it, for the traffic counters.
-        record: The record of their process group; None: there are no process groups.
-        ranks: The ranks of the job.
-        connector: Makes its transports.
-        device: Where buffers live where a call does not pass one; None: see :meth:`Connector.create`.
+    ``device`` is where buffers live where a call does not pass one; None: see :meth:`Connector.create`.
     """
 
     def __init__(

@@ -24,18 +24,10 @@ def _notes_of_layers() -> BackwardNotes:
     return Job.adopt().backward  # a layer of the program may be the first to use its process group
 
 
-def _notes() -> BackwardNotes:
-    return Job.current().backward
-
-
 def note(layer: Any) -> BackwardComm:
     """Records that a layer will communicate in its backward; its ranks may get gradients of different parameters.
 
-    Args:
-        layer: The module.
-
-    Returns:
-        A token that the graph of that backward must keep until the exchange.
+    Returns a token that the graph of that backward must keep until the exchange.
     """
     state, expected = _notes_of_layers(), BackwardComm()
     state.to_come.add(expected)
@@ -50,11 +42,7 @@ def note_anywhere() -> None:
 
 
 class BackwardCommTracker:
-    """Records whether layers of a model may start collectives during its backward.
-
-    Args:
-        model: With ``modules()``; it is not kept alive.
-    """
+    """Records whether layers of a model, which it does not keep alive, may start collectives during its backward."""
 
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
@@ -63,7 +51,7 @@ class BackwardCommTracker:
 
     def may_communicate(self) -> bool:
         """Returns whether they may; the result may differ between ranks."""
-        state = _notes()
+        state = Job.current().backward
         if state.is_anywhere or len(state.to_come):
             return True
         seen = state, len(state.communicating)
@@ -78,4 +66,4 @@ class BackwardCommTracker:
 
 def is_uneven() -> bool:
     """Returns whether some layer may have gradients on some ranks only; equal on all ranks."""
-    return _notes().is_uneven
+    return Job.current().backward.is_uneven

@@ -35,13 +35,7 @@ _BELOW_ENGINES = -2  # first owner number of transports for losses, layers and l
 
 
 class Connector:
-    """Makes the transports of a job.
-
-    Args:
-        ranks: The ranks of the job.
-        watched: Its process groups.
-        process_groups: Creates further groups.
-    """
+    """Makes the transports of a job."""
 
     def __init__(self, ranks: Ranks, watched: WatchedGroups, process_groups: ProcessGroups) -> None:
         self._ranks = ranks
@@ -67,7 +61,7 @@ class Connector:
             timeout: Time limit of the communicator that is made where order matters (not gloo), so that the transfers
                 of two transports do not wait for each other.
             axis: Along which the ranks lie, as ``comm.job.mesh`` names it.
-            owner: Name of the owner that closes that communicator.
+            owner: The owner of that communicator.
         """
         if not self._ranks.is_initialized():
             return LocalTransport()
@@ -85,12 +79,8 @@ class Connector:
     ) -> Transport:
         """Returns a new transport over a group that exists; no other rank has to call.
 
-        Args:
-            group: A torch process group. Where order matters (not gloo), what else is sent in it must come in one order
-                on all of its ranks too.
-            device: Where the tensors live.
-            axis: Along which the ranks lie, as ``comm.job.mesh`` names it.
-            is_numbered: Its transfers have a number of their own, as those of an engine have.
+        Where order matters (not gloo), what else is sent in the group must come in one order on all of its ranks too.
+        With ``is_numbered`` its transfers have a number of their own, as those of an engine have.
         """
         made = self._over(group, self._ranks.backend_for(group, device), device, axis)
         if is_numbered:
@@ -98,12 +88,9 @@ class Connector:
         return made
 
     def subgroup_of(self, peers: Transport, group: Any, axis: str = DATA) -> Transport:
-        """Returns a new transport over some of the ranks of ``peers``.
+        """Returns a new transport over some of the ranks of ``peers``, all of which make the same calls.
 
-        Args:
-            peers: All ranks that make the same calls.
-            group: The torch process group, of the same backend and for this transport alone where order matters.
-            axis: Along which the ranks lie, as ``comm.job.mesh`` names it.
+        The torch process group has the same backend, and serves this transport alone where order matters.
         """
         native = isinstance(peers, NativeTransport)
         made = self._over(group, "native" if native else "gloo", peers.device if native else None, axis)  # type: ignore[attr-defined]
@@ -141,15 +128,10 @@ class Connector:
         return found
 
     def objects(self, group: Any, *, patience: timedelta, why: str, axis: str = DATA) -> Transport:
-        """Returns a new transport over ``group`` for objects on the host; it may serve another thread.
+        """Returns a new transport over ``group`` (None: all ranks) for objects on the host, perhaps of another thread.
 
         Every rank of the job must call it, in the same order. No group is made where gloo serves ``group``.
-
-        Args:
-            group: A torch process group; None is the group of all ranks.
-            patience: The longest wait for the other ranks.
-            why: Its purpose, for messages.
-            axis: Along which the ranks lie, as ``comm.job.mesh`` names it.
+        ``patience`` is the longest wait for the other ranks.
         """
         if not self._ranks.is_initialized():
             return LocalTransport()
@@ -175,18 +157,9 @@ class Connector:
     ) -> Transport:
         """Returns a transport that gathers between nodes first, then inside each.
 
-        Every rank of the job must call it, in the same order.
-
-        Args:
-            plain: The transport between the ranks that share slices.
-            everyone: All ranks of the job.
-            groups: The ranks that share slices, of all groups of the job.
-            device: Where the buffers live.
-            timeout: Time limit of a communicator that is made.
-
-        Returns:
-            The transport to use instead of ``plain``; ``plain`` itself if its ranks do not span nodes (logged in one
-            line) or have nothing to wait for.
+        Every rank of the job must call it, in the same order. It returns ``plain``, between the ranks that share
+        slices, if these do not span nodes (logged in one line) or have nothing to wait for. ``groups`` are the ranks
+        that share slices, of all groups of the job.
 
         Raises:
             DeepSpeedConfigError: A group has only some ranks of a node, or there are ranks outside ``everyone``.
@@ -264,16 +237,16 @@ def open_message_queue(transport: Transport) -> ShortMessages | None:
     if watched is None:
         return None
     if not watched.has_met:
-        watched.queue = connect_on_host(transport, _made_queue, "finding the ranks of one host")
+
+        def made_queue(transport: Transport, connections: dict[int, socket.socket]) -> MessageQueue:
+            seconds = [limit_waits(connection, transport) for connection in connections.values()]
+            return MessageQueue(connections, seconds[0])
+
+        watched.queue = connect_on_host(transport, made_queue, "finding the ranks of one host")
         watched.has_met = True
         if watched.queue is not None:
             watched.watch.supervise(watched.queue)
     return watched.queue
-
-
-def _made_queue(transport: Transport, connections: dict[int, socket.socket]) -> MessageQueue:
-    seconds = [limit_waits(connection, transport) for connection in connections.values()]
-    return MessageQueue(connections, seconds[0])
 
 
 def channel_over(transport: Transport) -> Channel:

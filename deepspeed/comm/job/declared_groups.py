@@ -67,13 +67,7 @@ class Claim:
 
 
 class DeclaredGroups:
-    """The groups that are declared in one job.
-
-    Args:
-        ranks: The ranks of the job.
-        process_groups: Makes its process groups.
-        connector: Makes its transports.
-    """
+    """The groups that are declared in one job."""
 
     def __init__(self, ranks: Ranks, process_groups: ProcessGroups, connector: Connector) -> None:
         self._ranks = ranks
@@ -93,16 +87,13 @@ class DeclaredGroups:
         """Declares a group for parameters that are not the same on all data-parallel ranks.
 
         Every rank of the job must call it alike, before parameters of the group are built or an engine is made. Nothing
-        is communicated. Declaring it again with the same ranks does nothing.
+        is communicated. Declaring it again with the same ranks does nothing. :class:`Defined` explains the rest.
 
         Args:
             name: Its name, for ``zero.tiling.describe.put_in_group`` and ``in_group``, or a parameter's ``group_name``.
             ranks: The ranks of the job in lists: those of one list hold the same values and share them. Every rank is
                 in exactly one list, lists are equally long, and the ranks of a list hold the same part of the model
                 otherwise.
-            divisor: See :class:`Defined`.
-            is_whole: See :class:`Defined`.
-            lasts: See :class:`Defined`.
 
         Raises:
             DeepSpeedConfigError: A rank is missing or occurs twice, lists are of unequal length, or the name is taken.
@@ -128,13 +119,8 @@ class DeclaredGroups:
 
         Each copy is shared by the data-parallel ranks of its part like other parameters; gradients are then summed over
         the copies. Every rank of the job must call it alike, before an engine is made. Nothing is communicated. It does
-        not last: see :class:`Defined`.
-
-        Args:
-            name: Its name, for ``zero.tiling.describe.put_in_group``.
-            ranks: The ranks of the job in lists: those of one list hold copies of the same values. Ranks that have
-                none need not occur.
-            is_cut: Tensor-parallel ranks have different parts of the parameters.
+        not last: see :class:`Defined`. The ranks of the job that hold copies of the same values are one list of
+        ``ranks``; those that have none need not occur.
 
         Raises:
             DeepSpeedConfigError: A rank occurs twice, or the name is taken.
@@ -187,13 +173,7 @@ class DeclaredGroups:
     ) -> Transport:
         """Returns a transport over this rank's group. Every rank of the job must call it, in the same order.
 
-        Args:
-            defined: The declared group.
-            peers: The ranks that make the same calls.
-            use: What is sent, in words.
-            device: Where the buffers live.
-            timeout: Time limit of a communicator that is made.
-            owner: Who closes that communicator.
+        ``peers`` are the ranks that make the same calls; ``use`` says what is sent, for messages.
 
         Raises:
             DeepSpeedConfigError: Ranks of the group make other calls.
@@ -215,15 +195,7 @@ class DeclaredGroups:
     def connect_copies(
         self, defined: Defined, *, device: torch.device | None, timeout: timedelta | None
     ) -> Transport | None:
-        """Returns a transport over the ranks with copies; None where this rank has none.
-
-        Every rank of the job must call it.
-
-        Args:
-            defined: As :meth:`define_copies` declared it.
-            device: Where the buffers live.
-            timeout: Time limit of a communicator that is made.
-        """
+        """Returns a transport over the ranks with copies; None where this rank has none. Every rank must call it."""
         made = self._connector.create(self.group_of(defined, device=device, timeout=timeout), device, timeout, PIPE)
         return made if len(defined.of(self._ranks.rank_in())) > 1 else None
 

@@ -34,11 +34,10 @@ class ExpertRanks(NamedTuple):
 
 
 def cut(dense: Sequence[Sequence[int]], ep_size: int, *, data_first: bool = False) -> ExpertRanks:
-    """Divides ranks that hold the same part of the rest of the model into groups that share experts.
+    """Divides ranks that hold the same part of the rest of the model into groups of ``ep_size`` that share experts.
 
     Args:
         dense: Lists of ranks, each of which holds the same part of the model and sees other samples.
-        ep_size: How many share the experts.
         data_first: Whether ranks that share experts are as far apart as possible, instead of neighbors.
 
     Raises:
@@ -93,15 +92,7 @@ def _shown(ranks: ExpertRanks) -> str:
 
 
 class ExpertGroups:
-    """The groups of the expert-parallel layers of one job.
-
-    Args:
-        ranks: The ranks of the job.
-        watched: Its process groups in use.
-        process_groups: Makes further ones.
-        connector: Makes its transports.
-        declared: The groups that parameters name.
-    """
+    """The groups of the expert-parallel layers of one job."""
 
     def __init__(
         self,
@@ -132,7 +123,6 @@ class ExpertGroups:
         are destroyed.
 
         Args:
-            ep_size: Ranks that share the experts of a layer.
             mesh: The job's mesh; None: see ``dense``.
             dense: Lists of the ranks that hold the same part of the rest of the model; empty: all ranks do.
             data_first: See :func:`cut`; None: as declared before, or else False.
@@ -171,11 +161,8 @@ class ExpertGroups:
         """Returns the ranks that share experts, as an axis apart from the groups that programs get.
 
         Every rank of the job must call it, in one order. It is made once; all layers and engines share its transport
-        for layers, which carries tokens, as every rank runs them in the same order.
-
-        Args:
-            ep_size: See :meth:`declare`, which must have been called.
-            device: Where the tokens are.
+        for layers, which carries tokens, as every rank runs them in the same order. :meth:`declare` must have been
+        called.
         """
         size = self._size(ep_size)
         if size.axis is None:
@@ -206,9 +193,6 @@ class ExpertGroups:
 
     def groups(self, name: str) -> tuple[Any, Any]:
         """Returns this rank's process groups: of those that share experts, and of those that hold the same.
-
-        Args:
-            name: ``ep_size_<n>``.
 
         Raises:
             CallOrderError: The groups have not been made.

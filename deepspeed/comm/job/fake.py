@@ -29,13 +29,9 @@ class FakeGroup:
 
 
 class FakeJob(Job):
-    """Acts as rank ``rank`` of ``layout.world_size`` ranks that do not exist.
+    """Acts as rank ``rank`` of ``layout.world_size`` ranks that do not exist; ``layout`` is not the job's mesh.
 
-    Args:
-        rank: The rank that this process stands for.
-        layout: How the ranks are laid out. It is not registered as the mesh of the job.
-        backend: Name of the backend that is simulated.
-        operations: Has the collectives of ``torch.distributed`` that are simulated, under their names.
+    ``operations`` has the collectives of ``torch.distributed`` that are simulated, under their names.
     """
 
     def __init__(self, rank: int, layout: Mesh, backend: str, operations: Any) -> None:

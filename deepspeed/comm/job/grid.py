@@ -82,10 +82,7 @@ class GridTransport(Transport):
         return _TwoStepGather(self, flat, key, label)
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
-        """Gathers every rank's small 1-D tensor as rows of a 2-D one on the host, in rank order; blocks.
-
-        Rows are in the order of ranks, not of positions. Every rank of the grid must call it.
-        """
+        """Gathers 1-D tensors as rows of a 2-D one, as the base class does: in the order of ranks, not of positions."""
         return self.peers.gather_small(tensor, channel=channel, label=label)
 
     @override
@@ -132,8 +129,6 @@ def create_grid(
     Args:
         shard_size: Ranks that share slices; a proper divisor of the number of ranks, and more than one.
         group: The ranks of the grid; they must be all there are, or one of the islands. None: the default group.
-        device: Where the buffers live.
-        timeout: Time limit of a communicator that is made.
         by_nodes: Gather in two steps where the groups span nodes, see ``Connector.by_nodes``.
         islands: How many such groups of consecutive ranks there are, each with a grid of its own.
 
@@ -147,7 +142,20 @@ def create_grid(
             f"{everyone.size} data-parallel ranks of {job.ranks.size_of()}. Leave the mpu out, or the key"
         )
     mesh = grid_mesh(everyone.size, shard_size)
-    made = _axes_of(job, everyone, mesh, islands, device, timeout)
+    sharing, same = (
+        [[island * everyone.size + rank for rank in ranks] for island in range(islands) for ranks in mesh.groups(axis)]
+        for axis in (SHARD, REPLICATE)
+    )
+    shard_group = _group_along(job, sharing, "the ranks that share slices", device, timeout)
+    reduce_group = shard_group
+    if everyone.needs_one_order:
+        reduce_group = _group_along(job, sharing, "their gradients", device, timeout)
+    same_group = _group_along(job, same, "the ranks with the same slices", device, timeout)
+    made = {
+        "gather": job.connector.subgroup_of(everyone, shard_group, SHARD),
+        "reduce": job.connector.subgroup_of(everyone, reduce_group, SHARD),
+        "combine": job.connector.subgroup_of(everyone, same_group, REPLICATE),
+    }
     if by_nodes:
         made["gather"] = job.connector.by_nodes(
             made["gather"], everyone, mesh.groups(SHARD), device=device, timeout=timeout
@@ -160,41 +168,13 @@ def create_grid(
 def island_groups(job: Job, size: int, island_size: int, device: torch.device, timeout: timedelta) -> tuple[Any, Any]:
     """Returns the process group of this rank's island, and that of the ranks with its place on theirs.
 
-    Every rank must call it.
-
-    Args:
-        size: All ranks of the job.
-        island_size: Consecutive ranks of one island; divides ``size``.
-        device: Where the buffers live.
-        timeout: Time limit of a communicator that is made.
+    Every rank must call it. An island is ``island_size`` consecutive ranks, which divide ``size``, all of the job.
     """
     mesh = grid_mesh(size, island_size)
     return (
         _group_along(job, mesh.groups(SHARD), "islands", device, timeout, "job"),
         _group_along(job, mesh.groups(REPLICATE), "outer steps of islands", device, timeout, "job"),
     )
-
-
-def _axes_of(
-    job: Job, everyone: Transport, mesh: Mesh, islands: int, device: torch.device | None, timeout: timedelta | None
-) -> dict[str, Transport]:
-    sharing, same = (
-        [[island * everyone.size + rank for rank in ranks] for island in range(islands) for ranks in mesh.groups(axis)]
-        for axis in (SHARD, REPLICATE)
-    )
-    shard_group = _group_along(job, sharing, "the ranks that share slices", device, timeout)
-    reduce_group = (
-        shard_group if not everyone.needs_one_order else _group_along(job, sharing, "their gradients", device, timeout)
-    )
-    same_group = _group_along(job, same, "the ranks with the same slices", device, timeout)
-    made = {}
-    for name, group, axis in (
-        ("gather", shard_group, SHARD),
-        ("reduce", reduce_group, SHARD),
-        ("combine", same_group, REPLICATE),
-    ):
-        made[name] = job.connector.subgroup_of(everyone, group, axis)
-    return made
 
 
 def _group_along(

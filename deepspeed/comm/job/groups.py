@@ -298,12 +298,8 @@ def _get_expert_parallel_ranks(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Returns which ranks share experts, and which hold the same ones; creates no groups.
 
-    Args:
-        world_size: Ranks of the job.
-        tensor_parallel_size_: Neighbors that cut the same layers.
-        expert_parallel_size_: Ranks that share experts.
-        pipeline_parallel_size_: Stages, of neighboring ranks each.
-        use_data_before_expert_parallel_: See the configuration's ``use_data_before_expert_parallelism``.
+    Neighbors cut the same layers, and stages have neighboring ranks. ``use_data_before_expert_parallel_`` is the
+    configuration's ``use_data_before_expert_parallelism``.
     """
     samples = world_size // (tensor_parallel_size_ * pipeline_parallel_size_)
     axes = ((PIPE, pipeline_parallel_size_), (DATA, samples), (TENSOR, tensor_parallel_size_))

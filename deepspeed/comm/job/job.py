@@ -39,35 +39,20 @@ _WITH_A_GROUP = (SAMPLES, SAME_PART, OTHER_PARTS, *_ALONE, SAME_EXPERTS)
 
 
 class Job:
-    """The ranks of one default process group, or of none yet.
-
-    Args:
-        device: Where buffers live where a call does not pass one; None: see ``Connector.create``.
-
-    Attributes:
-        ranks: Which ranks there are.
-        watched: The process groups in use, and the watch.
-        process_groups: Makes process groups.
-        connector: Makes transports.
-        declared: Groups that parameters name.
-        experts: Groups of expert-parallel layers.
-        backward: The exchanges that layers have declared for backward passes.
-        mpu: The program's model-parallel unit; None: there is none.
-        mesh: The mesh that is registered; None: all ranks are data-parallel.
-        purpose: What the program is doing, in words, if set; for messages about failed waits.
-        members: The run's membership, which outlives the job, if ranks may change (``comm.members.join``); else None.
-    """
+    """The ranks of one default process group, or of none yet."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
+        self._device = device  # where buffers live where a call does not pass one; None: see ``Connector.create``
+        # Which ranks there are; the process groups in use, and the watch; what makes process groups and transports.
         self.ranks, self.watched, self.process_groups, self.connector = self._parts()
         self._world = self.ranks.world
-        self.declared = DeclaredGroups(self.ranks, self.process_groups, self.connector)
+        self.declared = DeclaredGroups(self.ranks, self.process_groups, self.connector)  # groups that parameters name
         self.experts = ExpertGroups(self.ranks, self.watched, self.process_groups, self.connector, self.declared)
-        self.backward = BackwardNotes()
-        self.mpu: Any = None
-        self.mesh: Mesh | None = None
-        self.purpose = ""
+        self.backward = BackwardNotes()  # the exchanges that layers have declared for backward passes
+        self.mpu: Any = None  # the program's model-parallel unit
+        self.mesh: Mesh | None = None  # None: all ranks are data-parallel
+        self.purpose = ""  # what the program is doing, for messages about failed waits
+        # The run's membership, which outlives the job, if ranks may change (``comm.members.join``).
         self.members: Any = None
         self._of_axes: dict[tuple[str, ...], Any] = {}  # this rank's groups along axes of more than one rank
 
@@ -107,11 +92,8 @@ class Job:
     def open(mesh: Mesh | None = None, device: torch.device | None = None) -> Job:
         """Opens a job on the process group that there is now, and closes the one before.
 
-        Whoever starts a process group calls it. With ``mesh`` every rank must call it.
-
-        Args:
-            mesh: How the ranks are laid out; None: all ranks are data-parallel.
-            device: Where buffers live where a call does not pass one; None: see ``Connector.create``.
+        Whoever starts a process group calls it. With ``mesh`` (None: all ranks are data-parallel) every rank must call
+        it. ``device`` is as of the class.
 
         Raises:
             DeepSpeedConfigError: The mesh is not one of as many ranks as the process group has.
@@ -196,14 +178,11 @@ class Job:
         """
         record = self.watched.record_of(group) if self.ranks.is_initialized() else None
         if name is None:
-            name = DATA if record is None or self._is_data_parallel(record.group) else JOB
+            # All ranks of a mesh that divides the model; every other group is data-parallel.
+            divided = self.mesh if self.mesh is not None and self.mesh.size(*OTHER_PARTS) > 1 else None
+            size = 0 if record is None else self.ranks.size_of(record.group)
+            name = JOB if divided is not None and size >= divided.world_size else DATA
         return Axis(name, record, self.ranks, self.connector, self._device)
-
-    def _is_data_parallel(self, group: Any) -> bool:
-        """Returns False for all ranks of a mesh that divides the model, True for every other group."""
-        if self.mesh is None or self.mesh.size(*OTHER_PARTS) == 1:
-            return True
-        return self.ranks.size_of(group) < self.mesh.world_size
 
     def axis_over(
         self,
@@ -238,9 +217,6 @@ class Job:
     def set_mesh(self, found: Mesh | None, timeout: timedelta | None = None) -> None:
         """Registers the mesh and makes process groups along its axes. None removes it. Every rank must call it.
 
-        Args:
-            timeout: For transfers in the groups; None: torch's.
-
         Raises:
             DeepSpeedConfigError: It is not one of as many ranks as the job has.
             DivergenceError: Some rank does something else.
@@ -261,11 +237,8 @@ class Job:
     def group_along(self, *axes: str, timeout: timedelta | None = None) -> Any:
         """Returns this rank's process group along axes of the mesh. Every rank must call it, in the same order.
 
-        A group is made once: axes of one rank make no difference.
-
-        Args:
-            axes: Names of ``comm.job.mesh``, in any order.
-            timeout: For transfers in a group that is made now; None: torch's.
+        A group is made once, whatever the order of ``axes``: axes of one rank make no difference. ``timeout`` is for
+        transfers in a group that is made now; None: torch's.
 
         Raises:
             CallOrderError: No mesh is registered.
@@ -328,11 +301,8 @@ def _replace(job: Job) -> Job:
 def axis_of(group: Any, name: str | None = None) -> Axis:
     """Returns the ranks of a program's process group as an axis of the current job. No other rank has to call.
 
-    What outlives a job or a plan, such as a layer, keeps the group and calls this in each forward.
-
-    Args:
-        group: A torch process group; None: all ranks.
-        name: The name of the axis, for the traffic counters; None: see :meth:`Job.axis_of`.
+    What outlives a job or a plan, such as a layer, keeps the group and calls this in each forward. Arguments are those
+    of :meth:`Job.axis_of`.
     """
     return Job.adopt().axis_of(group, name)
 

@@ -44,12 +44,8 @@ from deepspeed.errors import DeepSpeedConfigError
 class JobMesh:
     """The job's mesh according to the program's objects, before the configuration is read. Every rank must make it.
 
-    Args:
-        mpu: The program's model-parallel unit, if any.
-        mesh_param: What ``initialize`` got, see :func:`~deepspeed.comm.job.mesh_sources.mesh_of_param`, or None.
-        model: A model that is cut already has a :class:`~deepspeed.comm.job.mesh.Mesh` as its attribute ``mesh``; so
-            may an mpu have. Of others, parameters that are ``DTensor`` objects have the ranks over which they are cut.
-        timeout: How long to wait for the other ranks.
+    A model that is cut already has a :class:`~deepspeed.comm.job.mesh.Mesh` as its attribute ``mesh``; so may an mpu
+    have. Of other models, parameters that are ``DTensor`` objects have the ranks over which they are cut.
 
     Raises:
         DeepSpeedConfigError: They form no mesh, or contradict each other.
@@ -102,9 +98,6 @@ class JobMesh:
     def mesh(self, root: Root) -> Mesh:
         """Returns the mesh of the job. Nothing is communicated.
 
-        Args:
-            root: The configuration.
-
         Raises:
             DeepSpeedConfigError: Sizes of axes in the configuration do not fit the mesh that the program gave.
         """
@@ -137,9 +130,6 @@ class JobMesh:
 
         Where all ranks are data-parallel nothing is registered, so that a second model of a process (a teacher, a
         reference) does not undo what the first one registered.
-
-        Args:
-            root: The configuration.
 
         Raises:
             DeepSpeedConfigError: Sizes of axes in the configuration do not fit the mesh that the program gave.

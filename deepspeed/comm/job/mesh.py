@@ -150,12 +150,7 @@ class Mesh:
         return tuple(name for name in self.names if name not in axes)
 
     def split(self, axis: str, outer: str, inner: tuple[str, int]) -> Mesh:
-        """Returns the same ranks with ``axis`` cut in two.
-
-        Args:
-            axis: The axis to cut; it is replaced.
-            outer: Name of the slower part.
-            inner: Name and size of the faster part: neighbors along ``axis``.
+        """Returns the same ranks with ``axis`` cut into ``outer`` and, faster, ``inner`` (name and size): neighbors.
 
         Raises:
             DeepSpeedConfigError: The size of ``axis`` is not a multiple of the inner one.
@@ -218,18 +213,15 @@ def data_mesh(world_size: int) -> Mesh:
 def mesh_of_places(places: Sequence[Mapping[str, int]], source: str) -> Mesh:
     """Returns the mesh in which every rank has the place that it reports.
 
-    The axes are put in the order in which ranks are numbered as usual, if there is one; else in that of ``AXES``.
-
-    Args:
-        places: By rank: its place on every axis. All name the same axes.
-        source: Where the places come from, for messages.
+    The axes are put in the order in which ranks are numbered as usual, if there is one; else in that of ``AXES``. All
+    ``places``, which are by rank, name the same axes; ``source`` is where they come from, for messages.
 
     Raises:
         DeepSpeedConfigError: The places are not those of a mesh: one is taken twice or not at all.
     """
     sizes = {name: 1 + max(place[name] for place in places) for name in places[0]}
     # Of two axes, the one whose first step leads further away in ranks is the slower one.
-    first = {name: _first_step(places, name) for name in sizes}
+    first = {name: next((rank for rank, place in enumerate(places) if place[name]), 0) for name in sizes}
     by_steps = sorted(sizes, key=lambda name: (-first[name], _usual_place(name)))
     usual = sorted(sizes, key=_usual_place)
     for order in (by_steps, usual):
@@ -251,11 +243,6 @@ def mesh_of_places(places: Sequence[Mapping[str, int]], source: str) -> Mesh:
         f"{math.prod(sizes.values())} places ({sized}), and every rank needs one of its own. They are {shown}"
         f"{'; ...' if len(places) > 8 else ''}. Check the ranks and sizes that it returns"
     )
-
-
-def _first_step(places: Sequence[Mapping[str, int]], axis: str) -> int:
-    """Returns the number of the first rank that is not at the beginning of ``axis``; 0 where all are."""
-    return next((rank for rank, place in enumerate(places) if place[axis]), 0)
 
 
 def _usual_place(axis: str) -> int:

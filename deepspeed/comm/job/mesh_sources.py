@@ -31,10 +31,6 @@ def mesh_of_mpu(mpu: Any, timeout: timedelta) -> Mesh:
 
     An mpu has the coordinates of its own rank only, so the ranks exchange them.
 
-    Args:
-        mpu: The program's model-parallel unit.
-        timeout: How long to wait for the other ranks.
-
     Raises:
         DeepSpeedConfigError: The places do not make a mesh; the same on every rank.
         DivergenceError: Some rank does something else.
@@ -54,9 +50,6 @@ def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
     """Returns the mesh of a torch ``DeviceMesh`` over all ranks of the job, under the names of this package.
 
     Neighboring dimensions that mean the same (``dp_replicate``, ``dp_shard``) become one axis.
-
-    Args:
-        device_mesh: With names for its dimensions.
 
     Raises:
         DeepSpeedConfigError: It has no names or unknown ones, two dimensions that are no neighbors mean the same, or
@@ -81,8 +74,7 @@ def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
 def ranks_of_dtensors(model: Any) -> list[int] | None:
     """Returns the ranks over which a model's ``DTensor`` parameters are cut, in order; None where it has none.
 
-    Args:
-        model: Its attribute :data:`TAKEN` marks a model whose parameters an engine has taken already.
+    The attribute :data:`TAKEN` marks a model whose parameters an engine has taken already.
 
     Raises:
         DeepSpeedConfigError: They lie on several groups of ranks, on a mesh of several axes, or are FSDP's.
@@ -130,9 +122,6 @@ def _refusal_of_fsdp(model: Any) -> str:
 def mesh_of_dtensors(ranks: Sequence[int]) -> Mesh:
     """Returns the mesh of a job in which ``ranks`` share layers: neighbors, or every n-th rank.
 
-    Args:
-        ranks: Result of :func:`ranks_of_dtensors`.
-
     Raises:
         DeepSpeedConfigError: The ranks are neither neighbors nor evenly apart.
     """
@@ -149,10 +138,7 @@ def mesh_of_dtensors(ranks: Sequence[int]) -> Mesh:
 
 
 def mesh_of_param(mesh_param: Any) -> Mesh:
-    """Returns the mesh of ``initialize(mesh_param=...)``.
-
-    Args:
-        mesh_param: A torch ``DeviceMesh``, a :class:`~deepspeed.comm.job.mesh.Mesh`, or the sizes ``(data, sequence)``.
+    """Returns the mesh of ``initialize(mesh_param=...)``: a ``DeviceMesh``, ``Mesh``, or sizes ``(data, sequence)``.
 
     Raises:
         DeepSpeedConfigError: It is none of these, or does not make up the job.
@@ -172,10 +158,7 @@ def mesh_of_param(mesh_param: Any) -> Mesh:
 def mesh_of_config(root: Root, world_size: int, *, stages: int = 1) -> Mesh:
     """Returns the mesh that the configuration requests: its degrees, and data-parallel ranks for the rest.
 
-    Args:
-        root: The configuration.
-        world_size: Ranks of the job.
-        stages: Stages of the pipeline, which are not in the configuration.
+    The stages of the pipeline are not in the configuration.
 
     Raises:
         DeepSpeedConfigError: The degrees do not divide ``world_size``.

@@ -76,7 +76,7 @@ def coordinates(mpu: Any) -> RankCoordinates:
         ),
         sequence_size=sequence_size,
         sequence_group=call_mpu(mpu, "get_sequence_parallel_group"),
-        model_size=_model_size(mpu),
+        model_size=_stages(mpu) * _tensor(mpu, "world_size", default=1),
         tensor_rank=_tensor(mpu, "rank", default=0),
     )
     _check(found)
@@ -111,8 +111,7 @@ def place_of(mpu: Any) -> dict[str, int]:
 
 def knows_its_place(mpu: Any) -> bool:
     """Returns whether :func:`place_of` is this rank's alone: an mpu may know the stages, but not its own."""
-    stages = int(call_mpu(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))
-    return (stages == 1 or call_mpu(mpu, *_STAGE) is not None) and (
+    return (_stages(mpu) == 1 or call_mpu(mpu, *_STAGE) is not None) and (
         _tensor(mpu, "world_size", default=1) == 1 or _tensor(mpu, "rank", default=-1) >= 0
     )
 
@@ -145,18 +144,13 @@ def call_mpu(mpu: Any, *names: str, default: Any = None) -> Any:
     return default
 
 
-def _shares_sequences(mpu: Any) -> bool:
-    """Returns whether its model-parallel ranks are sequence-parallel ones under an older name (upstream's own unit)."""
-    return hasattr(mpu, "initialize_sequence_parallel")
-
-
 def call_tensor_mpu(mpu: Any, what: str) -> Any:
     """Returns the mpu's tensor-parallel ``what`` (``group``, ``world_size`` or ``rank``); None if it has none.
 
     The names of model parallelism come last: they may span stages.
     """
-    if _shares_sequences(mpu):
-        return None
+    if hasattr(mpu, "initialize_sequence_parallel"):
+        return None  # upstream's own unit: its model-parallel ranks are sequence-parallel ones under an older name
     return call_mpu(mpu, *(f"get_{kind}_parallel_{what}" for kind in ("tensor_model", "slice", "model")))
 
 
@@ -165,6 +159,5 @@ def _tensor(mpu: Any, what: str, default: int) -> int:
     return default if found is None else int(found)
 
 
-def _model_size(mpu: Any) -> int:
-    pipe = int(call_mpu(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))
-    return pipe * _tensor(mpu, "world_size", default=1)
+def _stages(mpu: Any) -> int:
+    return int(call_mpu(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))

@@ -73,12 +73,7 @@ class Lease:
 
 
 class ProcessGroups:
-    """The process groups that a job makes.
-
-    Args:
-        ranks: The ranks of the job.
-        watched: Its groups in use; a group that is destroyed is forgotten there.
-    """
+    """The process groups that a job makes. A group that is destroyed is forgotten in ``watched``."""
 
     def __init__(self, ranks: Ranks, watched: WatchedGroups) -> None:
         self._ranks = ranks
@@ -169,55 +164,40 @@ class ProcessGroups:
         Ranks need not destroy engines at the same time, and after an error some may have issued a collective that
         others have not: the next one would be taken for it. So the members of a group must have issued equally many, on
         each channel, and no row of transfers between some of them may have failed (``WatchedGroup.row``).
-
-        Args:
-            usable: The groups that this rank may use, oldest first.
-            axis: Their members.
-            label: What the ranks are about to do, in words.
-            timeout: How long to wait for the other ranks.
         """
         watched = self._watched.of()
         if watched is None:
             return next(iter(usable), None)
         members = next(ranks for ranks in axis if watched.watch.rank in ranks)
-        by_number = {str(entry.number): entry for entry in usable if not self._has_open_rows(entry.group)}
-        offers = [f"{number} {self._issued_over(entry.group)}" for number, entry in by_number.items()]
+        by_number: dict[str, _CachedGroup] = {}
+        offers = []
+        for entry in usable:
+            group = self._watched.of(entry.group)
+            if group is not None and group.open_rows > 0:
+                continue
+            issued = (
+                0 if group is None else zlib.crc32(repr(sorted(group.watch.issued_over(group.scope).items())).encode())
+            )
+            by_number[str(entry.number)] = entry
+            offers.append(f"{entry.number} {issued}")
         numbers = [offer.split()[0] for offer in agree(watched.watch, label, members, timeout, offers)]
         if len(axis) > 1:
             numbers = agree(watched.watch, f"{label}, all of them", watched.ranks, timeout, numbers)
         return by_number[numbers[0]] if numbers else None
 
-    def _has_open_rows(self, group: Any) -> bool:
-        watched = self._watched.of(group)
-        return watched is not None and watched.open_rows > 0
-
-    def _issued_over(self, group: Any) -> int:
-        """Returns a checksum, equal on all members that have issued the same over ``group``."""
-        watched = self._watched.of(group)
-        if watched is None:
-            return 0
-        return zlib.crc32(repr(sorted(watched.watch.issued_over(watched.scope).items())).encode())
-
     def alone(self) -> Any:
         """Returns the group of this rank alone, made at the first call. Other ranks need not call it."""
-        if self._alone is None:
-            self._alone = self._make_alone()
+        if self._alone is None and dist.get_world_size() == 1:
+            self._alone = dist.group.WORLD
+        elif self._alone is None:
+            with unbound(), probed_connections():
+                self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         return self._alone
-
-    def _make_alone(self) -> Any:
-        if dist.get_world_size() == 1:
-            return dist.group.WORLD
-        with unbound(), probed_connections():
-            return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
     def beside(self, group: Any, timeout: timedelta | None) -> list[list[int]]:
         """Returns the members of ``group`` and of the groups of the other ranks. Every rank of the job must call it.
 
         Each rank has the members of its own group only; the ranks exchange them through the store.
-
-        Args:
-            group: This rank's; together they are all ranks, each once.
-            timeout: How long to wait for the other ranks; None: as torch.
 
         Raises:
             CommunicationError: The groups are not disjoint or do not cover all ranks; the same on every rank.

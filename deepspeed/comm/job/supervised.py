@@ -55,7 +55,6 @@ def collective(name: str, start: Callable[..., Any], group: Any, tensor: torch.T
     Args:
         name: Its name in torch; equal on all ranks that take part.
         start: Torch's function with all arguments but ``async_op``.
-        group: The ranks that take part; None: all.
         tensor: One of the tensors sent, any shape; None if the call blocks the host on every backend.
         async_op: Return at once, with a handle.
 
@@ -91,16 +90,10 @@ def blocking(name: str, call: Callable[[], Any], group: Any, patience: float | N
 def between(
     name: str, start: Callable[[], Any], group: Any, tensor: torch.Tensor, peer: int, *, sends: bool, tag: int
 ) -> Any:
-    """Starts a send or a receive and returns its handle.
+    """Starts a send or a receive of ``tensor`` (any shape) and returns its handle.
 
-    Args:
-        name: Its name in torch.
-        start: Torch's function with all its arguments.
-        group: The group; None: all ranks.
-        tensor: What is sent, of any shape.
-        peer: The other rank, by its number in the job.
-        sends: Whether this rank sends.
-        tag: The tag of the transfer.
+    ``start`` is torch's function with all its arguments, ``name`` its name; ``peer`` is the other rank's number in the
+    job.
     """
     work = start()
     watched = _watching(group, tensor)

@@ -20,11 +20,7 @@ from deepspeed.errors import DeepSpeedError
 
 
 class TracePoints:
-    """The trace points of one model, which all ranks of a group pass in the same order.
-
-    Args:
-        group: The torch process group whose collectives the layers call.
-    """
+    """The trace points of one model, which all ranks of the group whose collectives layers call pass in one order."""
 
     def __init__(self, group: Any) -> None:
         self._group = group

@@ -43,11 +43,7 @@ def waits_give_up(job: Job) -> Callable[[LostMember], None]:
 
 
 class JobManager:
-    """Starts the process groups of a run whose ranks change, one after the other.
-
-    Args:
-        links: The links of this process.
-    """
+    """Starts the process groups of a run whose ranks change, one after the other."""
 
     def __init__(self, links: MemberLinks) -> None:
         self._links = links
@@ -81,9 +77,27 @@ class JobManager:
         self._links.on_loss = self._break_off
         try:
             self._links.connect(_FORM_SECONDS)
-            self._export(plan, me.rank, me.host)
+            os.environ.update(
+                RANK=str(me.rank),
+                WORLD_SIZE=str(len(plan.members)),
+                LOCAL_WORLD_SIZE=str(sum(member.host == me.host for member in plan.members)),
+                MASTER_ADDR=plan.address[0],
+                MASTER_PORT=str(plan.address[1]),
+            )
             store = self._reach(plan)
-            job = self._start(plan, me.rank, store)
+            backend = default_backend()
+            start_world_group(
+                backend,
+                None if serves_host_only(backend) else local_device(),
+                store=dist.PrefixStore(f"epoch{plan.epoch}", store),
+                rank=me.rank,
+                world_size=len(plan.members),
+                timeout=timedelta(seconds=_GLOO_SECONDS),
+            )
+            distributed_c10d._set_pg_timeout(default_timeout())
+            store.set_timeout(default_timeout())
+            job = Job.open()
+            job.watched.begin()
         except (RuntimeError, OSError) as error:
             self._next = None
             if isinstance(error, CommunicationError):
@@ -107,17 +121,6 @@ class JobManager:
         """Drops the store after a member was lost during the start, so that no rank waits for that member."""
         self._next = None
 
-    @staticmethod
-    def _export(plan: JobPlan, rank: int, host: str) -> None:
-        here = sum(member.host == host for member in plan.members)
-        os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(len(plan.members)),
-            LOCAL_WORLD_SIZE=str(here),
-            MASTER_ADDR=plan.address[0],
-            MASTER_PORT=str(plan.address[1]),
-        )
-
     def _reach(self, plan: JobPlan) -> Any:
         """Returns the store of ``plan``.
 
@@ -139,21 +142,3 @@ class JobManager:
             store.set_timeout(timedelta(seconds=_FORM_SECONDS))
             return store
         raise CommunicationError(f"the store of the process group does not answer at {host}:{port}")
-
-    @staticmethod
-    def _start(plan: JobPlan, rank: int, store: Any) -> Job:
-        backend = default_backend()
-        device = None if serves_host_only(backend) else local_device()
-        start_world_group(
-            backend,
-            device,
-            store=dist.PrefixStore(f"epoch{plan.epoch}", store),
-            rank=rank,
-            world_size=len(plan.members),
-            timeout=timedelta(seconds=_GLOO_SECONDS),
-        )
-        distributed_c10d._set_pg_timeout(default_timeout())
-        store.set_timeout(default_timeout())
-        job = Job.open()
-        job.watched.begin()
-        return job

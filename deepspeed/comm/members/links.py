@@ -72,15 +72,10 @@ class _Link:
 
 
 class MemberLinks:
-    """The links of this process.
-
-    Args:
-        host: The address to listen at, which the other members can reach.
-        token: A secret of the run: a process without it is refused.
-    """
+    """The links of this process, which listens at an address of its host that the other members can reach."""
 
     def __init__(self, host: str, token: str) -> None:
-        self.token = token  # as given
+        self.token = token  # a secret of the run: a process without it is refused
         self.number = -1  # this process's number among the members; -1 before it has one
         # called in the watching thread when a member is lost; None: not reported
         self.on_loss: Callable[[LostMember], None] | None = None
@@ -163,10 +158,9 @@ class MemberLinks:
             return sorted(self._members.values(), key=lambda member: member.number)
 
     def expect_beats(self, silence: float) -> None:
-        """Sends heartbeats, and treats members that stop sending them as lost. All members must call it.
+        """Sends heartbeats; a member without one for ``silence`` seconds (0: none are sent) is lost.
 
-        Args:
-            silence: Seconds; 0: none are sent or expected.
+        All members must call it.
         """
         self._silence = silence
         self._wake()
@@ -186,13 +180,7 @@ class MemberLinks:
             return self._changed.wait_for(lambda: bool(self._lost), seconds)
 
     def settle(self, members: Sequence[RunMember], me: int, epoch: int = 0) -> None:
-        """Sets the members of the run from now on, and clears :attr:`lost`.
-
-        Args:
-            members: All, this process included.
-            me: Number of this process.
-            epoch: The epoch of their job.
-        """
+        """Sets the members of the run, number ``me`` among them, and the epoch of their job; clears :attr:`lost`."""
         kept = {member.number for member in members}
         with self._changed:
             self._epoch = epoch
@@ -234,9 +222,7 @@ class MemberLinks:
     def reply_to_join_requests(self, message: dict[str, Any], numbers: dict[str, int]) -> None:
         """Sends a message to the processes that want to join through this one, and takes them as members.
 
-        Args:
-            message: For all of them.
-            numbers: The number of each, by :func:`join_key`; those that are not in it wait on.
+        ``numbers`` has the number of each, by :func:`join_key`; those that are not in it wait on.
         """
         with self._changed:
             waiting = list(self._joining)
@@ -268,13 +254,6 @@ class MemberLinks:
         self._wake()
         self._thread.join(_SEND_SECONDS)
 
-    def close_here(self) -> None:
-        """Closes this process's descriptors without a message; for a child that was forked, without its threads."""
-        ends = [link.peer for link in (*self._links.values(), *self._joining, *self._new)]
-        for end in (*ends, self._listener, self._wake_reader, self._wake_writer):
-            with contextlib.suppress(OSError):
-                end.close()
-
     def _abandon(self) -> None:
         """Ends all links without the leave message: called first when the interpreter ends, which may take seconds.
 
@@ -303,12 +282,7 @@ class MemberLinks:
         return peer
 
     def adopt(self, peer: socket.socket, number: int, received: bytes = b"") -> None:
-        """Takes a connected socket as the link to a member.
-
-        Args:
-            number: The number of the member.
-            received: Bytes of messages that were read from the socket already.
-        """
+        """Takes a connected socket as the link to a member; ``received`` are bytes that were read from it already."""
         link = _Link(prepared(peer), number, received)
         with self._changed:
             self._links[number] = link
@@ -465,7 +439,10 @@ _present: weakref.WeakSet[MemberLinks] = weakref.WeakSet()
 def _close_in_child() -> None:
     """Closes the sockets of links in a forked process: otherwise its parent's end is not seen while it lives."""
     for links in list(_present):
-        links.close_here()
+        ends = [link.peer for link in (*links._links.values(), *links._joining, *links._new)]
+        for end in (*ends, links._listener, links._wake_reader, links._wake_writer):
+            with contextlib.suppress(OSError):
+                end.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

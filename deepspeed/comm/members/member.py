@@ -81,10 +81,5 @@ class JobPlan:
 
 
 def numbered(members: Sequence[RunMember], parts: int = 1) -> tuple[RunMember, ...]:
-    """Returns the members with the ranks 0, 1, 2, ... in their order.
-
-    Args:
-        members: In the order of their ranks.
-        parts: Parts of the model, which neighboring ranks hold.
-    """
+    """Returns the members with the ranks 0, 1, 2, ... in their order; neighboring ranks hold the parts of a model."""
     return tuple(replace(member, rank=rank, part=rank % parts) for rank, member in enumerate(members))

@@ -109,8 +109,12 @@ class Regroup:
                 self._refuse_split(living)
                 self._ready[self._links.number] = self._mine
                 if leader != self._links.number:
-                    self._links.send(leader, self._ready_message())
-                self._report_join_requests(numbers)
+                    self._links.send(leader, {"kind": "ready", **vars(self._mine), "lost": sorted(self._links.lost)})
+                # A spare reports its join requests to a member with a rank, which then starts a plan with them.
+                ranked = next((number for number in numbers if number in self._served), None)
+                if ranked is not None:
+                    report = {"kind": "joining", "epoch": self._mine.epoch, "count": requested}
+                    self._links.send(ranked, report)
             leads = leader == self._links.number and set(numbers) <= self._ready.keys()
             found = self._links.receive(0.0 if leads else _POLL_SECONDS)  # the leader has all earlier messages
             if found is not None:
@@ -126,27 +130,6 @@ class Regroup:
             "the run again from its last checkpoint"
         )
 
-    def _report_join_requests(self, living: Sequence[int]) -> None:
-        """Sends a member with a rank the number of processes with a join request to this spare.
-
-        That member then starts a plan, for which the leader needs them.
-        """
-        ranked = next((number for number in living if number in self._served), None)
-        if ranked is not None:
-            count = len(self._mine.join_requests)
-            self._links.send(ranked, {"kind": "joining", "epoch": self._mine.epoch, "count": count})
-
-    def _ready_message(self) -> dict[str, Any]:
-        lost = sorted(self._links.lost)
-        mine = self._mine
-        return {
-            "kind": "ready",
-            "epoch": mine.epoch,
-            "held": mine.held,
-            "join_requests": mine.join_requests,
-            "lost": lost,
-        }
-
     def _refuse_split(self, living: Sequence[RunMember]) -> None:
         """Raises without a majority of the former members, if a loss is uncertain, lest two halves both continue."""
         uncertain = [lost.member.name for lost in self._links.lost.values() if not lost.is_certain]
@@ -160,7 +143,10 @@ class Regroup:
     def _take(self, sender: int, message: dict[str, Any]) -> JobPlan | None:
         kind = message.get("kind")
         if kind == "ready":
-            if self._is_stale(message):
+            # Not from before its sender took the plan that this process took last: a member that has not taken that
+            # plan has lost a member of it, which the message lists.
+            planned = {member.number for member in self._links.members}
+            if int(message["epoch"]) < self._mine.epoch and not planned & set(message["lost"]):
                 return None
             self._ready[sender] = ReadyMember(int(message["epoch"]), message["held"], message["join_requests"])
             self._epochs = max(self._epochs, int(message["epoch"]))
@@ -174,14 +160,6 @@ class Regroup:
         elif kind == "failure":
             raise CommunicationError(str(message["text"]))
         return None
-
-    def _is_stale(self, message: dict[str, Any]) -> bool:
-        """Returns whether a ready message is from before its sender took the plan that this process took last.
-
-        A member that has not taken that plan has lost a member of it, which the message lists.
-        """
-        planned = {member.number for member in self._links.members}
-        return int(message["epoch"]) < self._mine.epoch and not planned & set(message["lost"])
 
     def _accept(self, plan: JobPlan) -> None:
         mine = {join_key(m.to_json()): m.number for m in plan.members if m.number in plan.newcomers}

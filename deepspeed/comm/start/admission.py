@@ -191,10 +191,7 @@ def receive_ranks(
 ) -> tuple[str, list[RankInfo], dict[int, str]]:
     """Runs the rendezvous of one run. All its ranks must call it, with a store that was used for nothing else.
 
-    Args:
-        store: A torch ``Store``; processes of other runs may have it too.
-        where: The store's place, for messages.
-        timeout: How long to wait for the others.
+    Processes of other runs may have the store too; ``where`` names it in messages.
 
     Returns:
         Prefix of the keys of this run; on rank 0 the facts of all ranks, on the others an empty list; and the processes
@@ -253,7 +250,10 @@ class _Host:
             if self._decision is not None or not self._missing():
                 break
             if now > deadline:
-                self._decision = self._absence()
+                self._decision = (
+                    f"{self._named_missing()} did not connect to {self._where} within {self._timeout}. Check that all "
+                    f"{self._me.world_size} processes were started and can reach that address"
+                )
             elif now > impatient_at:
                 impatient_at += _IMPATIENT_SECONDS
                 logger.warning(f"still waiting at {self._where} for {self._named_missing()}")
@@ -305,7 +305,8 @@ class _Host:
     def _judge(self, number: int, joining: JoiningProcess) -> None:
         me = self._me
         fits = joining.run == me.run and joining.world_size == me.world_size and 0 < joining.rank < me.world_size
-        if not fits or (not me.run and self._is_another_job(joining)):
+        is_another_job = joining.facts.host == me.facts.host and joining.job != me.job
+        if not fits or (not me.run and is_another_job and not joining.is_related_to(me)):
             self._refuse(number, joining)
             return
         there = self._members.get(joining.rank)
@@ -337,10 +338,6 @@ class _Host:
             "a run, tells runs apart"
         )
 
-    def _is_another_job(self, joining: JoiningProcess) -> bool:
-        me = self._me
-        return joining.facts.host == me.facts.host and joining.job != me.job and not joining.is_related_to(me)
-
     def _missing(self) -> list[int]:
         if len(self._members) == self._me.world_size - 1:
             return []
@@ -350,12 +347,6 @@ class _Host:
         missing = self._missing()
         some = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         return f"{'rank' if len(missing) == 1 else 'ranks'} {some} of {self._me.world_size}"
-
-    def _absence(self) -> str:
-        return (
-            f"{self._named_missing()} did not connect to {self._where} within {self._timeout}. Check that all "
-            f"{self._me.world_size} processes were started and can reach that address"
-        )
 
     def _answer(self, number: int, **answer: str) -> None:
         self._store.set(self._key(f"answer/{number}"), json.dumps(answer))
@@ -423,18 +414,16 @@ def _attend(
             now = time.monotonic()
             if rendezvous is None or now > look_at:
                 look_at = now + _HOST_PERIOD
-                there = _rendezvous_point_at(store)
+                there = RendezvousPoint.from_json(store.get(_HOST)) if store.check([_HOST]) else None
                 if there is not None and there != rendezvous:  # the first, or that of a rank 0 that was started again
                     rendezvous, number = there, _arrive(store, there, joining)
                 reason = None if rendezvous is None else _is_over_without(store, rendezvous, joining, where)
                 is_over = reason is not None
                 late_at = None if reason is None else late_at or now + _LATE_SECONDS
-                if (
-                    reason is not None
-                    and late_at is not None
-                    and now > late_at
-                    and not _waits_for_restart(rendezvous, joining)
-                ):
+                # A finished rendezvous may belong to the attempt before: then rank 0 will open another.
+                is_mine = rendezvous is not None and joining.has_agent and rendezvous.host.has_agent
+                waits_for_restart = is_mine and rendezvous is not None and rendezvous.host.run == joining.run
+                if reason is not None and late_at is not None and now > late_at and not waits_for_restart:
                     raise CommunicationError(reason)
             if now > impatient_at and (rendezvous is None or is_over):
                 impatient_at = math.inf  # logged once
@@ -463,25 +452,11 @@ def _attend(
     return str(answer["prefix"]), _without({int(rank): str(text) for rank, text in processes.items()}, joining.rank)
 
 
-def _rendezvous_point_at(store: Any) -> RendezvousPoint | None:
-    return RendezvousPoint.from_json(store.get(_HOST)) if store.check([_HOST]) else None
-
-
 def _arrive(store: Any, rendezvous: RendezvousPoint, joining: JoiningProcess) -> int:
     """Posts this process's description; returns the number under which the answer will be."""
     number: int = store.add(rendezvous.key("arrivals"), 1)
     store.set(rendezvous.key(f"arrival/{number}"), joining.to_json())
     return number
-
-
-def _waits_for_restart(rendezvous: RendezvousPoint | None, joining: JoiningProcess) -> bool:
-    """Returns whether a finished rendezvous may belong to the attempt before, so that rank 0 will open another."""
-    return (
-        rendezvous is not None
-        and joining.has_agent
-        and rendezvous.host.has_agent
-        and rendezvous.host.run == joining.run
-    )
 
 
 def _is_over_without(store: Any, rendezvous: RendezvousPoint, joining: JoiningProcess, where: str) -> str | None:
@@ -507,10 +482,7 @@ def _text(value: str | bytes) -> str:
 def _pauses(store: Any, ranks: int = 1) -> Callable[[str], None]:
     """Returns sleeps that get longer: short for who has just come, and cheap for the store later.
 
-    Args:
-        store: A torch ``Store``.
-        ranks: Processes that poll the store at the same time. Thousands of them wait there for the key that a sleep is
-            given.
+    ``ranks`` processes poll the store at the same time. Thousands of them wait there for the key that a sleep is given.
     """
     seconds = _SHORTEST_PAUSE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -28,19 +29,13 @@ def find_first_host(environ: Mapping[str, str]) -> str | None:
     """Returns the name or address of rank 0's host; None if no source has it. All ranks of the MPI job must call it.
 
     mpi4py is tried first if installed: a program with mpi4py may start MPI itself, which is allowed once per process.
-
-    Args:
-        environ: The variables that MPI has set.
     """
-    return _query_mpi4py() or _query_manager(environ) or _first_of_files(environ)
-
-
-def _query_mpi4py() -> str | None:
-    try:
+    host = None
+    with contextlib.suppress(ImportError):
         from mpi4py import MPI  # type: ignore[import-not-found]
-    except ImportError:
-        return None
-    return reachable(MPI.COMM_WORLD.bcast(f"{socket.gethostname()} {own_address(os.environ)}", root=0))
+
+        host = reachable(MPI.COMM_WORLD.bcast(f"{socket.gethostname()} {own_address(os.environ)}", root=0))
+    return host or _query_manager(environ) or _first_of_files(environ)
 
 
 def _query_manager(environ: Mapping[str, str]) -> str | None:
@@ -96,8 +91,7 @@ def reachable(text: str) -> str | None:
 def own_address(environ: Mapping[str, str]) -> str:
     """Returns an address of this host that others reach: of the route to mpirun's host, else of the default route.
 
-    Returns:
-        The address as text; empty if the host has no network.
+    Empty if the host has no network.
     """
     # "JOB;tcp://ADDRESS[,ADDRESS...]:PORT[;tcp6://[ADDRESS]:PORT]"
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")

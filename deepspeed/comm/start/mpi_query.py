@@ -71,12 +71,7 @@ def _succeed(call: str, status: int) -> None:
 
 
 def query_pmi(descriptor: int, rank: int, mine: str) -> str:
-    """Like :func:`query_pmix`, with PMI-1.
-
-    Args:
-        descriptor: Open connection to the process manager.
-        rank: The rank of this process.
-        mine: What rank 0 publishes.
+    """Like :func:`query_pmix`, with PMI-1, over an open connection to the process manager.
 
     Raises:
         OSError: The manager answers with an error, or has closed the connection.

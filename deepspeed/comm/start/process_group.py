@@ -226,11 +226,9 @@ def _start(
 
 
 def check_same_config(config: Mapping[str, Any] | Exception, group: Any = None) -> None:
-    """Compares the configuration of all ranks of ``group``. All of them must call it.
+    """Compares the configuration of all ranks of ``group`` (None: all). All of them must call it.
 
-    Args:
-        config: Value per dotted key; or why this rank could not read its configuration.
-        group: The ranks; None: all.
+    ``config`` is the value per dotted key; or why this rank could not read its configuration.
 
     Raises:
         DeepSpeedConfigError: A rank has another configuration, or could not read its own; the same on every rank.
@@ -243,11 +241,9 @@ def check_same_config(config: Mapping[str, Any] | Exception, group: Any = None) 
 
 
 def check_same_model(description: Sequence[str], group: Any = None) -> None:
-    """Compares the models of all ranks of ``group``. All of them must call it.
+    """Compares the models of all ranks of ``group`` (None: all). All of them must call it.
 
-    Args:
-        description: A line for everything that must be the same, beginning with its name and a colon.
-        group: The ranks; None: all.
+    ``description`` is a line for everything that must be the same, beginning with its name and a colon.
 
     Raises:
         DivergenceError: A rank has another model; the same on every rank.
@@ -316,12 +312,10 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
-    """Makes a group of some of the ranks. All ranks must call it, members or not, in the same order.
+    """Makes a group of some of the (global) ranks. All ranks must call it, members or not, in the same order.
 
-    Args:
-        ranks: Global ranks; None: all.
-        **options: Further arguments of :func:`torch.distributed.new_group` (``timeout``, ``backend``, ...). With
-            ``use_local_synchronization`` only the members call it.
+    ``options`` are further arguments of :func:`torch.distributed.new_group` (``timeout``, ``backend``, ...). With
+    ``use_local_synchronization`` only the members call it.
 
     Raises:
         DivergenceError: A rank makes another call.
@@ -401,9 +395,7 @@ def has_all_reduce_coalesced() -> bool:
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
     """Returns a torch :class:`~torch.distributed.device_mesh.DeviceMesh` over all ranks. All ranks must call it.
 
-    Args:
-        mesh_shape: Ranks per dimension; the product must be the number of ranks.
-        mesh_dim_names: One name per dimension.
+    The product of ``mesh_shape`` must be the number of ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -418,18 +410,14 @@ def choose_interface(environ: MutableMapping[str, str], store: Any, place: Place
 
     Gloo does not connect IPv4 with IPv6: if the machines' names resolve to addresses of both families, every machine
     sets the interface. Otherwise nothing is set on a machine whose name resolves to an address of the network.
-    Nothing is set in a job on one machine, or where the variable is already set.
-
-    Args:
-        environ: The environment, for the variable.
-        store: The rendezvous store of the run.
-        place: The place of this rank.
-        facts: The facts of all ranks, on rank 0; empty on the others.
+    Nothing is set in a job on one machine, or where the variable is already set. ``facts`` are those of all ranks, on
+    rank 0; the others find in the store what they need.
     """
     if place.rank == 0:
         here = facts[0].host
         other = next((fact.address for fact in facts if fact.host != here and fact.address), "")
-        store.set(_OTHER_HOST_KEY, json.dumps([other, _are_mixed([fact.named_address for fact in facts])]))
+        versions = {ipaddress.ip_address(fact.named_address).version for fact in facts if fact.named_address}
+        store.set(_OTHER_HOST_KEY, json.dumps([other, len(versions) > 1]))
     other, are_mixed = json.loads(store.get(_OTHER_HOST_KEY))
     if not other or environ.get(_INTERFACE_VARIABLE) or not (are_mixed or means_loopback(socket.gethostname())):
         return
@@ -451,11 +439,6 @@ def means_loopback(name: str) -> bool:
     """Returns whether a host name is unknown here or resolves to a loopback address first: gloo takes the first."""
     first = first_address(name)
     return first is None or ipaddress.ip_address(first).is_loopback
-
-
-def _are_mixed(addresses: Sequence[str]) -> bool:
-    """Returns whether some are IPv4 and some IPv6 addresses; empty ones do not count."""
-    return len({ipaddress.ip_address(address).version for address in addresses if address}) > 1
 
 
 def interface_of(address: str) -> str | None:

@@ -40,12 +40,8 @@ _served: list[torch_dist.TCPStore] = []  # the store, on rank 0
 def open_store(url: str | None, place: Place, timeout: timedelta) -> Any:
     """Returns the rendezvous store at ``url``, or else at the address and port of ``place``.
 
-    Args:
-        url: A torch rendezvous URL; None for the environment's.
-        place: The place of this process, which must have been exported into the environment.
-        timeout: How long to wait for the process that serves the store, and then for each answer.
-
-    Sets ``MASTER_PORT`` if rank 0 serves another port than that of ``place``.
+    The environment must have ``place``; ``MASTER_PORT`` is set if rank 0 serves another port. ``timeout`` is for the
+    process that serves the store, and then for each answer.
 
     Raises:
         CommunicationError: Another program listens there.
@@ -76,10 +72,6 @@ def _patiently(make: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
         if time.monotonic() > released_by:
             return otherwise()
         time.sleep(_RETRY_SECONDS)
-
-
-def _refuse(place: Place, url: str | None) -> NoReturn:
-    raise CommunicationError(_port_in_use(place, url))
 
 
 def _serve(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
@@ -164,12 +156,7 @@ def _wait_for_listener(rank: int, name: str, wanted: int, timeout: timedelta) ->
     """Waits until rank 0's machine accepts connections; returns its numeric address and the port.
 
     The name is resolved again in each attempt: a cluster's name server may know it only after the ranks have started.
-
-    Args:
-        rank: This rank, for log lines.
-        name: Host name or address of rank 0.
-        wanted: The port that was chosen for the rendezvous.
-        timeout: How long to wait.
+    The port may be another one than was ``wanted``.
 
     Raises:
         RuntimeError: Nobody listens there within ``timeout``; the message has what the name resolves to on this
@@ -225,12 +212,12 @@ def _not_here(name: str) -> str | None:
     return f"host {socket.gethostname()} takes that name for {' or '.join(addresses)}, which it is not"
 
 
-def _port_in_use(place: Place, url: str | None) -> str:
-    """Returns why rank 0 cannot open the store."""
+def _refuse(place: Place, url: str | None) -> NoReturn:
+    """Raises: rank 0 cannot open the store."""
     where, occupant = url or f"{place.address}:{place.port}", "another program"
     if url is None and place.port is not None:
         occupant = describe_listener(place.port)
-    return (
+    raise CommunicationError(
         f"rank {place.rank} of {place.world_size} (from {place.source}) cannot open {where}, where the ranks were to "
         f"meet: the port is held by {occupant}. {_remedy(place)}"
     )

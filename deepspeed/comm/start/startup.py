@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,13 +50,7 @@ class RankInfo:
 
 
 def own_facts(local_rank: int, backend: str, rendezvous_host: str | None = None) -> RankInfo:
-    """Returns the facts of this process.
-
-    Args:
-        local_rank: Its rank on the machine.
-        backend: Backend and device of the group.
-        rendezvous_host: Name or address of rank 0's machine; None if the rendezvous is a file.
-    """
+    """Returns the facts of this process; ``rendezvous_host`` is rank 0's machine, None if the rendezvous is a file."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
@@ -84,17 +78,9 @@ def compare_facts(facts: Sequence[RankInfo]) -> str | None:
         values = [str(getattr(fact, name)) for fact in facts]
         if len(set(values)) > 1:
             return _sentence(f"the {what}", values, facts, remedy)
-    return _compare_device_counts(facts)
-
-
-def _compare_device_counts(facts: Sequence[RankInfo]) -> str | None:
-    """Returns a message if machines have different numbers of devices and not one rank per device; else None."""
-    if len({fact.device_count for fact in facts}) == 1:
-        return None
-    ranks_on: dict[str, int] = defaultdict(int)
-    for fact in facts:
-        ranks_on[fact.host] += 1
-    if all(fact.device_count == ranks_on[fact.host] for fact in facts):
+    ranks_on = Counter(fact.host for fact in facts)
+    has_rank_per_device = all(fact.device_count == ranks_on[fact.host] for fact in facts)
+    if len({fact.device_count for fact in facts}) == 1 or has_rank_per_device:
         return None
     values = [str(fact.device_count) for fact in facts]
     return _sentence(
@@ -137,15 +123,10 @@ def rank_map(facts: Sequence[RankInfo]) -> list[str]:
 def agree_on_config(
     store: Any, topic: str, rank: int, world_size: int, config: Mapping[str, Any] | Exception, timeout: timedelta
 ) -> None:
-    """Compares the configuration of all ranks. All of them must call it.
+    """Compares the configuration of all ranks of a group, which share ``store``. All of them must call it.
 
-    Args:
-        store: A torch ``Store`` that all ranks share.
-        topic: Name of the group of ranks, the same on all.
-        rank: This rank in the group.
-        world_size: Its number of ranks.
-        config: Value per dotted key; or why this rank could not read its configuration.
-        timeout: How long to wait for the others.
+    ``topic`` names the group, the same on all; ``config`` is the value per dotted key, or why this rank could not read
+    its configuration.
 
     Raises:
         CommunicationError: A rank belongs to another run.
@@ -155,7 +136,8 @@ def agree_on_config(
     if isinstance(config, Exception):
         mine["error"] = str(config)
     else:
-        mine["values"] = json.dumps(config, sort_keys=True, default=_type_name)
+        # Of objects the class is compared: their ``repr`` may contain an address.
+        mine["values"] = json.dumps(config, sort_keys=True, default=lambda value: type(value).__name__)
     _, decision = _exchange(store, f"config/{topic}", rank, world_size, json.dumps(mine), _compare_configs, timeout)
     if decision is not None and decision.startswith(_MIXED_RUNS):
         raise CommunicationError(decision)
@@ -206,15 +188,8 @@ def agree_on_model(
 ) -> None:
     """Compares the models of all ranks. All of them must call it.
 
-    Ranks post digests; only if these differ, two ranks post their descriptions.
-
-    Args:
-        store: A torch ``Store`` that all ranks share.
-        topic: Name of the group of ranks, the same on all.
-        rank: This rank in the group.
-        world_size: Its number of ranks.
-        description: A line for everything that must be the same, beginning with its name and a colon.
-        timeout: How long to wait for the others.
+    Ranks post digests; only if these differ, two ranks post their descriptions. Arguments are as of
+    :func:`agree_on_config` and ``check_same_model``.
 
     Raises:
         DivergenceError: A rank has another model; the same on every rank.
@@ -300,8 +275,3 @@ def wait_for_readers(store: Any, key: str, count: int) -> None:
     deadline = time.monotonic() + _READ_SECONDS
     while store.add(key, 0) < count and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def _type_name(value: Any) -> str:
-    """Returns the text that is compared for an object: its ``repr`` may contain an address."""
-    return type(value).__name__

@@ -30,12 +30,8 @@ _LOST = "deepspeed/start/lost"
 def start_supervised(start: Callable[[], None], store: Any, neighbors: Mapping[int, str]) -> None:
     """Calls ``start``, which may block in torch. Every rank must call it.
 
-    Runs it in a thread of its own, since nothing interrupts it; if a rank is lost, the thread is abandoned.
-
-    Args:
-        start: Starts the process groups; computes on no device.
-        store: The store of the run, of which a second connection is made: the first one serves ``start``.
-        neighbors: Processes of the other ranks of this machine, by rank.
+    Runs it in a thread of its own, since nothing interrupts it; if a rank is lost, the thread is abandoned. ``start``
+    must not compute on a device. ``neighbors`` are the processes of the other ranks of this machine, by rank.
 
     Raises:
         CommunicationError: A rank has ended meanwhile.
@@ -48,7 +44,7 @@ def start_supervised(start: Callable[[], None], store: Any, neighbors: Mapping[i
         except BaseException as error:
             failures.append(error)
 
-    posts = store.clone()
+    posts = store.clone()  # the first connection serves ``start``
     posts.set_timeout(timedelta(seconds=_STORE_SECONDS))
     thread = threading.Thread(target=work, name="deepspeed-start", daemon=True)
     thread.start()

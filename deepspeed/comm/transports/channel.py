@@ -58,16 +58,11 @@ class SumBackend(Protocol):
 
 
 class Channel:
-    """Sums and gathers over the ranks of one axis. All of them must make the same calls in the same order.
-
-    Args:
-        transport: The transport between these ranks.
-        sums: The backend for sums where all ranks are on one host; None: the transport.
-    """
+    """Sums and gathers over the ranks of one axis. All of them must make the same calls in the same order."""
 
     def __init__(self, transport: Transport, sums: SumBackend | None = None) -> None:
         self._transport = transport
-        self._sums = sums
+        self._sums = sums  # where all ranks are on one host; None: sums too go through the transport
         self.rank = transport.rank  # this rank's place among them
         self.size = transport.size  # the number of ranks
         self._count = 0
@@ -83,9 +78,7 @@ class Channel:
     def reconnect(self, made: Channel, *, moves: bool = False) -> None:
         """Switches this channel to ``made``'s job, in place, so that layers that hold it need no change.
 
-        Args:
-            made: A channel with as many ranks and the same place of this rank. It must not be used afterwards.
-            moves: The place of this rank and the number of ranks may differ.
+        ``made`` has as many ranks and the same place of this rank, unless it ``moves``; it must not be used afterwards.
 
         Raises:
             DeepSpeedConfigError: The number of ranks or the place of this one differs.
@@ -100,28 +93,18 @@ class Channel:
         self._transport, self._sums, self._count = made._transport, made._sums, 0
 
     def place(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Returns memory to compute a summand in, so that :meth:`sum` need not copy it.
+        """Returns memory of this shape to compute a summand in, so that :meth:`sum` need not copy it.
 
-        Args:
-            shape: The shape of the summand.
-            like: A tensor with its dtype and device.
-
-        Returns:
-            A contiguous, uninitialized tensor, valid for the next :meth:`start_sum` only.
+        It is contiguous, uninitialized, and valid for the next :meth:`start_sum` only.
         """
         if self._sums is not None and self._sums.serves(math.prod(shape), like.dtype):
             return self._sums.place(shape, like.dtype)
         return like.new_empty(shape)
 
     def start_sum(self, values: torch.Tensor, label: str) -> PendingSum:
-        """Begins to sum ``values`` over the ranks.
+        """Begins to sum ``values`` over the ranks; the result has their shape and dtype.
 
-        Args:
-            values: Contiguous, floating; no view, unless from :meth:`place`. The caller must not use it afterwards.
-            label: Describes the transfer, for errors about waits.
-
-        Returns:
-            The pending sum; its result has the shape and dtype of ``values``.
+        They are contiguous, floating, and no view, unless from :meth:`place`. The caller must not use them afterwards.
         """
         if self._sums is not None and self._sums.serves(values.numel(), values.dtype):
             return self._sums.start(values, label)
@@ -146,13 +129,7 @@ class Channel:
         return self.start_sum(values.contiguous(), label).wait()
 
     def gather(self, values: torch.Tensor, lengths: Sequence[int], label: str) -> list[torch.Tensor]:
-        """Returns every rank's ``values``, which differ in the extent of the last dimension.
-
-        Args:
-            values: This rank's.
-            lengths: Last extent on each rank.
-            label: What is transferred.
-        """
+        """Returns every rank's ``values``, which differ in the extent of the last dimension: ``lengths``, by rank."""
         head, mine = values.shape[:-1], values.contiguous()
         if len(set(lengths)) == 1:
             rows = values.new_empty((self.size, *values.shape))
@@ -171,9 +148,7 @@ class Channel:
     def scatter_sum(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Returns this rank's part, along dimension 0, of the sum of ``values``.
 
-        Args:
-            values: Contiguous; its first extent is a multiple of the number of ranks.
-            label: What is transferred.
+        They are contiguous, and their first extent is a multiple of the number of ranks.
         """
         flat = values.view(-1)
         out = torch.empty(flat.numel() // self.size, dtype=flat.dtype, device=flat.device)

@@ -92,13 +92,8 @@ def gather_from(
 ) -> torch.Tensor:
     """Returns the whole tensor; each rank passes its part.
 
-    Args:
-        values: This rank's part.
-        channel: The ranks.
-        dim: The dimension along which equally long parts lie one after the other; or what divides otherwise.
-        is_partial: Gradients are summands and are summed; False: they are equal on all ranks, and each takes its part.
-            Equal parts only.
-        label: What is transferred.
+    Parts lie one after the other along ``dim``, equally long, or as another division lays them out. With ``is_partial``
+    (equal parts only) gradients are summands and are summed; else they are equal on all ranks, and each takes its part.
     """
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
@@ -117,13 +112,9 @@ def scatter_to(
     dim: int | UnequalParts,
     label: str = "the gradient of a cut sequence",
 ) -> torch.Tensor:
-    """Returns this rank's part of a tensor that all ranks have; the backward gathers the gradient.
+    """Returns this rank's part of ``values`` (any shape, equal on all ranks); the backward gathers the gradient.
 
-    Args:
-        values: Any shape, equal on all ranks.
-        channel: The ranks.
-        dim: The dimension that is cut into equal parts, which the number of ranks divides; or what divides otherwise.
-        label: What is transferred in the backward pass.
+    ``dim`` is cut into equal parts, so the number of ranks divides it; or it is another division.
     """
     return _CollectiveFunction.apply(
         values, lambda x: _part(x, channel, dim), lambda gradient: _whole(gradient, channel, dim, label)
@@ -134,13 +125,9 @@ def scatter_to(
 def reduce_scatter_to(
     values: torch.Tensor, channel: Channel, dim: int, label: str = "the sum of an output"
 ) -> torch.Tensor:
-    """Returns this rank's part along ``dim`` of the sum over the ranks; gathers the gradient.
+    """Returns this rank's part along ``dim`` of the sum of ``values`` over the ranks; gathers the gradient.
 
-    Args:
-        values: This rank's summand; shapes are equal on all ranks, whose number divides the dimension ``dim``.
-        channel: The ranks.
-        dim: The dimension that is cut.
-        label: What is transferred.
+    Shapes are equal on all ranks, whose number divides the dimension.
     """
     back = f"the gradient of {label}"
     return _CollectiveFunction.apply(
@@ -177,15 +164,9 @@ class _AllToAllFunction(torch.autograd.Function):
 def all_to_all(exchange: AllToAll, *values: torch.Tensor, expected: object = None) -> Any:
     """Returns what arrives in an exchange; the backward sends the gradients back.
 
-    It writes and reads the pieces where ``exchange`` lays them out, so it needs no copy of its own.
-
-    Args:
-        exchange: The pieces.
-        *values: What this rank sends, of any shapes.
-        expected: Kept until the backward is over, such as the token of ``comm.watch.backward_comm.note``.
-
-    Returns:
-        A tensor or a tuple of tensors, as ``exchange.run`` does.
+    It sends ``values`` (any shapes) and returns what ``exchange.run`` does, and needs no copy of its own: pieces are
+    where ``exchange`` lays them out. ``expected`` is kept until the backward is over, such as a token of
+    ``comm.job.backward_comm.note``.
     """
     return _AllToAllFunction.apply(exchange, expected, *values)
 

@@ -26,21 +26,11 @@ def pause(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _finish(total: torch.Tensor, out: torch.Tensor, how: Reduction) -> None:
-    """Casts and scales the sum that a collective has left."""
-    scaled_sum([total], out, how.scale, how.visit)
-
-
 class NativeWork:
     """One of torch's works: its wait is supervised, and what must follow it is done after it.
 
-    Args:
-        work: The work.
-        transport: What issued it.
-        ticket: The transfer's number on its channel.
-        label: What is transferred.
-        finish: Called after it; where the transport has a stream for that, at once, to queue what it does there.
-        keep: Tensors that must live until then.
+    ``finish`` is called after it; where the transport has a stream for that, at once, to queue what it does there.
+    ``keep`` are tensors that must live until then.
     """
 
     def __init__(
@@ -66,14 +56,19 @@ class NativeWork:
 
     def poll(self, seconds: float) -> bool:
         """Polls the transfer on the host, like ``transport.poll``; no stream of the device waits for it."""
-        if not self.will_arrive():
-            self._transport.guard_poll(lambda: self._poll(seconds), self._ticket, self._label)
-        return self.will_arrive()
 
-    def _poll(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not self.will_arrive() and time.monotonic() <= until:
-            pause(_POLL)
+        def polling() -> None:
+            until = time.monotonic() + seconds
+            while not self.will_arrive() and time.monotonic() <= until:
+                pause(_POLL)
+
+        watch = self._transport.watch
+        if watch is None:
+            polling()
+        elif not self.will_arrive():  # supervised: the others may depend on what comes next
+            ranks, on_stream = self._transport.ranks, self._transport.runs_on_stream
+            watch.wait(polling, *self._ticket, self._label, ranks, on_stream=on_stream, gives_up=True)
+        return self.will_arrive()
 
     def wait(self) -> None:
         """Blocks (host or current stream) until the result is in place. Later calls return at once."""
@@ -89,14 +84,7 @@ class NativeWork:
 
 
 class NativeTransport(Transport):
-    """The backend's own collectives. Calls must be made in the same order on all ranks of the group.
-
-    Args:
-        group: The torch process group.
-        rank: This rank in it.
-        size: Ranks in it.
-        device: What the backend reads and writes; small exchanges pass through it.
-    """
+    """The backend's own collectives, on ``device``. Calls must be made in the same order on all ranks of the group."""
 
     name = "native"
     needs_one_order = True
@@ -118,13 +106,6 @@ class NativeTransport(Transport):
             reached = get_accelerator().Event()
             reached.record(self.stream)
             self.watch.follow(reached, *ticket, label, self.ranks)
-
-    def guard_poll(self, polling: Callable[[], Any], ticket: tuple[str, int], label: str) -> None:
-        """Runs a wait for ``ticket`` that ends after a while, supervised: the others may depend on what comes next."""
-        if self.watch is None:
-            polling()
-        else:
-            self.watch.wait(polling, *ticket, label, self.ranks, on_stream=self.runs_on_stream, gives_up=True)
 
     @property
     def stream(self) -> Any:
@@ -149,8 +130,7 @@ class NativeTransport(Transport):
     def queue_after(self, work: Any, finish: Callable[[], None]) -> Any:
         """Queues ``finish`` after a work that was just issued, beside the current stream.
 
-        Returns:
-            The event after it, for which the current stream must wait before it uses the result.
+        Returns the event after it, for which the current stream must wait before it uses the result.
         """
         accelerator = get_accelerator()
         with accelerator.stream(self.finishing_stream):
@@ -186,7 +166,7 @@ class NativeTransport(Transport):
         traffic.record_ran("reduce_scatter_tensor", nbytes, self.axis)
         target = out if out.dtype == flat.dtype else torch.empty_like(self.my_slice(flat))
         work = self.group._reduce_scatter_base(target, flat)
-        finish = functools.partial(_finish, target, out, how)
+        finish = functools.partial(scaled_sum, [target], out, how.scale, how.visit)
         return self._work(work, "reduce", how.key, how.label, finish, (flat, out))
 
     @override
@@ -198,7 +178,7 @@ class NativeTransport(Transport):
             return DoneWork()
         traffic.record_ran("all_reduce", 2 * nbytes, self.axis)
         work = self.group.allreduce([flat])
-        finish = functools.partial(_finish, flat, out, how)
+        finish = functools.partial(scaled_sum, [flat], out, how.scale, how.visit)
         return self._work(work, "reduce", how.key, how.label, finish, (flat, out))
 
     @override

@@ -14,25 +14,18 @@ from deepspeed.comm.transports.transport import Transport
 def gather_objects(transport: Transport, value: Any, *, label: str) -> list[Any]:
     """Returns every rank's ``value``, by rank. Every rank of the group must call it, and it blocks.
 
-    Args:
-        transport: Between the ranks, over host memory; see ``Connector.objects``.
-        value: What pickle takes. The others unpickle it, so all ranks must trust each other.
-        label: What the ranks are doing, for messages of waits in vain.
+    The transport (``Connector.objects``) is over host memory. The others unpickle the value, so all ranks must trust
+    each other.
     """
-    return (
-        [value]
-        if transport.size == 1
-        else [pickle.loads(each) for each in _gather(transport, pickle.dumps(value), label)]
-    )
+    if transport.size == 1:
+        return [value]
+    return [pickle.loads(each) for each in _gather(transport, pickle.dumps(value), label)]
 
 
 def gather_json(transport: Transport, value: Any, *, label: str) -> list[Any]:
     """Returns every rank's ``value``, by rank, as :func:`gather_objects` does. What comes is data and cannot run code.
 
-    Args:
-        transport: As there.
-        value: What JSON takes. Tuples arrive as lists, this rank's own included.
-        label: As there.
+    Tuples arrive as lists, this rank's own included.
     """
     text = json.dumps(value).encode()
     return [json.loads(each) for each in ([text] if transport.size == 1 else _gather(transport, text, label))]

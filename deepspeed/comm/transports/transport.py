@@ -53,11 +53,8 @@ Visit = Callable[[torch.Tensor], None]
 def transfer_key(owner: int, bucket: int, kind: int, count: int) -> int:
     """Returns the number that matches the sends and receives of one transfer (below 2**30).
 
-    Args:
-        owner: Number of the engine.
-        bucket: Index of the bucket.
-        kind: 0 for gathers, 1 for reductions, 2 for transfers.
-        count: Transfers of this bucket so far.
+    ``owner`` is the number of the engine, ``kind`` 0 for gathers, 1 for reductions, 2 for transfers, ``count`` the
+    transfers of this bucket so far.
     """
     return ((owner % OWNERS * _BUCKETS + bucket % _BUCKETS) * _ROUNDS + count % _ROUNDS) * 4 + kind
 
@@ -73,25 +70,16 @@ class Work(Protocol):
 
 
 def poll(work: Work, seconds: float) -> bool | None:
-    """Blocks the host, but no stream, until the device has finished a transfer.
+    """Blocks the host, but no stream, until the device has finished a transfer, ``seconds`` at most.
 
-    Args:
-        work: The transfer.
-        seconds: How long to wait at most.
-
-    Returns:
-        Whether it is finished; None, at once, of a transfer that no device runs.
+    Returns whether it is finished; None, at once, of a transfer that no device runs.
     """
     method = getattr(work, "poll", None)
     return None if method is None else method(seconds)
 
 
 def job_is_over(what: str) -> CommunicationError:
-    """Returns the error for the use of something whose job is over.
-
-    Args:
-        what: Was wanted.
-    """
+    """Returns the error for the use of something whose job is over; ``what`` was wanted."""
     return CommunicationError(
         f"{what}: the process group of this belongs to a job that is over (destroy_process_group was called). "
         "Make a new engine with deepspeed.initialize"
@@ -138,14 +126,12 @@ class _UnpackingWork:
         self._work, self._flat, self._places = work, flat, places
 
     def wait(self) -> None:
-        """Blocks (host or current stream) until the result is in place. Later calls return at once."""
         self._work.wait()
         with torch.no_grad():
             packing.read(self._flat, self._places)
         self._flat, self._places = self._flat[:0], ()
 
     def will_arrive(self) -> bool:
-        """Returns whether all peers are known to have sent their part, so that waiting needs no further call."""
         return self._work.will_arrive()
 
 
@@ -177,13 +163,9 @@ class FailedWork:
 
 
 def start_p2p(transfer: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int) -> Any:
-    """Starts a process group's ``send`` or ``recv``. If the connection is closed, returns work whose ``wait()`` raises.
+    """Starts a process group's ``send`` or ``recv`` of ``tensor`` (contiguous, any shape).
 
-    Args:
-        transfer: The method.
-        tensor: Contiguous, any shape.
-        peer: The other rank in the group.
-        tag: The tag of the transfer.
+    If the connection is closed, returns work whose ``wait()`` raises.
     """
     try:
         return transfer([tensor], peer, tag)
@@ -192,47 +174,35 @@ def start_p2p(transfer: Callable[..., Any], tensor: torch.Tensor, peer: int, tag
 
 
 class Transport:
-    """Moves slices inside one group.
-
-    Attributes:
-        needs_one_order: Transfers must be issued in one order on all ranks, also between transports: see "Two NCCL
-            communicators" in docs/design/zero.md.
-        group: The torch process group, or None for the transport of one rank.
-        rank: This rank in the group.
-        size: Ranks in the group.
-        ranks: Their numbers in the job; empty for the transport of one rank.
-        owner: Number of the engine that the transfers belong to; equal on all ranks.
-        watch: The job's; None where no rank is waited for.
-        watched: How this rank takes part in the process group; None where it waits for no other.
-        scope: Begins the names of its channels.
-        small_device: Where a tensor for :meth:`gather_small` may be besides the host; None: nowhere.
-        axis: Name of the axis that the ranks lie along, for the traffic counters.
-        started: Collectives, sends and recvs that this transport has started in the process group so far.
-        runs_on_stream: Transfers run on a stream of the device, and so do waits for them.
-        is_exact: What is gathered is what was there. Otherwise it is what some codes stand for, on all ranks the same
-            (``comm.codecs.coded``): in this rank's own slice too.
-    """
+    """Moves slices inside one group."""
 
     name = "local"
-    small_device: torch.device | None = None
+    small_device: torch.device | None = None  # where a tensor for gather_small may be besides the host
+    # What is gathered is what was there. Otherwise it is what some codes stand for, on all ranks the same
+    # (``comm.codecs.coded``): in this rank's own slice too.
     is_exact = True
+    # Transfers must be issued in one order on all ranks, also between transports: see "Two NCCL communicators" in
+    # docs/design/zero.md.
     needs_one_order = False
-    runs_on_stream = False
+    runs_on_stream = False  # transfers run on a stream of the device, and so do waits for them
 
     def __init__(self, group: Any, rank: int, size: int, axis: str = DATA) -> None:
-        self.group = group
-        self.rank = rank
+        self.group = group  # the torch process group, or None for the transport of one rank
+        self.rank = rank  # this rank in the group
         self.size = size
-        self.axis = axis
-        self.ranks: tuple[int, ...] = ()
-        self.owner = 0
-        self.watch: Watch | None = None
+        self.axis = axis  # name of the axis that the ranks lie along, for the traffic counters
+        self.ranks: tuple[int, ...] = ()  # numbers of the ranks in the job; empty for the transport of one rank
+        self.owner = 0  # number of the engine that the transfers belong to; equal on all ranks
+        self.watch: Watch | None = None  # the job's; None where no rank is waited for
+        # how this rank takes part in the process group; None where it waits for no other
         self.watched: WatchedGroup | None = None
-        self.started = 0
+        self.started = 0  # collectives, sends and recvs that this transport has started in the process group so far
         self._moves = 0
-        self.companion: Transport | None = None
+        self.companion: Transport | None = None  # the transport of this engine's reductions
+        # Set during backward, on all ranks alike: gathers on gloo also send how many reductions a rank has started, so
+        # that its peers know which can complete (see ``Work.will_arrive``).
         self.confirms = False
-        self.scope = ""
+        self.scope = ""  # begins the names of its channels
         self._peers: Transport | None = None
 
     @property
@@ -273,8 +243,7 @@ class Transport:
     def next_owner(self, users: str = "") -> int:
         """Returns a number for one more engine on this group; equal on all ranks if all make their engines together.
 
-        Args:
-            users: Others than engines, who are counted by themselves.
+        ``users`` other than engines are counted by themselves.
         """
         return self.watch.next_owner(self.scope + users) if self.watch is not None else 0
 
@@ -312,22 +281,18 @@ class Transport:
         return flat.narrow(0, self.rank * length, length)
 
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """Fills ``flat`` (1-D, any dtype) from the slices; this rank's own slice must be in place.
+        """Fills ``flat`` (1-D, any dtype) from its ``size`` equal slices; this rank's own slice must be in place.
 
-        Args:
-            flat: Buffer of ``size`` equal slices.
-            key: Number that is equal on all ranks for this gather and for no other one in flight.
-            label: What is transferred, for error messages.
+        ``key`` is a number that is equal on all ranks for this gather and for no other one in flight; ``label`` says
+        what is transferred, for error messages.
         """
         raise NotImplementedError
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         """Sums every rank's ``flat`` and leaves ``how.scale`` times this rank's slice of the sum in ``out``.
 
-        Args:
-            flat: 1-D buffer of ``size`` equal slices in the reduce dtype; unchanged afterwards unless documented.
-            out: 1-D fp32 buffer of one slice.
-            how: The rest.
+        ``flat`` is 1-D, of ``size`` equal slices in the reduce dtype, and unchanged afterwards unless documented;
+        ``out`` is 1-D fp32, one slice.
         """
         raise NotImplementedError
 
@@ -345,24 +310,13 @@ class Transport:
     def swap(self, flat: torch.Tensor, out: torch.Tensor, *, key: int, label: str) -> Work:
         """Starts an all-to-all of equal slices: rank *r* receives slice *r* of every rank's ``flat``.
 
-        It is the first half of a reduction that codecs make themselves; :meth:`share` is the second.
-
-        Args:
-            flat: 1-D buffer of ``size`` equal slices.
-            out: 1-D, as long and of the same dtype; receives the slices for this rank, in rank order.
-            key: Number that is equal on all ranks for this reduction and for no other one in flight.
-            label: What is transferred, for error messages.
+        It is the first half of a reduction, of the number ``key``, that codecs make themselves; :meth:`share` is the
+        second. ``out`` (1-D, as long and of the same dtype) receives the slices for this rank, in rank order.
         """
         raise NotImplementedError
 
     def share(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """Starts an all-gather into ``flat`` (1-D, any dtype): the second half of the reduction ``key``.
-
-        Args:
-            flat: Buffer of ``size`` equal slices; this rank's own slice must be in place.
-            key: Number of the reduction.
-            label: What is transferred, for error messages.
-        """
+        """Starts an all-gather into ``flat`` (1-D), as :meth:`all_gather`: the second half of the reduction ``key``."""
         raise NotImplementedError
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
@@ -378,8 +332,7 @@ class Transport:
     def start_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> Callable[[], torch.Tensor]:
         """Starts a :meth:`gather_small` of a 1-D ``tensor``, without blocking where the transport can.
 
-        Returns:
-            A function that waits for the rows and returns them, 2-D on the host.
+        Returns a function that waits for the rows and returns them, 2-D on the host.
         """
         rows = self.gather_small(tensor, channel=channel, label=label)
         return lambda: rows
@@ -398,11 +351,7 @@ class Transport:
         """Sends and receives many tensors in one round; blocks.
 
         Every rank must call it, with the transfers that it takes part in, in the same order as their other ranks;
-        a rank may take part in none.
-
-        Args:
-            transfers: What is sent; a transfer from a rank to itself is left to the caller.
-            label: What is transferred, for error messages.
+        a rank may take part in none. A transfer from a rank to itself is left to the caller.
         """
         raise NotImplementedError
 
@@ -418,20 +367,13 @@ class Transport:
             sent: How many rows go to each rank, in order; together they are all.
             out: Contiguous, of the same dtype and row length; not ``source``.
             received: How many rows come from each rank: as that rank announces.
-            label: What is transferred, for error messages.
         """
         raise NotImplementedError
 
     def staging_buffer(self, numel: int, like: torch.Tensor, *, label: str) -> torch.Tensor:
         """Returns memory for the data of the very next :meth:`exchange`; saves a copy where ranks share memory.
 
-        Args:
-            numel: Elements for all other ranks together; what they get lies there in their order.
-            like: Has the dtype and device.
-            label: The label of the exchange.
-
-        Returns:
-            1-D, with any values.
+        It is 1-D: ``numel`` elements for all other ranks together; what they get lies there in their order.
         """
         return like.new_empty(numel)
 
@@ -447,7 +389,6 @@ class Transport:
             arriving: By rank, memory for as many elements as that rank announces for this one; for those of this rank
                 itself, tensors of the same shapes as leave.
             like: Has the dtype in which they are sent, which is that of ``arriving``, and their device.
-            label: What is transferred, for error messages.
         """
         sent, received = ([numel_of(part) for part in parts] for parts in (leaving, arriving))
         flat = [tensor for part in leaving for tensor in part]
@@ -466,9 +407,8 @@ class Transport:
     def next_move(self, label: str = "") -> int:
         """Returns the key of the next round of transfers.
 
-        Args:
-            label: What is transferred, equal on all ranks. Rounds of different things then never meet: ranks that took
-                different branches wait, and are named, where tensors of other sizes would end the process.
+        With a label (equal on all ranks) rounds of different things never meet: ranks that took different branches
+        wait, and are named, where tensors of other sizes would end the process.
         """
         self._moves += 1
         return transfer_key(self.owner, zlib.crc32(label.encode()) if label else 0, _TRANSFERS, self._moves)
@@ -477,11 +417,8 @@ class Transport:
 def scaled_sum(parts: list[torch.Tensor], out: torch.Tensor, scale: float, visit: Visit | None = None) -> None:
     """Computes ``out = scale * (parts[0] + parts[1] + ...)`` in fp32, left to right, in cache-sized chunks.
 
-    Args:
-        parts: 1-D tensors of equal length and any floating dtype.
-        out: 1-D fp32 tensor of that length; may be ``parts[0]``.
-        scale: Factor on the sum.
-        visit: Called with every finished chunk while it is in the cache, a multiple of 64 elements if ``out`` is one.
+    ``parts`` are 1-D tensors of equal length and any floating dtype, ``out`` is 1-D fp32 and may be the first of them.
+    ``visit`` is called with every finished chunk while it is in the cache, a multiple of 64 elements if ``out`` is one.
     """
     numel = out.numel()
     chunk = CHUNK if out.device.type == "cpu" else numel

@@ -20,15 +20,8 @@ from deepspeed.comm.watch.watchdog import Watch
 def store_barrier(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, word: str = "") -> list[str]:
     """Waits until all ``members`` have come to the same call, in one round through the store.
 
-    Args:
-        watch: The job's.
-        label: What they are about to do, in words; equal on all of them.
-        members: Their ranks, in one order; this rank is one.
-        timeout: How long to wait.
-        word: Text to send to the others; either all members give one, or none.
-
-    Returns:
-        The word of each member.
+    The label says what they are about to do, equal on all of them. ``members`` are their ranks, in one order; this rank
+    is one. Either all of them send a ``word``, or none; the words are returned in their order.
 
     Raises:
         DivergenceError: Some of them wait for something else.
@@ -44,17 +37,8 @@ def store_barrier(watch: Watch, label: str, members: Sequence[int], timeout: tim
 def agree(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, offers: Sequence[str]) -> list[str]:
     """Waits until all ``members`` have come to the same call; arguments and errors as in :func:`store_barrier`.
 
-    A rank reads one key per offer of its own, for any number of ranks.
-
-    Args:
-        watch: See :func:`store_barrier`.
-        label: See :func:`store_barrier`.
-        members: See :func:`store_barrier`.
-        timeout: See :func:`store_barrier`.
-        offers: What this rank accepts, each once; may be empty.
-
-    Returns:
-        The offers that every member made, in the order of ``offers``.
+    Returns those of this rank's offers that every member made, in their order. A rank reads one key per offer of its
+    own, for any number of ranks.
     """
     rendezvous = _BarrierRound(watch, label, tuple(members))
     for offer in offers:
@@ -75,9 +59,8 @@ class _BarrierRound:
     def wait(self, timeout: timedelta, *, has_words: bool = False) -> bytes:
         """Waits until all ranks have written their values and reached this call.
 
-        Returns:
-            The compressed words of all, which the last one has put together: else each rank would read as many as
-            there are ranks. Empty without ``has_words``.
+        Returns the compressed words of all, which the last one has put together: else each rank would read as many as
+        there are ranks. Empty without ``has_words``.
         """
         store = self._watch.store
         everything = f"{self.scope}/all"
@@ -90,13 +73,7 @@ class _BarrierRound:
 
 
 class SupervisedStore:
-    """The job's store for an exchange in which all ``members`` take part; its waits are supervised.
-
-    Args:
-        watch: The job's.
-        label: The exchange, in words; equal on all members.
-        members: Their ranks.
-    """
+    """The job's store for an exchange in which all ``members`` take part; its waits are supervised."""
 
     def __init__(self, watch: Watch, label: str, members: Sequence[int]) -> None:
         self._watch = watch

@@ -34,8 +34,7 @@ class ForwardQueue:
     def progress_pending(self, last: ForwardRequest | None = None) -> None:
         """Forwards pending requests in order, up to ``last``; None: all. Does nothing outside the training thread.
 
-        Args:
-            last: The last request to forward. If it is not (or no longer) in the queue, nothing is done.
+        Nor if ``last`` is not (or no longer) in the queue.
         """
         if not self._pending or self._training.is_elsewhere() or (last is not None and last not in self._pending):
             return

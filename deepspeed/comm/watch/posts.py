@@ -38,12 +38,7 @@ _LEFT = {"has_left", "issued"}
 
 
 def read_post(text: str, size: int) -> dict[str, Any] | None:
-    """Returns a rank's post with every value of the right type; None if the text is no post.
-
-    Args:
-        text: What the store holds.
-        size: Ranks of the job.
-    """
+    """Returns a rank's post, of a job of ``size`` ranks, with every value of the right type; None if it is no post."""
     try:
         post = json.loads(text)
     except (ValueError, RecursionError):
@@ -83,12 +78,7 @@ def members_text(ranks: Sequence[int]) -> str:
 
 @lru_cache(maxsize=1024)
 def members_from(text: str, size: int) -> tuple[int, ...] | None:
-    """Returns the ranks that :func:`members_text` wrote, the same object for equal texts; None for another text.
-
-    Args:
-        text: From a post.
-        size: Ranks of the job.
-    """
+    """Returns the ranks that :func:`members_text` wrote, the same object for equal texts; None for another text."""
     ranks: list[int] = []
     try:
         for run in text.split(",") if text else ():
@@ -104,14 +94,7 @@ def members_from(text: str, size: int) -> tuple[int, ...] | None:
 
 
 class PostReader:
-    """Reads the posts of other ranks.
-
-    Args:
-        store: A torch ``Store`` that all ranks share.
-        key: Returns the key of a rank's post.
-        rank: This rank.
-        size: Ranks of the job.
-    """
+    """Reads the posts of other ranks, under a ``key`` of each, in the store that all ranks of the job share."""
 
     def __init__(self, store: Any, key: Callable[[object], str], rank: int, size: int) -> None:
         self._store, self._key, self._rank, self._size = store, key, rank, size
@@ -125,9 +108,7 @@ class PostReader:
     def read(self, members: Sequence[int], *, everything: bool) -> dict[int, dict[str, Any]]:
         """Returns the newest posts of the other ranks in ``members``, and of those that they wait for, and so on.
 
-        Args:
-            members: Ranks that this one waits for.
-            everything: Read all posts; else up to :data:`MOST_READ`, or a few in rotation if there are more.
+        Reads them all, or without ``everything`` up to :data:`MOST_READ`, or a few in rotation if there are more.
         """
         self._reads += 1
         if not everything and len(members) > MOST_READ + 1:

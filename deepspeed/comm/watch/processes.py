@@ -21,11 +21,7 @@ def this_process() -> str:
 
 
 def has_ended(process: str) -> bool:
-    """Returns whether a process has ended; False if it runs on another machine, where this process cannot check it.
-
-    Args:
-        process: What :func:`this_process` returned there.
-    """
+    """Returns whether a process, named by :func:`this_process`, has ended; False if it runs on another machine."""
     try:
         machine, pid, started = json.loads(process)
     except (ValueError, TypeError):  # any process that reaches the store may write to it
@@ -43,8 +39,7 @@ def has_ended(process: str) -> bool:
 def _machine(pid: int) -> str:
     """Returns a name of the scope of process ids: the boot of a machine and the container; empty if not on Linux.
 
-    Args:
-        pid: Process id of this process; a forked process has another one.
+    ``pid``, that of this process, keeps a forked process from the cached name.
     """
     try:
         return f"{_BOOT.read_text().strip()} {os.readlink(_NAMESPACE)}"

@@ -21,12 +21,8 @@ _MOST_LISTED = 8  # ranks that a warning names
 def with_advice(label: str, advice: str) -> str:
     """Returns the label of an exchange that only one kind of call makes.
 
-    If ranks wait for each other and one of them waits in this exchange, the error gives ``advice`` instead of the
-    general advice about modules.
-
-    Args:
-        label: Describes the transfer.
-        advice: Sentences that name the calls that must be equal on all ranks.
+    If ranks wait for each other and one of them waits in this exchange, the error gives ``advice``, which names the
+    calls that must be equal on all ranks, instead of the general advice about modules.
     """
     return f"{label}{_ADVICE}{advice}"
 
@@ -104,12 +100,9 @@ def plain_error(error: RuntimeError) -> str:
 def find_cycle(posts: dict[int, dict[str, Any]], first: int) -> list[int]:
     """Returns the ranks of a cycle of waits; empty if there is none.
 
-    Ranks in the same wait are searched once, so the time is linear in the number of posts.
-
-    Args:
-        posts: By rank: the ``channel``, ``index`` and ``members`` of the transfer that it waits for, and how many of
-            each channel it has ``issued``.
-        first: A rank; cycles reachable from it are searched first.
+    Ranks in the same wait are searched once, so the time is linear in the number of posts. These have, by rank, the
+    ``channel``, ``index`` and ``members`` of the transfer that it waits for, and how many of each channel it has
+    ``issued``. Cycles that rank ``first`` reaches are searched first.
     """
     finished: set[_Wait] = set()
     for start in (first, *posts):
@@ -128,7 +121,9 @@ def _cycle_from(start: int, posts: dict[int, dict[str, Any]], finished: set[_Wai
     place: dict[_Wait, int] = {}
     rank: int | None = start
     while rank is not None or path:
-        wait = None if rank is None else _wait_of(posts.get(rank, {}))
+        post, wait = {} if rank is None else posts.get(rank, {}), None
+        if "members" in post and not post.get("gives_up"):
+            wait = post["channel"], post["index"], post.get("on_stream", False), id(post["members"])
         if rank is not None and wait is not None and wait not in finished:
             if wait in place:
                 return [*(other for _, other, _ in path[place[wait] + 1 :]), rank]
@@ -144,22 +139,11 @@ def _cycle_from(start: int, posts: dict[int, dict[str, Any]], finished: set[_Wai
     return []
 
 
-def _wait_of(post: dict[str, Any]) -> _Wait | None:
-    if "members" not in post or post.get("gives_up"):
-        return None
-    return post["channel"], post["index"], post.get("on_stream", False), id(post["members"])
-
-
 def _lacking(rank: int, posts: dict[int, dict[str, Any]], first: int) -> Iterator[int]:
     """Returns the ranks that have not issued what ``rank`` waits for, and cannot until their own wait is over.
 
     A rank whose stream waits while its host continues may still issue transfers on the host; those on the device are
-    queued behind the wait.
-
-    Args:
-        rank: A rank that has posted its wait.
-        posts: See :func:`find_cycle`.
-        first: The rank to begin with, if it is one of them.
+    queued behind the wait. Rank ``first`` comes first, if it is one of them.
     """
     awaited = posts[rank]
     members = set(awaited["members"])
@@ -174,11 +158,7 @@ def _lacking(rank: int, posts: dict[int, dict[str, Any]], first: int) -> Iterato
 
 
 def sentence_of(waiting: dict[int, str]) -> str:
-    """Returns the error of ranks that wait for each other.
-
-    Args:
-        waiting: By rank, the label of what it waits for.
-    """
+    """Returns the error of ranks that wait for each other: by rank, the label of what it waits for."""
     split = {rank: label.partition(_ADVICE) for rank, label in sorted(waiting.items())}
     parts = "; ".join(f"rank {rank} waits for {words}" for rank, (words, _, _) in split.items())
     advice = next((advice for _, _, advice in split.values() if advice), None)

@@ -106,19 +106,12 @@ class Connection(Member, Protocol):
 
 
 class Watch:
-    """Supervises the waits of one rank of a job.
-
-    Args:
-        store: A torch ``Store`` that all ranks of the job share.
-        scope: Prefix of its keys; equal on all ranks and unique to the job.
-        rank: This rank.
-        size: Ranks of the job.
-    """
+    """Supervises the waits of one rank of a job."""
 
     def __init__(self, store: Any, scope: str, rank: int, size: int) -> None:
-        self.store = store  # as given
-        self.scope = scope  # as given
-        self.rank = rank  # as given
+        self.store = store  # a torch ``Store`` that all ranks of the job share
+        self.scope = scope  # prefix of its keys; equal on all ranks and unique to the job
+        self.rank = rank
         self._size = size
         # by ``id`` of each process group: an action that makes its pending waits raise
         self.aborts: dict[int, Callable[[], None]] = {}
@@ -186,9 +179,7 @@ class Watch:
     def issue(self, channel: str, key: int | None = None) -> int:
         """Counts a transfer that this rank starts to take part in; returns its number on the channel.
 
-        Args:
-            channel: The channel of the transfer.
-            key: Equal on all ranks for this transfer; None: its number identifies it.
+        ``key`` is equal on all ranks for this transfer; None: its number identifies it.
         """
         self._issued[channel] += 1
         index = self._issued[channel]
@@ -199,11 +190,7 @@ class Watch:
         return index
 
     def issued_over(self, scope: str) -> dict[str, int]:
-        """Returns how many transfers this rank has issued on each channel of a process group, for any engine.
-
-        Args:
-            scope: Name of the group, as its channels have it.
-        """
+        """Returns how many transfers this rank has issued on each channel of a process group, for any engine."""
         issued = dict(self._issued).items()
         return {channel: count for channel, count in issued if channel.partition("/")[2].startswith(scope)}
 
@@ -225,7 +212,6 @@ class Watch:
             blocking: Blocks until the wait is over.
             channel: The channel of the transfer.
             index: Its number on the channel.
-            label: What is transferred.
             members: The ranks that take part in it; none if any may.
             patience: Seconds to look for the cause of a failed wait; None: a few seconds, for the first failure only.
             on_stream: Whether the transfer runs on a stream of the device, behind all that was queued before it.
@@ -254,14 +240,9 @@ class Watch:
             raise self._explain(RuntimeError("the communicator was aborted"), awaited, 0.0)
 
     def follow(self, reached: DeviceEvent, channel: str, index: int, label: str, members: tuple[int, ...]) -> None:
-        """Supervises a wait of a stream, which does not block the host.
+        """Supervises a wait of a stream, which does not block the host; ``reached`` is recorded behind it there.
 
-        Args:
-            reached: Recorded on the stream, behind its wait for the transfer.
-            channel: The channel of the transfer.
-            index: Its number on the channel.
-            label: What is transferred.
-            members: The ranks that take part in it.
+        The other arguments are as of :meth:`wait`.
         """
         self._begin_watching()
         if self._thread is None or not self._thread.is_alive():  # no thread would remove it from the queue
@@ -378,8 +359,7 @@ class Watch:
     def _check(self, awaited: WaitRecord, *, blocks_host: bool) -> str | None:
         """Posts this rank's wait; returns the verdict if this rank and others wait in vain.
 
-        Args:
-            blocks_host: Whether the host waits too, and not only a stream of the device.
+        ``blocks_host`` says whether the host waits too, and not only a stream of the device.
         """
         self._checks += 1
         mine = {
@@ -400,7 +380,13 @@ class Watch:
         if self.store.check([self._key(_FAILURE)]):
             self._failure = self._read(_FAILURE)
             return None
-        posts = {**self._read_posts(awaited), self.rank: {**mine, "members": awaited.members}}
+        suspected = self._suspected[0].keys()
+        if suspected and self._size > MOST_READ:
+            posts = self._reader.read_only(suspected)
+        else:
+            everything = self._size <= MOST_READ or self._reader.is_turn(self._checks)
+            posts = self._reader.read(awaited.members, everything=everything)
+        posts[self.rank] = {**mine, "members": awaited.members}
         self._exit_notice = exit_notice_of(awaited, posts)
         if self._exit_notice is not None:
             if self._size > MOST_READ:  # most ranks have not read the post of the one that has ended
@@ -429,13 +415,6 @@ class Watch:
         if missing and self.rank == min(waiting | {self.rank}):
             self._logged = awaited, seconds
             logger.warning(words_for_long_wait(missing, self.rank, awaited, seconds))
-
-    def _read_posts(self, awaited: WaitRecord) -> dict[int, dict[str, Any]]:
-        suspected = self._suspected[0].keys()
-        if suspected and self._size > MOST_READ:
-            return self._reader.read_only(suspected)
-        everything = self._size <= MOST_READ or self._reader.is_turn(self._checks)
-        return self._reader.read(awaited.members, everything=everything)
 
     def _dead_among(self, posts: dict[int, dict[str, Any]]) -> int | None:
         """Returns a rank of this machine that is waited for and whose process has ended without a post."""
@@ -554,11 +533,8 @@ def run_together(actions: Sequence[Callable[[], None]], seconds: float) -> None:
     """Runs all actions at once, each in a thread, and returns when they are done or the time is up.
 
     An abort in NCCL waits for the whole device, on which a kernel of another communicator may wait for a lost rank
-    until its own communicator is aborted. So sequential aborts could deadlock.
-
-    Args:
-        actions: Independent of each other.
-        seconds: Time limit; the number of unfinished actions is then logged, and they are abandoned.
+    until its own communicator is aborted. So sequential aborts could deadlock. After ``seconds`` the number of
+    unfinished actions is logged, and they are abandoned.
     """
     deadline = time.monotonic() + seconds
     threads = [threading.Thread(target=action, daemon=True) for action in actions]

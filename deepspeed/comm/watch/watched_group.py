@@ -97,15 +97,10 @@ class WatchedGroup:
         patience: float | None = None,
         axis: str = PROGRAM,
     ) -> None:
-        """Runs a blocking wait for ``ticket``, supervised and timed.
+        """Runs a blocking wait for ``ticket`` (of :meth:`issue`), supervised and timed; see ``Watch.wait``.
 
-        Args:
-            blocking: Returns when the wait is over.
-            ticket: Result of :meth:`issue`.
-            label: What is waited for, for error messages.
-            members: The job's numbers of the ranks that it needs; None: all of the group.
-            patience: Seconds after which it fails; None: the watch's.
-            axis: The ranks that are waited for, as traffic is counted.
+        ``members`` are the job's numbers of the ranks that it needs; None: all of the group. ``axis`` names them, as
+        traffic is counted.
         """
 
         def supervised() -> None:
@@ -128,11 +123,7 @@ class GroupRecord:
 
 
 class WatchedGroups:
-    """The process groups of one job that are in use, and the watch over waits in them.
-
-    Args:
-        ranks: The ranks of the job.
-    """
+    """The process groups of one job that are in use, and the watch over waits in them."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

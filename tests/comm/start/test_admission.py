@@ -43,7 +43,9 @@ class Meeting:
         return outcome
 
     def at(self):
-        return admission._rendezvous_point_at(self.store)
+        if self.store.check([admission._HOST]):
+            return admission.RendezvousPoint.from_json(self.store.get(admission._HOST))
+        return None
 
     def has_arrived(self, count):
         while self.store.add(self.at().key("arrivals"), 0) < count:
