@@ -31,27 +31,17 @@ class ExpertActivation:
     packed_fused_fn: Callable[[Tensor, float, float], Tensor] | None = None
 
 
-def _swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    return F.silu(gate) * up
-
-
-def _geglu_tanh(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    return F.gelu(gate, approximate="tanh") * up
-
-
-def _swiglu_clamped(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
-
-
 def _swiglu_oai(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     gate = gate.clamp(max=limit)
     return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
 
 
 EXPERT_ACTIVATIONS = {
-    "swiglu": ExpertActivation(_swiglu, gate_fn=F.silu),
-    "geglu_tanh": ExpertActivation(_geglu_tanh),
-    "swiglu_clamped": ExpertActivation(_swiglu_clamped, uses_limit=True),
+    "swiglu": ExpertActivation(lambda gate, up, _alpha, _limit: F.silu(gate) * up, gate_fn=F.silu),
+    "geglu_tanh": ExpertActivation(lambda gate, up, _alpha, _limit: F.gelu(gate, approximate="tanh") * up),
+    "swiglu_clamped": ExpertActivation(
+        lambda gate, up, _alpha, limit: F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit), uses_limit=True
+    ),
     "swiglu_oai": ExpertActivation(_swiglu_oai, uses_alpha=True, uses_limit=True),
 }
 """All known activations, by name."""
@@ -69,14 +59,7 @@ def register_expert_activation(
 ) -> None:
     """Adds a name that ``expert_parallel.expert_activation`` takes. Every rank must call it, before ``initialize``.
 
-    Args:
-        name: The new name.
-        fn: See :class:`ExpertActivation`, as for the other arguments.
-        fused_fn: For CUDA devices.
-        uses_alpha: For programs that read it.
-        uses_limit: For programs that read it.
-        gate_fn: For programs that read it.
-        packed_fused_fn: For CUDA devices.
+    :class:`ExpertActivation` explains the other arguments.
 
     Raises:
         ValueError: The name is taken.
@@ -123,11 +106,9 @@ def check_activation(name: str | None, path: str, module: nn.Module) -> None:
 
 
 def activation_of(name: str, module: Any) -> Callable[[Tensor], Tensor]:
-    """Returns the activation of a name as a function of the first product's result ``[n, 2 I]``.
+    """Returns the activation of a registered name as a function of the first product's result ``[n, 2 I]``.
 
-    Args:
-        name: A registered name.
-        module: The experts; they, or their configuration, may state alpha and limit.
+    The experts, or their configuration, may state alpha and limit.
     """
     found = get_expert_activation(name)
     alpha, limit = swiglu_constants(module)

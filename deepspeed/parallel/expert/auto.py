@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -178,7 +177,12 @@ def _modules(model: nn.Module, section: ExpertParallel) -> dict[str, nn.Module]:
             )
         stacks = fitting
     if not stacks:
-        named = [f"{name!r} ({type(module).__name__})" for name, module in model.named_modules() if _may_be(name)][:3]
+        likely = ("experts", "expert", "moe")
+        named = [
+            f"{name!r} ({type(module).__name__})"
+            for name, module in model.named_modules()
+            if name.rpartition(".")[2] in likely
+        ][:3]
         raise _NoExpertsError(
             f"expert_parallel.enabled: {type(model).__name__} has no module with stacked experts (parameters "
             f"gate_up_proj or up_proj and down_proj with three dimensions)"
@@ -186,10 +190,6 @@ def _modules(model: nn.Module, section: ExpertParallel) -> dict[str, nn.Module]:
             "modules; build other models with deepspeed.moe.layer.MoE, or leave the section out"
         )
     return stacks
-
-
-def _may_be(name: str) -> bool:
-    return name.rpartition(".")[2] in ("experts", "expert", "moe")
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -235,7 +235,7 @@ class _ExpertAssignment:
         # The first of the ranks that hold the same experts; it hands on to the others when an engine takes them.
         everyone = peers.ranks or (rank_in(),)
         self._firsts = [ranks[0] for ranks in declared.same if ranks[0] in everyone]
-        self._place_of = {ranks[0]: place for place, ranks in enumerate(_within(declared.same, everyone))}
+        self._place_of = {first: place for place, first in enumerate(self._firsts)}
 
     def mine(self, state: Spread, rows: int) -> list[tuple[int, int]]:
         """Returns the intervals of a stack of ``rows`` that this rank keeps."""
@@ -261,10 +261,6 @@ class _ExpertAssignment:
         if me in self._firsts and me != everyone[0]:
             kept.copy_(arrived)
         return kept
-
-
-def _within(same: Sequence[Sequence[int]], everyone: Sequence[int]) -> list[Sequence[int]]:
-    return [ranks for ranks in same if ranks[0] in everyone]
 
 
 def _cut(name: str, module: nn.Module, assignment: _ExpertAssignment) -> ReplacedParameters:

@@ -139,13 +139,9 @@ class RoutingMetrics:
 
 
 def count_each(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Returns how often each of 0 ... ``size`` - 1 occurs in ``values``: ``[size]`` int64 on their device.
+    """Returns how often each of 0 ... ``size`` - 1 occurs in ``values`` ``[R]`` int64: ``[size]`` int64.
 
     ``torch.bincount`` would do the same, but on a GPU the host waits for the smallest and the largest value.
-
-    Args:
-        values: ``[R]`` int64, all in the range.
-        size: The size of the range.
     """
     return values.new_zeros(size).scatter_add_(0, values, torch.ones_like(values))
 
@@ -154,12 +150,9 @@ def count_each(values: torch.Tensor, size: int) -> torch.Tensor:
 def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | None = None) -> RoutePlan:
     """Sorts routes by expert, and learns how many rows come. Every rank of ``transport`` must call it.
 
-    The host waits for the device once, as the sizes of what is sent must be known to it.
-
-    Args:
-        indices: ``[k, S]`` integers: the expert of each route; below 0 where there is none.
-        num_experts: E, of all ranks together.
-        transport: Between the ranks that share them, each of which has ``E / size``, in order; None: this rank has all.
+    The host waits for the device once, as the sizes of what is sent must be known to it. ``indices`` are ``[k, S]``
+    integers: the expert of each route; below 0 where there is none. Each rank of ``transport`` has ``E / size`` of the
+    experts, in order; without a transport this rank has all.
     """
     transport = transport or LocalTransport()
     choices, tokens = indices.shape
@@ -223,7 +216,6 @@ def dispatch(
     Args:
         x: ``[S, M]``, the tokens of this rank.
         weights: ``[k, S]`` factor of every route; None: 1.
-        plan: Their routes.
         run: The experts of this rank.
         gather_first: At least one parameter of each ZeRO-3 unit of the experts. They are saved for backward, so that
             every rank gathers these units before it exchanges rows, also a rank whose experts got none; otherwise
@@ -242,23 +234,14 @@ def dispatch(
     is_alone = plan.transport.size == 1
     # Requires a gradient where anything may, so that all ranks have the same two exchanges in their backward.
     anchor = torch.empty(0, device=x.device, requires_grad=torch.is_grad_enabled() and not is_alone)
-    dtype = _dtype_of(results, x) if is_alone else _dtype_on_the_way(x)
+    if is_alone:
+        dtypes = [result.dtype for result in results if len(result)]
+        dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else x.dtype
+    else:  # a rank without rows cannot compute what the others' experts return
+        is_cast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
     out: torch.Tensor = _FromExperts.apply(plan, dtype, weights, anchor, module, len(results), *results, *gather_first)
     return out
-
-
-def _dtype_of(results: Sequence[torch.Tensor], x: torch.Tensor) -> torch.dtype:
-    found = [result.dtype for result in results if len(result)]
-    return functools.reduce(torch.promote_types, found) if found else x.dtype
-
-
-def _dtype_on_the_way(x: torch.Tensor) -> torch.dtype:
-    """Returns the dtype of rows that are sent.
-
-    A rank without rows cannot compute the shapes that the others' experts return.
-    """
-    is_cast = torch.is_autocast_enabled(x.device.type)
-    return torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
 
 
 # -- the two ways, forward and backward --------------------------------------------------------------------------------
@@ -343,15 +326,9 @@ class _FromExperts(torch.autograd.Function):
 
 
 def _send_to_experts(plan: RoutePlan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor], None]) -> torch.Tensor:
-    """Takes rows in the order of ``plan`` to their experts.
+    """Takes rows like those of ``x``, in the order of ``plan``, to their experts; ``fill`` writes those of some routes.
 
-    Args:
-        plan: The routes.
-        x: Has the width, dtype and device of the rows.
-        fill: Writes the rows of some routes.
-
-    Returns:
-        The rows of this rank's experts, sorted by expert, then by the rank they came from.
+    Returns the rows of this rank's experts, sorted by expert, then by the rank they came from.
     """
     width, num_own, transport = x.shape[1], plan.num_own, plan.transport
     rows = x.new_empty(sum(plan.load), width)
@@ -401,18 +378,13 @@ def _send_to_experts_coded(
 
 
 def _send_back(plan: RoutePlan, results: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Takes rows of this rank's experts, sorted as they came, to the routes they belong to.
+    """Takes rows of this rank's experts (of each, or one tensor), sorted as they came, to the routes they belong to.
 
-    Args:
-        plan: The routes.
-        results: The rows of each expert, or one tensor with all of them.
-        dtype: In which they are sent.
-
-    Returns:
-        ``[R, M']`` in the order of ``plan``.
+    They are sent as ``dtype``. Returns ``[R, M']`` in the order of ``plan``.
     """
     if plan.transport.size == 1:
-        return _joined(results, dtype)
+        filled = [result.to(dtype) for result in results if len(result)] or [results[0].to(dtype)]
+        return filled[0].contiguous() if len(filled) == 1 else torch.cat(filled)
     if len(results) != len(plan.load):
         results = results[0].split(plan.load)
     width = next((result.shape[1] for result in results if len(result)), results[0].shape[1])
@@ -424,11 +396,6 @@ def _send_back(plan: RoutePlan, results: Sequence[torch.Tensor], dtype: torch.dt
     arriving[plan.transport.rank] = own.split(plan.arrived[plan.transport.rank])
     plan.wait(plan.transport.exchange(leaving, arriving, rows, label="outputs of experts"))
     return rows
-
-
-def _joined(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    filled = [tensor.to(dtype) for tensor in tensors if len(tensor)] or [tensors[0].to(dtype)]
-    return filled[0].contiguous() if len(filled) == 1 else torch.cat(filled)
 
 
 def _summed(rows: torch.Tensor, weights: torch.Tensor | None, plan: RoutePlan) -> torch.Tensor:

@@ -28,7 +28,8 @@ class ExpertHooks(EngineHooks):
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         # With experts, the tokens of a rank decide which backwards can be split, and so when weights are gathered.
-        self.gathers_alike = not _has_experts(model)
+        is_expert_layer = any(__name__ in marks_of(layer) for layer in model.children())
+        self.gathers_alike = not (is_expert_layer or any(stacked_weights(module) for module in model.modules()))
 
     @override
     def events(self) -> Sequence[tuple[str, float]]:
@@ -69,13 +70,6 @@ class ExpertParallelism(EngineFeature):
 FEATURE = ExpertParallelism()
 
 
-def _has_experts(model: nn.Module) -> bool:
-    """Returns whether a model, or a stage of it, has a mixture of experts, of this package or of Transformers."""
-    if any(__name__ in marks_of(layer) for layer in model.children()):
-        return True
-    return any(stacked_weights(module) for module in model.modules())
-
-
 _MOST_SINGLE = 512  # experts of all layers, up to which each has an event of its own
 _CELL, _LEFT, _TOP = 18, 260, 40
 
@@ -83,8 +77,7 @@ _CELL, _LEFT, _TOP = 18, 260, 40
 def expert_balances(model: nn.Module) -> dict[str, RoutingMetrics]:
     """Returns the counts of this rank's routes in the last forward, by name of each expert layer that ran.
 
-    Args:
-        model: A model with layers of ``deepspeed.moe``, or whose experts the ``expert_parallel`` section has spread.
+    These are layers of ``deepspeed.moe``, and those whose experts the ``expert_parallel`` section has spread.
     """
     found = {}
     for name, module in model.named_modules():
@@ -114,9 +107,7 @@ def expert_events(model: nn.Module) -> list[tuple[str, float]]:
 def save_loads_picture(model: nn.Module, path: str | PathLike[str]) -> None:
     """Writes the loads of the last forward as SVG: a row per layer, a column per expert, dark where many routes went.
 
-    Args:
-        model: See :func:`expert_balances`. The routes are those of this rank.
-        path: The path of the file.
+    The routes are those of this rank, see :func:`expert_balances`.
     """
     Path(path).write_text(loads_svg(expert_balances(model)), encoding="utf-8")
 

@@ -152,14 +152,7 @@ def check_policy(noisy_gate_policy: str | None) -> None:
 
 
 def capacity_of(num_tokens: int, num_experts: int, factor: float, min_capacity: int) -> int:
-    """Returns the most routes that an expert takes: ``max(ceil(S / E * factor), min_capacity)``.
-
-    Args:
-        num_tokens: S.
-        num_experts: E.
-        factor: The layer's capacity factor times k.
-        min_capacity: The least.
-    """
+    """Returns the most routes that an expert takes: ``max(ceil(S / E * factor), min_capacity)``."""
     return max(math.ceil(num_tokens / num_experts * factor), int(min_capacity))
 
 
@@ -183,10 +176,9 @@ def route_top1(
     noise: bool = False,
     random_queue: bool = True,
 ) -> Routes:
-    """Routes every token to its best expert, with the softmax value as weight.
+    """Routes every token to its best expert by fp32 logits ``[S, E]``, with the softmax value as weight.
 
     Args:
-        logits: ``[S, E]``, fp32; left as they are.
         capacity: Most routes per expert; None: nothing is dropped.
         used_token: ``[S]`` of 0 and 1: tokens with 0 go nowhere.
         noise: Choose by logits plus Gumbel noise (RSample).
@@ -209,12 +201,8 @@ def route_top1(
 def route_top2(logits: torch.Tensor, capacity: int | None, *, noise: bool = True) -> Routes:
     """Routes every token to its two best experts, with weights that add up to 1 over those that are kept.
 
-    The balance loss looks at first choices only.
-
-    Args:
-        logits: ``[S, E]``, fp32; left as they are.
-        capacity: Most routes per expert; None: nothing is dropped.
-        noise: The second expert is chosen by logits plus Gumbel noise.
+    The balance loss looks at first choices only. ``logits`` and ``capacity`` are as of :func:`route_top1`, ``[S, E]``;
+    with ``noise`` the second expert is chosen by logits plus Gumbel noise.
     """
     num_experts = logits.shape[1]
     gates = F.softmax(logits, dim=1)
@@ -236,11 +224,8 @@ def route_top2(logits: torch.Tensor, capacity: int | None, *, noise: bool = True
 def route_topk(logits: torch.Tensor, k: int, capacity: int | None, *, by_weight: bool = True) -> Routes:
     """Routes every token to its k best experts, with weights that add up to 1 over those that are kept.
 
-    Args:
-        logits: ``[S, E]``, fp32.
-        k: Experts per token.
-        capacity: Most routes per expert; None: nothing is dropped.
-        by_weight: An expert keeps the routes with the largest softmax values; else the first tokens.
+    ``logits`` and ``capacity`` are as of :func:`route_top1`, ``[S, E]``. An expert keeps the routes with the largest
+    softmax values; without ``by_weight`` the first tokens.
     """
     num_experts = logits.shape[1]
     gates = F.softmax(logits, dim=1)
@@ -260,10 +245,7 @@ def route_topk(logits: torch.Tensor, k: int, capacity: int | None, *, by_weight:
 def queue_positions(indices: torch.Tensor, num_experts: int, *, by_token: bool = False) -> torch.Tensor:
     """Returns the position of each kept route in the queue of its expert: ``[k, S]`` int64, 0 where it is dropped.
 
-    Args:
-        indices: ``[k, S]``, -1 where a route is dropped.
-        num_experts: E.
-        by_token: In the order of tokens; else all first choices come first.
+    There ``indices`` are -1. With ``by_token`` queues are in the order of tokens; else all first choices come first.
     """
     flat = indices.t().reshape(-1) if by_token else indices.reshape(-1)
     found = torch.where(flat >= 0, _queue(flat, num_experts), 0)
@@ -289,12 +271,11 @@ def top1gating(
 
     Args:
         logits: ``[S, E]``.
-        capacity_factor: See :func:`capacity_of`.
-        min_capacity: The least capacity.
+        capacity_factor: An expert takes so many times its even share of the tokens, at least ``min_capacity``.
         used_token: ``[S]`` of 0 and 1: tokens with 0 go nowhere.
         noisy_gate_policy: ``"RSample"`` chooses by logits plus Gumbel noise; the caller leaves it out in evaluation.
         drop_tokens: False: the capacity is the largest count.
-        use_rts: Random token selection, see :func:`route_top1`.
+        use_rts: Random token selection: an expert over capacity drops random tokens instead of the last.
         ep_group: A process group on which the largest count is agreed; None: this rank's own.
         sparse_routes: Which form is returned.
         use_tutel: Accepted; the sparse form is what Tutel's kernels wanted.
@@ -320,17 +301,10 @@ def top2gating(
     top2_2nd_expert_sampling: bool = True,
     sparse_routes: bool = False,
 ) -> tuple[Any, ...]:
-    """Routes each token to two experts.
+    """Routes each token to two experts, by logits ``[S, E]``; arguments as in :func:`top1gating`.
 
-    Args:
-        logits: ``[S, E]``.
-        capacity_factor: See :func:`capacity_of`; it counts twice.
-        min_capacity: The least capacity.
-        drop_tokens: False: the capacity is the largest count.
-        ep_group: A process group on which the largest count is agreed; None: this rank's own.
-        top2_2nd_expert_sampling: Adds Gumbel noise to the choice of the second expert; in evaluation the caller leaves
-            it out.
-        sparse_routes: Which form is returned.
+    ``capacity_factor`` counts twice. ``top2_2nd_expert_sampling`` adds Gumbel noise to the choice of the second expert;
+    in evaluation the caller leaves it out.
 
     Returns:
         The same as :func:`top1gating`, with two routes for each token.
@@ -349,17 +323,10 @@ def topkgating(
     drop_policy: str = "probs",
     sparse_routes: bool = False,
 ) -> tuple[Any, ...]:
-    """Routes each token to ``k`` experts.
+    """Routes each token to ``k`` experts, by logits ``[S, E]``; arguments as in :func:`top1gating`.
 
-    Args:
-        logits: ``[S, E]``.
-        k: Experts of a token.
-        capacity_factor: See :func:`capacity_of`; it counts ``k`` times.
-        min_capacity: The least capacity.
-        drop_tokens: False: the capacity is the largest count.
-        ep_group: A process group on which the largest count is agreed; None: this rank's own.
-        drop_policy: Which routes an expert keeps: ``"probs"`` the heaviest, ``"position"`` the first tokens.
-        sparse_routes: Which form is returned.
+    ``capacity_factor`` counts ``k`` times. An expert keeps the heaviest routes (``drop_policy="probs"``), or the first
+    tokens (``"position"``).
 
     Returns:
         The same as :func:`top1gating`, with ``k`` routes for each token.
@@ -427,12 +394,9 @@ def dense(routes: Routes, locations: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _queue(experts: torch.Tensor, num_experts: int, order: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns each route's place in the queue of its expert; undefined for dropped routes.
+    """Returns each route's place in the queue of its expert (``[R]`` int64; -1: nowhere, where it is undefined).
 
-    Args:
-        experts: ``[R]`` int64, -1: nowhere.
-        num_experts: E.
-        order: ``[R]`` permutation: who queues first; None: as they come.
+    ``order`` is a permutation ``[R]``: who queues first; None: as they come.
     """
     queued = experts if order is None else experts[order]
     by_expert = queued.argsort(stable=True)

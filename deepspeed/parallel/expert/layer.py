@@ -33,14 +33,8 @@ class MOELayer(nn.Module):
     """Sends tokens to their experts and returns the weighted sums of the results.
 
     Every rank of the expert-parallel group must call it equally often; the number of tokens may differ between ranks.
-
-    Args:
-        gate: The gate.
-        experts: The experts of this rank.
-        ep_group_name: Name of the group of ranks that share the experts.
-        ep_size: Ranks that share the experts.
-        num_local_experts: Experts of this rank.
-        use_tutel: Accepted without effect.
+    ``ep_size`` ranks share the experts, of which this one has ``num_local_experts``; ``ep_group_name`` names their
+    group. ``use_tutel`` has no effect.
     """
 
     _is_expert_layer = True
@@ -76,21 +70,18 @@ class MOELayer(nn.Module):
 
     @uncompiled
     def forward(self, *input: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002 - upstream's name
-        """Sends tokens to their experts and returns the weighted sums of the results.
+        """Sends tokens, hidden states ``[..., M]``, to their experts and returns the weighted sums of the results.
 
-        Args:
-            *input: ``[..., M]`` hidden states, and ``used_token`` or nothing.
-            **kwargs: ``used_token`` by name.
-
-        Returns:
-            A tensor with the shape and dtype of the first input.
+        ``used_token`` may follow, or come by name. The result has the shape and dtype of the hidden states.
         """
         started = time.perf_counter()
         hidden, used_token = input[0], input[1] if len(input) > 1 else kwargs.get("used_token")
         x = hidden.reshape(-1, hidden.shape[-1])
         routes = self.gate.routes(x, used_token)
         self.l_aux, self.exp_counts = routes.l_aux, routes.counts
-        plan = plan_routes(routes.indices, routes.num_experts, self._connected(x.device))
+        if self._transport is None:
+            self.connect(x.device)
+        plan = plan_routes(routes.indices, routes.num_experts, self._transport)
         self.balance = RoutingMetrics.of(plan)
         # One parameter is enough: the layer is a ZeRO-3 leaf, whose parameters are gathered together.
         needed = list(islice(self.experts.parameters(), 1))
@@ -118,19 +109,13 @@ class MOELayer(nn.Module):
     def connect(self, device: torch.device | None = None) -> None:
         """Creates the layer's process groups. Every rank of the job must call it, in the same order.
 
-        Args:
-            device: Where the tokens are; None: the accelerator, unless the backend is a host backend.
+        ``device`` is where the tokens are; None: the accelerator, unless the backend is a host backend.
         """
         if self.ep_group is not None:
             self._transport = axis_of(self.ep_group, EXPERT).transport("outside engines", device=device)
         elif self.ep_size > 1:
             groups.declare_expert_groups(self.ep_size)
             self._transport = groups.expert_axis(self.ep_size, device).transport("layers")
-
-    def _connected(self, device: torch.device) -> Transport | None:
-        if self._transport is None:
-            self.connect(device)
-        return self._transport
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state for a copy, without the groups and the results of the last forward."""
@@ -145,18 +130,11 @@ class MoE(nn.Module):
         expert: The module that every expert is a copy of; ``[n, M]`` in, ``[n, M]`` out.
         num_experts: E, of all ranks together.
         ep_size: Ranks that share the experts; a divisor of E and of the data-parallel ranks.
-        k: Experts per token.
-        capacity_factor: See :class:`TopKGate`; in training.
-        eval_capacity_factor: See :class:`TopKGate`; in evaluation.
-        min_capacity: See :class:`TopKGate`.
+        k: Experts per token; :class:`TopKGate` explains the arguments that are left out here.
         use_residual: Every token also goes through ``expert`` itself, and a learnt coefficient mixes both (PR-MoE,
             Rajbhandari et al. 2022).
-        noisy_gate_policy: See :class:`TopKGate`.
-        drop_tokens: See :class:`TopKGate`.
-        use_rts: See :class:`TopKGate`.
         use_tutel: Accepted without effect.
         enable_expert_tensor_parallelism: The program itself has cut the experts over the tensor-parallel ranks.
-        top2_2nd_expert_sampling: See :class:`TopKGate`.
 
     Raises:
         DeepSpeedConfigError: The sizes do not fit, or the noise policy is unknown.
@@ -214,10 +192,8 @@ class MoE(nn.Module):
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Creates the layer's process groups. Every rank of the job must call it, in the same order.
 
-        ``initialize`` calls it; a layer that is used without an engine calls it by itself when it first runs.
-
-        Args:
-            use_data_before_expert_parallel_: See ``use_data_before_expert_parallelism`` in the configuration.
+        ``initialize`` calls it, with ``use_data_before_expert_parallelism`` of the configuration; a layer that is used
+        without an engine calls it by itself when it first runs.
         """
         if self.ep_size > 1:
             groups._create_expert_and_data_parallel(self.ep_size, use_data_before_expert_parallel_)
@@ -275,12 +251,9 @@ class Experts(nn.Module):
     """This rank's experts of one mixture-of-experts layer; each computes the tokens routed to it.
 
     All copies begin with equal values. Their attributes ``allreduce = False`` and ``group_name`` show which ranks share
-    them. At ZeRO stage 3 they are gathered together, as it is not known in advance which will be needed.
-
-    Args:
-        expert: The module that is copied; a tensor in, a tensor (or a tuple that begins with one) of equal length out.
-        num_local_experts: Number of experts of this rank.
-        expert_group_name: Name of the ranks that share them; None: all data-parallel ranks.
+    them; without a group name all data-parallel ranks do. At ZeRO stage 3 they are gathered together, as it is not
+    known in advance which will be needed. ``expert`` takes a tensor and returns a tensor (or a tuple that begins with
+    one) of equal length.
     """
 
     def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
@@ -301,27 +274,15 @@ class Experts(nn.Module):
         set_z3_leaf_module(self, True)
 
     def forward(self, inputs: torch.Tensor | Sequence[torch.Tensor]) -> Any:
-        """Runs every expert.
+        """Runs every expert on its rows ``[n, M]``, or all on one tensor whose second dimension is that of the experts.
 
-        Args:
-            inputs: The rows ``[n, M]`` of each expert (an expert without rows is not run), or one tensor whose second
-                dimension is that of the experts.
-
-        Returns:
-            One result per expert, or a tensor in the form of ``inputs``.
+        An expert without rows is not run. Returns one result per expert, or a tensor in the form of ``inputs``.
         """
-        if isinstance(inputs, torch.Tensor):
-            return torch.cat(self._run_each(inputs.chunk(self.num_local_experts, dim=1)), dim=1)
-        return self._run_each(inputs)
-
-    def _run_each(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [self._run(*pair) for pair in zip(self.deepspeed_experts, inputs, strict=True)]
-
-    @staticmethod
-    def _run(expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-        if rows.numel() == 0:
-            return rows
-        return first_of(expert(rows))
+        is_one = isinstance(inputs, torch.Tensor)
+        each = inputs.chunk(self.num_local_experts, dim=1) if isinstance(inputs, torch.Tensor) else inputs
+        pairs = zip(self.deepspeed_experts, each, strict=True)
+        results = [first_of(expert(rows)) if rows.numel() else rows for expert, rows in pairs]
+        return torch.cat(results, dim=1) if is_one else results
 
 
 def first_of(result: Any) -> torch.Tensor:

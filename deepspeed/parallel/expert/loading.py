@@ -34,7 +34,7 @@ from deepspeed.zero.construction.init import Init
 def from_pretrained(
     folder: str | Path, config: Any, *, dtype: torch.dtype | None = None, model_class: Any = None
 ) -> nn.Module:
-    """Returns a model of the Transformers library with the experts of this rank only.
+    """Returns a model of the Transformers library, on the host, with the experts of this rank only.
 
     Every rank of the job must call it.
 
@@ -49,9 +49,6 @@ def from_pretrained(
         dtype: The dtype of floating weights; None: as in the folder.
         model_class: A class of the library; None: ``AutoModelForCausalLM``.
 
-    Returns:
-        The model, on the host.
-
     Raises:
         DeepSpeedConfigError: The section is not enabled, or the model's experts cannot be spread so.
         CheckpointError: Files are missing, damaged, or leave weights without a value.
@@ -65,7 +62,12 @@ def from_pretrained(
             "expert loading: the configuration has no enabled expert_parallel section; load the model by its own "
             "from_pretrained"
         )
-    files = _files(Path(folder))
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"expert loading: the folder {folder} has no *.safetensors; save the model by save_pretrained, or fetch it "
+            "from the hub first"
+        )
     described = read_configuration(folder)
     dtype = dtype or getattr(described, "dtype", None) or torch.get_default_dtype()
     model: nn.Module = build_without_values(described, model_class, dtype=dtype)
@@ -79,16 +81,6 @@ def from_pretrained(
     return model
 
 
-def _files(folder: Path) -> list[Path]:
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
-        raise CheckpointError(
-            f"expert loading: the folder {folder} has no *.safetensors; save the model by save_pretrained, or fetch it "
-            "from the hub first"
-        )
-    return found
-
-
 @dataclass
 class _TargetWeight:
     """A weight of the model, or several that one conversion produces together."""
@@ -100,12 +92,9 @@ class _TargetWeight:
 
 
 class _ModelFiller:
-    """Fills a model on the meta device with values from files.
+    """Fills a model on the meta device, whose experts have been cut, with values from files.
 
-    Args:
-        model: The model; its experts have been cut.
-        files: The files of weights.
-        shard: Called with each module that owns weights once all of these are loaded; None: not called.
+    ``shard`` is called with each module that owns weights once all of these are loaded.
     """
 
     def __init__(self, job: Job, model: Any, files: list[Path], shard: Callable[[nn.Module], Any] | None) -> None:
@@ -202,7 +191,7 @@ class _ModelFiller:
         value = value.to(old_dtype) if value.is_floating_point() else value
         place, _, leaf = name.rpartition(".")
         owner = self._model.get_submodule(place)
-        if not self._is_parameter(name):
+        if leaf not in owner._parameters:
             owner._buffers[leaf] = value
             return
         old = owner._parameters[leaf]
@@ -216,10 +205,6 @@ class _ModelFiller:
         own = [p for p in owner._parameters.values() if p is not None]
         if self._shard is not None and own and not any(p.is_meta for p in own):
             self._shard(owner)
-
-    def _is_parameter(self, name: str) -> bool:
-        place, _, leaf = name.rpartition(".")
-        return leaf in self._model.get_submodule(place)._parameters
 
 
 @dataclass(frozen=True)
@@ -277,8 +262,7 @@ def _make_buffers(model: nn.Module) -> None:
 def _initialize_buffers(model: nn.Module, name: str, leaves: list[str]) -> bool:
     """Gives floating buffers of a module values by the ``_init_weights`` of the nearest model above it.
 
-    Returns:
-        Whether all of them got values; otherwise some are NaN.
+    Returns whether all of them got values; otherwise some are NaN.
     """
     module = model.get_submodule(name)
     parts = name.split(".")

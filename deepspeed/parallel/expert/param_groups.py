@@ -55,12 +55,8 @@ def split_params_into_different_moe_groups_for_optimizer(
 ) -> list[dict[str, Any]]:
     """Gives experts optimizer groups of their own, with the settings of the groups they were in.
 
-    Args:
-        param_groups: One group or several. Experts are taken out of them, in place.
-        max_group_size: Most elements of a group of experts; None: no limit.
-
-    Returns:
-        The given groups followed by those of experts, which have ``moe: True`` and a ``name``.
+    They are taken out of these, in place. Their groups, of at most ``max_group_size`` elements (None: any number), have
+    ``moe: True`` and a ``name``, and follow the other ones in what is returned.
     """
     given = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     made: list[dict[str, Any]] = []

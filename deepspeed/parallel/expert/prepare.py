@@ -24,19 +24,16 @@ def prepare_expert_layers(
 ) -> None:
     """Makes the groups of the expert layers of ``model``, and numbers the experts.
 
-    Every rank of the job must call it, with the same model.
-
-    Args:
-        model: Any model; one without such layers is left alone.
-        device: Where it computes.
-        data_first: ``use_data_before_expert_parallelism``.
-        timed: ``wall_clock_breakdown``: layers time themselves.
+    Every rank of the job must call it, with the same model; one without such layers is left alone. Where ``timed``
+    layers time themselves.
 
     Raises:
         DeepSpeedConfigError: The number of ranks cannot be divided as a layer requires.
     """
     layers = dict(expert_layers(model))
-    is_cut = any(_is_cut(parameter) for layer in layers.values() for parameter in layer.experts.parameters())
+    parameters = [parameter for layer in layers.values() for parameter in layer.experts.parameters()]
+    marks = ("tensor_model_parallel", "model_parallel")  # of a program that has cut them over tensor-parallel ranks
+    is_cut = any(getattr(parameter, mark, False) for parameter in parameters for mark in marks)
     own = [(layer.ep_size, is_cut, layer.ep_group is None) for layer in layers.values() if layer.ep_size > 1]
     gathered = gather_from_stages(job, model, device, own, label="the expert layers of the stages")
     wanted = {tuple(entry) for entries in gathered for entry in entries}
@@ -62,10 +59,6 @@ def prepare_expert_layers(
 def expert_layers(model: nn.Module) -> Iterator[tuple[str, MOELayer]]:
     """Returns ``(qualified name, layer)`` of every expert layer, in the order of the model."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, MOELayer))
-
-
-def _is_cut(parameter: torch.Tensor) -> bool:
-    return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
 
 
 def _name_experts(job: Job, name: str, layer: MOELayer) -> None:

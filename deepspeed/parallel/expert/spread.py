@@ -74,9 +74,7 @@ class Spread:
     def intervals(self, rows: int, place: int) -> list[tuple[int, int]]:
         """Returns the rows of a stack that a rank keeps: those of its experts, and a part of those without expert.
 
-        Args:
-            rows: The length of the stack on all ranks together.
-            place: The rank's place among those that share the experts.
+        The stack has ``rows`` on all ranks together; the rank is number ``place`` of those that share the experts.
         """
         bounds = ((0, self.num_experts), (self.num_experts, rows))
         found = [(low, (high - low) // self.ep_size) for low, high in bounds if low < high]
@@ -202,12 +200,9 @@ class ExpertStack:
         return rows @ weight if bias is None else rows @ weight + bias
 
     def grouped(self, rows: torch.Tensor, ends: torch.Tensor, experts: torch.Tensor | None) -> torch.Tensor:
-        """Returns the products of all experts at once.
+        """Returns the products of all experts at once, with rows ``[n, in]`` sorted by expert.
 
-        Args:
-            rows: ``[n, in]`` sorted by expert.
-            ends: ``[E]`` int32: where the rows of each expert end.
-            experts: ``[n]``: the expert of each row, for biases.
+        ``ends`` ``[E]`` int32 are where the rows of each expert end, ``experts`` ``[n]`` that of each row, for biases.
         """
         weight = self.weight[: len(ends)]  # the rest belongs to no expert
         weight = weight if self.is_transposed else weight.transpose(1, 2)
@@ -241,11 +236,9 @@ class StackedExperts:
         return results
 
     def run_grouped(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Returns the experts' results for their rows.
+        """Returns the experts' results for their rows ``[n, M]``, sorted by expert.
 
-        Args:
-            rows: ``[n, M]``, sorted by expert.
-            counts: ``[E]`` int64 on their device: how many rows each expert has.
+        ``counts`` ``[E]`` int64 on their device are how many rows each expert has.
         """
         if not len(rows):
             return self.run_each([rows])[0]
