@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -165,11 +165,8 @@ class _SentMessage:
 class ChannelSender:
     """The sending end of a channel.
 
-    Args:
-        route: Between whom.
-        transport: Over what.
-        packs: Whether small tensors are packed with the header, see :class:`MessageLayout`; equal on both sides.
-        received: Number of messages received in the other direction.
+    ``packs`` says whether small tensors are packed with the header, see :class:`MessageLayout`, equally on both sides.
+    ``received`` returns the number of messages received in the other direction.
     """
 
     def __init__(self, route: Route, transport: ChannelTransport, *, packs: bool, received: Callable[[], int]) -> None:
@@ -184,12 +181,7 @@ class ChannelSender:
         self._left = 0
 
     def send(self, micro_batch: int, value: Any) -> None:
-        """Starts a message; does not block.
-
-        Args:
-            micro_batch: Its number.
-            value: Any nesting; tensors must not be written to until they have left.
-        """
+        """Starts a message of any nesting, without blocking; tensors must not be written to until they have left."""
         tensors: list[torch.Tensor] = []
         quick = quick_description(value, tensors)
         is_new = False
@@ -247,9 +239,9 @@ class ChannelSender:
             and self._left < received
             and all(self._transport.has_left(*each) for each in self._leaving[0].works)
         ):
-            for work, _ in self._leaving[0].works:
+            for work, _ in self._leaving.popleft().works:
                 work.wait()  # returns at once, so that no watch is needed
-            self._forget_oldest()
+            self._left += 1
 
     def drain(self) -> None:
         """Waits until all sends are complete."""
@@ -257,11 +249,8 @@ class ChannelSender:
             oldest = self._leaving[0]
             for work, _ in oldest.works:
                 self._route.guard(work, oldest.ticket, oldest.micro_batch)
-            self._forget_oldest()
-
-    def _forget_oldest(self) -> None:
-        self._leaving.popleft()
-        self._left += 1
+            self._leaving.popleft()
+            self._left += 1
 
 
 def _as_text(description: Any) -> bytes:
@@ -286,18 +275,9 @@ class _PostedReceive:
 
 
 class ChannelReceiver:
-    """The receiving end of a channel.
+    """The receiving end of a channel; ``packs`` is as of :class:`ChannelSender`.
 
-    Args:
-        route: Between whom.
-        transport: Over what.
-        device: Where the model computes.
-        packs: Whether small tensors are packed with the header, see :class:`MessageLayout`; equal on both sides.
-        drop_sent: Called with the number of this rank's messages in the other direction that were received.
-
-    Attributes:
-        expected: Messages that are still to be received in this step.
-        received: Messages that have been received since the beginning.
+    ``drop_sent`` is called with the number of this rank's messages in the other direction that were received.
     """
 
     def __init__(
@@ -317,7 +297,8 @@ class ChannelReceiver:
         self._description: Any = None
         self._known = NextMessages(posts_tensors=transport.posts_tensors_ahead)
         self._posted: deque[_PostedReceive] = deque()
-        self.expected = self.received = 0
+        self.expected = 0  # messages that are still to be received in this step
+        self.received = 0  # messages that have been received since the beginning
 
     def expect(self, count: int) -> None:
         """Sets the number of messages of a step, and posts the first receives."""
@@ -341,10 +322,7 @@ class ChannelReceiver:
         ]
 
     def take(self, micro_batch: int) -> Any:
-        """Waits for the next message, with receives of those after it posted.
-
-        Args:
-            micro_batch: The number that it must have.
+        """Waits for the next message, of this micro-batch, with receives of those after it posted.
 
         Raises:
             PipelineError: The message has another number.
@@ -405,12 +383,7 @@ class ChannelReceiver:
 
 
 class StageChannels:
-    """The channels of this rank's stage. Every rank of the job must make it.
-
-    Args:
-        mesh: The ranks.
-        device: Where the model computes.
-    """
+    """The channels of this rank's stage, whose model computes on ``device``. Every rank of the job must make it."""
 
     def __init__(self, job: Job, mesh: Mesh, device: torch.device) -> None:
         self._device = device
@@ -451,10 +424,8 @@ class StageChannels:
         """Makes the communicators between this stage and its neighbors. Every rank of the pipeline must call it.
 
         NCCL makes a communicator of two ranks at their first transfer, which blocks the host until both have come to
-        it; in the middle of a step that can be a cycle. Here all ranks go through the pairs in one order.
-
-        Args:
-            stage_of: The stage of each chunk of the model.
+        it; in the middle of a step that can be a cycle. Here all ranks go through the pairs in one order. ``stage_of``
+        is the stage of each chunk of the model.
         """
         if len(self._ranks) == 1 or not self._native:
             return
@@ -499,8 +470,12 @@ class StageChannels:
         """Returns the channel that carries ``kind`` to another stage."""
         if (kind, stage) not in self._out:
             route, transport = self._connect(kind, self.stage, stage)
+            back = _OTHER[kind], stage
             self._out[kind, stage] = ChannelSender(
-                route, transport, packs=self._packs, received=partial(self._count_received_from, _OTHER[kind], stage)
+                route,
+                transport,
+                packs=self._packs,
+                received=lambda: self._in[back].received if back in self._in else 0,
             )
         return self._out[kind, stage]
 
@@ -508,22 +483,16 @@ class StageChannels:
         """Returns the channel that carries ``kind`` from another stage."""
         if (kind, stage) not in self._in:
             route, transport = self._connect(kind, stage, self.stage)
+            back = _OTHER[kind], stage
+
+            def drop_sent(count: int) -> None:
+                if back in self._out:
+                    self._out[back].drop_sent(count)
+
             self._in[kind, stage] = ChannelReceiver(
-                route,
-                transport,
-                self._device,
-                packs=self._packs,
-                drop_sent=partial(self._drop_received, _OTHER[kind], stage),
+                route, transport, self._device, packs=self._packs, drop_sent=drop_sent
             )
         return self._in[kind, stage]
-
-    def _count_received_from(self, kind: str, stage: int) -> int:
-        known = self._in.get((kind, stage))
-        return 0 if known is None else known.received
-
-    def _drop_received(self, kind: str, stage: int, count: int) -> None:
-        if (known := self._out.get((kind, stage))) is not None:
-            known.drop_sent(count)
 
     @property
     def kept(self) -> int:
@@ -553,11 +522,6 @@ class StageChannels:
 
 
 def connect_stages(job: Job, mesh: Mesh, device: torch.device) -> StageChannels:
-    """Returns the channels of this rank's stage. Every rank of the job must call it.
-
-    Args:
-        mesh: The mesh of the job.
-        device: Where the model computes.
-    """
+    """Returns the channels of this rank's stage, whose model is on ``device``. Every rank of the job must call it."""
     made: StageChannels = job.make(StageChannels, job, mesh, device)
     return made

@@ -59,9 +59,6 @@ def best_cut(
     neighboring bounds while that helps, simulating each cut. No chunk is left without a layer.
 
     Args:
-        schedule: Name of the schedule.
-        stages: Stages of the pipeline.
-        micro_batches: Micro-batches of a step.
         num_chunks: Chunks per stage, as in :func:`~deepspeed.parallel.pipe.schedule.chunks.place_chunks`.
         loss: The cost of the loss, in the last chunk.
         transfer: Time of a transfer to the next stage.
@@ -83,7 +80,13 @@ def best_cut(
         tuple(smallest_maximum([cost.forward + cost.backward for cost in costs], chunks)),
         tuple(smallest_maximum([cost.state + cost.activation for cost in costs], chunks)),
     }
-    best = min((search.descend(start) for start in starts), key=lambda found: found[0])[1]
+    reached = []
+    for start in starts:  # the best cut that shifts reach from there, and its value
+        value_and_cut = search.value(start)
+        while better := search.better(value_and_cut[0], value_and_cut[1].bounds):
+            value_and_cut = better
+        reached.append(value_and_cut)
+    best = min(reached, key=lambda value_and_cut: value_and_cut[0])[1]
     if limit is not None and max(best.peak_bytes) > limit:
         raise ValueError(
             f"no cut of the {len(layers)} layers into {chunks} chunks fits: the best found needs "
@@ -108,24 +111,18 @@ class _Search:
         self._simulated = make_schedule(schedule.name, schedule.stages, few, per_stage)
         self._further = schedule.micro_batches - few
 
-    def descend(self, start: tuple[int, ...]) -> tuple[tuple[float, ...], Cut]:
-        """Returns the best cut reached by shifts, and its value."""
-        value, best = self._value(start)
-        while better := self._better(value, best.bounds):
-            value, best = better
-        return value, best
-
-    def _better(self, value: tuple[float, ...], bounds: tuple[int, ...]) -> tuple[tuple[float, ...], Cut] | None:
+    def better(self, value: tuple[float, ...], bounds: tuple[int, ...]) -> tuple[tuple[float, ...], Cut] | None:
         """Returns a neighbor with a lower value, or None; the most promising ones are tried first."""
         near = sorted((self._least(shifted), shifted) for shifted in _shifted(bounds))
         for least, shifted in near[:_TRIES]:
             if least > value[:2]:
                 return None
-            if (found := self._value(shifted))[0] < value:
+            if (found := self.value(shifted))[0] < value:
                 return found
         return None
 
-    def _value(self, bounds: tuple[int, ...]) -> tuple[tuple[float, ...], Cut]:
+    def value(self, bounds: tuple[int, ...]) -> tuple[tuple[float, ...], Cut]:
+        """Returns the value of a cut, and the cut."""
         chunks = self._chunks(bounds)
         times = [Times(chunk.forward, chunk.backward, chunk.weight, self._transfer) for chunk in chunks]
         busy = self._busy(chunks)
@@ -174,12 +171,7 @@ def in_flight(schedule: Schedule, stage: int) -> set[tuple[tuple[int, int], ...]
 
 
 def peak_bytes(moments: set[tuple[tuple[int, int], ...]], chunks: Sequence[LayerCost]) -> int:
-    """Returns the peak bytes of a stage's states and activations.
-
-    Args:
-        moments: Result of :func:`in_flight`.
-        chunks: The costs of each chunk of the model.
-    """
+    """Returns the peak bytes of a stage's states and activations over the moments of :func:`in_flight`."""
     return max(
         sum(chunks[chunk].state + count * chunks[chunk].activation for chunk, count in moment) for moment in moments
     )

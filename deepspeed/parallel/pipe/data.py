@@ -71,10 +71,6 @@ class DataFeed:
             self._pulled.append(item if self.batch_fn is None else self.batch_fn(item))
         return min(len(self._pulled), count)
 
-    def fingerprints_of(self, count: int) -> tuple[int, int]:
-        """Returns :func:`fingerprints` of the items that are ready."""
-        return fingerprints(islice(self._pulled, count))
-
     def label_numel(self, count: int) -> int:
         """Returns the elements of the labels of the items that are ready."""
         pairs = (item for item in islice(self._pulled, count) if isinstance(item, (tuple, list)) and len(item) == 2)
@@ -96,9 +92,7 @@ def agree_on_data(
     """Pulls a step's items and begins to make sure that all ranks have theirs. Every rank of the job must call it.
 
     Args:
-        job: All ranks.
-        mesh: How they are laid out.
-        rank: This one.
+        job: All ranks, laid out as a mesh, of which ``rank`` is this one.
         feed: This rank's data; None on stages that need none.
         count: Micro-batches of the step.
         call: What the ranks are about to do: train_batch, eval_batch or _exec_schedule.
@@ -112,7 +106,7 @@ def agree_on_data(
     ready, prints, numel = _PULLS_NOT, (0, 0), 0
     if feed is not None:
         ready = feed.pull(count) if feed.has_any else _HAS_NONE
-        prints, numel = feed.fingerprints_of(count), feed.label_numel(count)
+        prints, numel = fingerprints(feed.ready(count)), feed.label_numel(count)
     mine = torch.tensor([count, ready, int(needs_labels), *prints, numel, _CALLS.index(call)], dtype=torch.int64)
     rows = job.start_small(mine, channel="call", label=f"{call}, with {count} micro-batch(es)")
     return lambda: _agreement(rows().tolist(), mesh, rank, count, call)
@@ -184,14 +178,10 @@ _LOOKED_AT = 1024  # elements read of a tensor; longer ones are sampled
 
 
 def fingerprints(items: Iterable[Any]) -> tuple[int, int]:
-    """Returns a fingerprint of all inputs and one of all labels.
+    """Returns a fingerprint of all inputs and one of all labels; an item that is not a pair of these gives 0.
 
-    Args:
-        items: Pairs ``(inputs, labels)``; an item that is not a pair gives 0.
-
-    Returns:
-        Numbers that are equal for equal tensors in host memory and almost surely differ otherwise; 0 if nothing
-        distinguishes samples: no tensor, or only zeros or ones, which programs pass as placeholders.
+    They are equal for equal tensors in host memory and almost surely differ otherwise; 0 if nothing distinguishes
+    samples: no tensor, or only zeros or ones, which programs pass as placeholders.
     """
     found = [0, 0]
     for item in items:
@@ -216,11 +206,7 @@ def different_samples(rows: Sequence[tuple[int, int, bool]], mesh: Mesh) -> str 
     """Returns a message about mismatched samples of a step, the same on every rank; None if they match.
 
     Stages may differ in inputs alone (noise in those that are not used) or in labels alone; if both differ, the samples
-    do.
-
-    Args:
-        rows: One row per rank: the numbers of its inputs and labels, and whether it has items.
-        mesh: How the ranks are laid out.
+    do. ``rows`` has one row per rank: the numbers of its inputs and labels, and whether it has items.
     """
     last = mesh.size(PIPE) - 1
     for group in mesh.groups(*OTHER_PARTS):

@@ -42,10 +42,6 @@ Handler = Callable[..., None]
 """Executes one instruction; called with the keyword arguments of the instruction."""
 
 
-def _is_local(command: PipeInstruction) -> bool:
-    return isinstance(command, (LoadMicroBatch, ForwardPass))
-
-
 class StageCompute(Protocol):
     """Computes the instructions of one pipeline stage, and fetches the stage's micro-batches."""
 
@@ -69,11 +65,8 @@ class StageCompute(Protocol):
     ) -> None:
         """Computes the gradients of a chunk's inputs and weights.
 
-        Args:
-            chunk: Number of the chunk in the model.
-            micro_batch: Number of the micro-batch in the step.
-            outputs: What the forward returned and what needs a gradient, of any shape.
-            gradients: For each output one of its shape, or None for one without; None: ``outputs`` is the loss.
+        ``outputs`` are what the forward returned and what needs a gradient, of any shape; ``gradients`` has for each
+        one of its shape, or None. Without ``gradients`` the output is the loss.
         """
 
     def compute_input_gradients(
@@ -84,14 +77,9 @@ class StageCompute(Protocol):
         gradients: list[Any] | None,
         inputs: list[torch.Tensor],
     ) -> Any:
-        """Computes the gradients of a chunk's ``inputs``; returns what the gradients of its weights need.
+        """Computes the gradients of a chunk's ``inputs`` (those that need one, of any shape).
 
-        Args:
-            chunk: Number of the chunk in the model.
-            micro_batch: Number of the micro-batch in the step.
-            outputs: What the forward returned and what needs a gradient, of any shape.
-            gradients: For each output one of its shape, or None for one without; None: ``outputs`` is the loss.
-            inputs: The chunk's inputs that need a gradient, of any shape.
+        Returns what the gradients of its weights need. The other arguments are as of :meth:`compute_backward`.
         """
 
     def compute_weight_gradients(self, chunk: int, micro_batch: int, work: Any) -> None:
@@ -102,20 +90,13 @@ class StageCompute(Protocol):
 
 
 class Interpreter:
-    """Executes the instructions of one pipeline stage.
-
-    Args:
-        channels: The channels to other stages.
-        stage_of: The stage of each chunk of the model.
-        device: Where the model computes.
-        compute: Runs forwards, backwards and the update.
-    """
+    """Executes the instructions of one pipeline stage; ``compute`` runs forwards, backwards and the update."""
 
     def __init__(
         self, channels: StageChannels, stage_of: tuple[int, ...], device: torch.device, compute: StageCompute
     ) -> None:
-        self.channels = channels  # as given
-        self.stage_of = stage_of  # as given
+        self.channels = channels  # to other stages
+        self.stage_of = stage_of  # the stage of each chunk of the model
         self.at: PipeInstruction | str = ""  # the instruction that is executed, or words; for messages
         # by kind, the value of each buffer: ``inputs`` and ``outputs`` of the stage, ``labels``, ``output_tensors``
         # that need gradients, the ``gradients`` received for them, and the weights' part of a split backward (``work``)
@@ -144,11 +125,8 @@ class Interpreter:
         """Runs one step.
 
         This rank sends nothing and computes no gradient before all ranks have confirmed their items. The confirmation
-        overlaps with the first forwards of the first stage.
-
-        Args:
-            schedule: Instructions, in groups; the grouping is ignored.
-            own_handlers: Handlers that replace or extend those of this class.
+        overlaps with the first forwards of the first stage. The grouping of instructions in ``schedule`` is ignored;
+        ``own_handlers`` replace or extend those of this class.
 
         Raises:
             PipelineError: An instruction has no handler.
@@ -169,7 +147,8 @@ class Interpreter:
         self.at = "pulling data"
         self._items = self._compute.own_items()
         try:
-            first = list(takewhile(_is_local, commands)) if self._compute.may_begin() else []
+            local = takewhile(lambda command: isinstance(command, (LoadMicroBatch, ForwardPass)), commands)
+            first = list(local) if self._compute.may_begin() else []
             self._execute(first, handlers)
             self.at = "pulling data"
             self._sends_labels = self._compute.agree()

@@ -17,13 +17,7 @@ def prefix(_module: Any, checkpoints_path: str, tag: str) -> str:
 
 
 def layer_path(module: Any, ckpt_dir: str, local_layer_idx: int) -> str:
-    """Returns the file of a layer of this rank.
-
-    Args:
-        module: The pipeline.
-        ckpt_dir: Folder of the files.
-        local_layer_idx: Its place among this rank's layers.
-    """
+    """Returns the file, in the folder ``ckpt_dir``, of this rank's layer number ``local_layer_idx``."""
     number = module._numbers[local_layer_idx]
     place = module._topo.get_rank_repr(rank=module.global_rank)
     return str(Path(ckpt_dir) / f"layer_{number:02d}{'-' + place if place else ''}-model_states.pt")
@@ -43,11 +37,7 @@ def _layers(module: Any) -> list[tuple[int, nn.Module]]:
 def save_state_dict(module: Any, save_dir: str, checkpoint_engine: Any, exclude_frozen_params: bool = False) -> None:
     """Writes the files of this rank's layers. Every data-parallel rank must call it; the first one writes.
 
-    Args:
-        module: The pipeline.
-        save_dir: Folder of the files.
-        checkpoint_engine: Has ``save(state_dict, path)``.
-        exclude_frozen_params: Leave out parameters without gradient.
+    ``checkpoint_engine`` has ``save(state_dict, path)``.
     """
     for place, layer in _layers(module):
         with GatheredParameters(list(layer.parameters())):
@@ -62,11 +52,7 @@ def save_state_dict(module: Any, save_dir: str, checkpoint_engine: Any, exclude_
 def load_state_dir(module: Any, load_dir: str, checkpoint_engine: Any, strict: bool = True) -> None:
     """Reads this rank's layers from their files, which any stages may have written. Every rank must call it.
 
-    Args:
-        module: The pipeline.
-        load_dir: Folder of the files.
-        checkpoint_engine: Has ``load(path, map_location=None)``.
-        strict: Every parameter must be there.
+    ``checkpoint_engine`` has ``load(path, map_location=None)``; where ``strict`` every parameter must be there.
 
     Raises:
         CheckpointError: A layer has no file, or more than one: layers that were cut over tensor-parallel ranks.

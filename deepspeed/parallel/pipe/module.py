@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -72,15 +73,6 @@ class PipelineModule(StageLayers):
         sample: ``(inputs, labels)`` of a micro-batch, of which only shapes and dtypes count: with it
             ``partition_method="plan"`` runs the layers without values and counts; without, they count by elements.
 
-    It also has the attributes of :class:`StageLayers`.
-
-    Attributes:
-        stage_id: This rank's stage.
-        parts: Bounds of the chunks; with one chunk per stage those of the stages.
-        fwd_map: Name of a layer to its place in ``forward_funcs``.
-        tied_modules: The module of each key that this stage has.
-        tied_comms: What is known of each tie between stages, by key.
-
     Raises:
         DeepSpeedConfigError: The layers cannot be cut as requested, or the ranks do not make up the stages.
         RuntimeError: There is no process group yet.
@@ -91,6 +83,8 @@ class PipelineModule(StageLayers):
     # Other stages may have expert layers, and all ranks must make the groups.
     _ds_features = ("deepspeed.parallel.pipe.feature", "deepspeed.parallel.expert.feature")
     holds_blocks = True  # each layer is a unit that ZeRO gathers at once
+    stage_id: int  # this rank's stage
+    parts: list[int]  # bounds of the chunks; with one chunk per stage those of the stages
 
     def __init__(
         self,
@@ -145,14 +139,10 @@ class PipelineModule(StageLayers):
     def from_transformers(
         cls, model_or_config: Any, num_stages: int | None = None, *, token_mean: bool = False, **kwargs: Any
     ) -> PipelineModule:
-        """Returns a pipeline of a decoder-only Transformers model; see ``parallel.pipe.transformers_models``.
+        """Returns a pipeline of a decoder-only Transformers model, or its configuration.
 
-        Args:
-            model_or_config: A causal language model or its configuration.
-            num_stages: Stages; the other ranks are copies of the model.
-            token_mean: The loss of an update is the mean over all its tokens, whatever the micro-batches; False: the
-                mean of the means of its micro-batches.
-            **kwargs: Further arguments of the class.
+        With ``token_mean`` the loss of an update is the mean over all its tokens, whatever the micro-batches; else the
+        mean of the means of its micro-batches. The other arguments are those of the class.
 
         Raises:
             DeepSpeedConfigError: ``token_mean`` beside a ``loss_fn``.
@@ -202,8 +192,7 @@ class PipelineModule(StageLayers):
     def share_loss(self, *, own_share: bool) -> None:
         """Adapts the loss of :meth:`from_transformers` to sequence parallelism; other losses do not change.
 
-        Args:
-            own_share: Whether a rank back-propagates its share of it; see ``deepspeed.sequence.mean_loss``.
+        With ``own_share`` a rank back-propagates its share of it; see ``deepspeed.sequence.mean_loss``.
 
         Raises:
             NotYetSupportedError: Routers count in the loss.
@@ -221,21 +210,18 @@ class PipelineModule(StageLayers):
         self.loss_fn = functools.partial(transformers_models.next_token_loss_of_parts, own_share=own_share, **options)
 
     def use_token_losses(self, losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
-        """Adapts the loss to logits that are cut over the vocabulary.
+        """Adapts the loss to logits that are cut over the vocabulary; returns whether that is possible.
 
-        Args:
-            losses: From logits ``[tokens, vocabulary of this rank]`` and labels ``[tokens]`` to losses ``[tokens]``.
-
-        Returns:
-            Whether that is possible: the loss is that of :meth:`from_transformers`, or a ``loss_fn`` with a keyword
-            ``losses``. Other losses do not change.
+        It is for the loss of :meth:`from_transformers`, or a ``loss_fn`` with a keyword ``losses``. Other losses do not
+        change. ``losses`` maps logits ``[tokens, vocabulary of this rank]`` and labels ``[tokens]`` to ``[tokens]``.
         """
-        given, options = self._own_loss()
-        if given is None and self.loss_fn is not None and _takes_losses(self.loss_fn):
-            given = self.loss_fn
-        if given is not None:
-            self.loss_fn = functools.partial(given, **{**options, "losses": losses})
-        return given is not None
+        adapted, options = self._own_loss()
+        if adapted is None and self.loss_fn is not None:
+            with contextlib.suppress(ValueError):  # of a built-in function
+                adapted = self.loss_fn if "losses" in inspect.signature(self.loss_fn).parameters else None
+        if adapted is not None:
+            self.loss_fn = functools.partial(adapted, **{**options, "losses": losses})
+        return adapted is not None
 
     def _own_loss(self) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
         """Returns the loss of :meth:`from_transformers` and its options; None where the program gave another."""
@@ -302,7 +288,14 @@ class PipelineModule(StageLayers):
         self._placing = (schedule, num_chunks)
         self._partition_layers(method=self._partition_method)
         first = self.chunks[0]
-        if (self._local_start, self._local_stop) != tuple(self._checked_parts()[first : first + 2]):
+        parts = getattr(self, "parts", None)
+        if parts is None:
+            raise DeepSpeedConfigError(
+                f"{type(self).__name__}._partition_layers: expected it to set self.parts, found none; set the bounds "
+                "of all stages there, as in [0, 3, 8] for two stages of 3 and 5 layers"
+            )
+        bounds = chunk_bounds(list(parts), [], self._names, len(self._stage_of))
+        if (self._local_start, self._local_stop) != tuple(bounds[first : first + 2]):
             raise DeepSpeedConfigError(
                 f"{type(self).__name__}._partition_layers: expected self._set_bounds to get the layers of this stage, "
                 f"{self.parts[first]} up to {self.parts[first + 1]} by self.parts {self.parts}, found "
@@ -315,10 +308,7 @@ class PipelineModule(StageLayers):
         """Sets ``parts``, and the bounds of this stage. A class that cuts the layers itself overrides it.
 
         An override sets ``self.parts``, one bound more than there are stages and equal on all ranks, and calls
-        ``self._set_bounds(start, stop)``.
-
-        Args:
-            method: The constructor's ``partition_method``, which means what the override reads from it.
+        ``self._set_bounds(start, stop)``. ``method`` is the constructor's ``partition_method``.
         """
         if is_plan(method) and self._num_layers >= len(self._stage_of):
             method = self._planned(*self._placing)
@@ -328,16 +318,6 @@ class PipelineModule(StageLayers):
     def _set_bounds(self, start: int, stop: int) -> None:
         """Sets the first layer of this stage, and the first behind it."""
         self._local_start, self._local_stop = start, stop
-
-    def _checked_parts(self) -> list[int]:
-        """Returns the bounds; raises DeepSpeedConfigError if an override of ``_partition_layers`` set none that fit."""
-        parts = getattr(self, "parts", None)
-        if parts is None:
-            raise DeepSpeedConfigError(
-                f"{type(self).__name__}._partition_layers: expected it to set self.parts, found none; set the bounds "
-                "of all stages there, as in [0, 3, 8] for two stages of 3 and 5 layers"
-            )
-        return chunk_bounds(list(parts), [], self._names, len(self._stage_of))
 
     def _numels(self) -> list[int]:
         method = self._partition_method
@@ -368,8 +348,8 @@ class PipelineModule(StageLayers):
         for name in [name for name, _ in self.named_children() if name != "loss_fn"]:  # loss_fn may be a module too
             delattr(self, name)
         self.forward_funcs = []
-        self.fwd_map: dict[str, int] = {}
-        self.tied_modules = nn.ModuleDict()
+        self.fwd_map: dict[str, int] = {}  # name of a layer to its place in ``forward_funcs``
+        self.tied_modules = nn.ModuleDict()  # the module of each key that this stage has
         self.tied_weight_attrs: dict[str, list[str]] = {}
         self._ranges, self._numbers = {}, []
         for chunk in self.chunks:
@@ -478,14 +458,6 @@ class PipelineModule(StageLayers):
     save_state_dict = layer_files.save_state_dict
 
 
-def _takes_losses(loss_fn: Callable[..., Any]) -> bool:
-    """Returns whether a loss takes ``losses`` as a keyword."""
-    try:
-        return "losses" in inspect.signature(loss_fn).parameters
-    except ValueError:  # of a built-in function
-        return False
-
-
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
     if topology is not None:
         if num_stages is not None and num_stages != topology.get_dim(PIPE):
@@ -508,9 +480,7 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Proce
 class DualPipeVModule(PipelineModule):
     """Rank r of p holds the chunks r and 2 p - 1 - r, so the first one has the beginning and the end of the model.
 
-    Args:
-        layers: Layers or layer specs, as :class:`~deepspeed.parallel.pipe.module.PipelineModule` takes them.
-        *args: Further arguments of ``PipelineModule``, and ``**kwargs``.
+    Arguments are those of :class:`~deepspeed.parallel.pipe.module.PipelineModule`.
 
     Raises:
         DeepSpeedConfigError: Another schedule is given.

@@ -33,7 +33,7 @@ Method = str | Sequence[int]
 
 
 def chunk_bounds(method: Method, parameters: Sequence[int], names: Sequence[str], parts: int) -> list[int]:
-    """Cuts a row of layers.
+    """Cuts a row of layers into parts; returns ``parts + 1`` bounds. No part is empty.
 
     Args:
         method: ``uniform``: as many layers each. ``parameters``: as many trainable elements each. ``type:regex``: as
@@ -41,10 +41,6 @@ def chunk_bounds(method: Method, parameters: Sequence[int], names: Sequence[str]
             kinds a weight. Or the bounds themselves. (``plan`` is found by ``cut``.)
         parameters: Trainable elements of each layer.
         names: Class name of each layer.
-        parts: Parts to cut into.
-
-    Returns:
-        ``parts + 1`` bounds. No part is empty.
 
     Raises:
         DeepSpeedConfigError: There are fewer layers than parts, nothing matches, or the bounds given are none.
@@ -124,11 +120,9 @@ _STATE_BYTES = 16  # per trained element: weight, gradient, master and two momen
 
 
 def costs_by_size(entries: Sequence[Entry], *, with_loss: bool) -> tuple[list[LayerCost], LayerCost | None]:
-    """Costs by trainable elements, where nothing is known of the inputs: each is multiplied by once.
+    """Returns costs by trainable elements, where nothing is known of the inputs: each is multiplied by once.
 
-    Args:
-        entries: The layers.
-        with_loss: Whether there is a loss function, whose cost is estimated as an eighth of the largest layer's.
+    The cost of a loss function is estimated as an eighth of the largest layer's.
     """
     numels = [trainable_numel(entry) for entry in entries]
     costs = [LayerCost(n + 1.0, 2.0 * (n + 1), n + 1.0, state=_STATE_BYTES * n) for n in numels]
@@ -139,15 +133,9 @@ def costs_by_size(entries: Sequence[Entry], *, with_loss: bool) -> tuple[list[La
 def counted_costs(
     entries: Sequence[Entry], loss_fn: Callable[..., Any] | None, sample: tuple[Any, Any]
 ) -> tuple[list[LayerCost], LayerCost | None]:
-    """Costs counted while every layer and the loss run forward and backward, on tensors without values.
+    """Returns the cost of each layer and that of the loss, counted while they run forward and backward without values.
 
-    Args:
-        entries: The layers; nothing of their size is allocated.
-        loss_fn: The ``loss_fn`` of the pipeline module: called with outputs and labels, returns the loss.
-        sample: ``(inputs, labels)`` of a micro-batch; only shapes and dtypes count.
-
-    Returns:
-        The cost of each layer and that of the loss.
+    Nothing of the layers' size is allocated. ``loss_fn`` and ``sample`` are those of the pipeline module.
 
     Raises:
         DeepSpeedConfigError: A layer needs values, or does not take what the one before gives.

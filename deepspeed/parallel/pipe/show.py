@@ -27,11 +27,7 @@ from deepspeed.parallel.pipe.schedule.simulate import Timeline, Times, simulate
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Prints the schedules; the exit code is 2 if what was requested is not possible.
-
-    Args:
-        args: The command line; None means that of this process.
-    """
+    """Prints the schedules; the exit code is 2 if what was requested is not possible."""
     options = _parser().parse_args(args)
     try:
         return _show(options)
@@ -196,12 +192,7 @@ def title(schedule: Schedule, timeline: Timeline) -> str:
 
 
 def svg(titled: Sequence[tuple[str, Schedule, Timeline]], width: int = 900) -> str:
-    """Draws timelines below each other, on one scale of time.
-
-    Args:
-        titled: Title, schedule and its timeline of each.
-        width: The width of the drawing, in pixels.
-    """
+    """Draws timelines, each with title and schedule, below each other on one scale of time; ``width`` is in pixels."""
     scale = (width - _LABEL - 8) / max(timeline.makespan for _, _, timeline in titled)
     kinds = {span.action.kind for _, _, timeline in titled for spans in timeline.spans for span in spans}
     parts, left = [], 1

@@ -16,12 +16,7 @@ from deepspeed.zero.construction.modules import suspended
 
 
 class LayerSpec:
-    """A layer that is built where it is needed.
-
-    Args:
-        typename: The layer's class.
-        *module_args: Its arguments.
-        **module_kwargs: Its keyword arguments.
+    """A layer that is built where it is needed, from its class and arguments.
 
     Raises:
         DeepSpeedConfigError: ``typename`` is no class of modules.
@@ -33,9 +28,9 @@ class LayerSpec:
                 f"{type(self).__name__}: expected a class derived from torch.nn.Module, found {typename!r}; give "
                 "functions and modules that exist already to PipelineModule as they are"
             )
-        self.typename = typename  # as given
-        self.module_args = module_args  # as given
-        self.module_kwargs = module_kwargs  # as given
+        self.typename = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
         self.global_rank: int | None = None  # none; programs set it
 
     def __repr__(self) -> str:
@@ -44,11 +39,7 @@ class LayerSpec:
         return f"{self.typename.__name__}({', '.join(words)})"
 
     def build(self, log: bool = False) -> nn.Module:
-        """Builds the layer.
-
-        Args:
-            log: Log the layer, on every rank that builds it.
-        """
+        """Builds the layer; with ``log`` it is logged, on every rank that builds it."""
         if log:
             log_dist(f"building {self!r}", ranks=[-1])
         return self.typename(*self.module_args, **self.module_kwargs)
@@ -58,16 +49,8 @@ class TiedLayerSpec(LayerSpec):
     """A layer whose weights are equal in all places with the same key, also on different stages.
 
     Each stage has one module per key, whatever the number of places. Gradients are summed over the stages before the
-    update.
-
-    Args:
-        key: Name of the tie.
-        typename: Class or function of the layer.
-        *module_args: Positional arguments of the layer.
-        forward_fn: ``forward_fn(module, x)`` in place of ``module(x)``.
-        tied_weight_attr: The parameter or parameters that are tied, by attribute name, which may be dotted. The others
-            are each stage's own.
-        **module_kwargs: Keyword arguments of the layer.
+    update. ``forward_fn(module, x)`` stands for ``module(x)``. ``tied_weight_attr`` are the parameters that are tied,
+    by attribute name, which may be dotted; the others are each stage's own.
     """
 
     def __init__(
@@ -80,9 +63,8 @@ class TiedLayerSpec(LayerSpec):
         **module_kwargs: Any,
     ) -> None:
         super().__init__(typename, *module_args, **module_kwargs)
-        self.key = key  # as given
-        self.forward_fn = forward_fn  # as given
-        # as a list
+        self.key = key
+        self.forward_fn = forward_fn
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
 
 
@@ -173,8 +155,7 @@ def tied_places(entries: Sequence[Entry]) -> dict[str, list[int]]:
 def seeded(seed: int, seed_fn: Callable[[int], Any] | None) -> Iterator[None]:
     """Seeds random numbers with ``seed`` inside the context, and restores their states afterwards.
 
-    Args:
-        seed_fn: Sets it; None: torch's own.
+    A ``seed_fn`` of the program seeds them for good.
     """
     if seed_fn is not None:
         seed_fn(seed)

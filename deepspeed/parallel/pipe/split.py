@@ -47,7 +47,7 @@ class WeightWork:
             if pairs:
                 edges, gradients = zip(*pairs, strict=True)
                 # Hooks on the node's outputs have changed these gradients already, and now they run again.
-                handle = branch.node.register_prehook(_restorer(branch.arrived))
+                handle = branch.node.register_prehook(lambda _gradients, arrived=branch.arrived: arrived)
                 try:
                     torch.autograd.backward(edges, gradients, inputs=branch.weights)
                 finally:
@@ -61,18 +61,18 @@ class WeightWork:
 def backward_to_inputs(
     roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> WeightWork | None:
-    """Runs the first half of a backward: accumulates the gradients of ``inputs``.
+    """Runs the first half of a backward: accumulates the gradients of ``inputs``, which are leaves.
 
-    Args:
-        roots: Outputs that gradients come back for, of any shape.
-        gradients: Theirs, in the same shapes.
-        inputs: Leaves, of any shape.
-
-    Returns:
-        The second half; None where there is none left, as this was the whole backward.
+    ``roots`` are outputs that gradients come back for, of any shape. Returns the second half; None where there is none
+    left, as this was the whole backward.
     """
     on_the_way, order, parents = _nodes_towards(roots, inputs)
-    branches = [found for node in order if (found := _branch(node, on_the_way)) is not None]
+    branches = []
+    for node in order:
+        aside = [child for child in _children(node) if child not in on_the_way]
+        found = {id(weight): weight for child in aside for weight in _leaves(child, on_the_way)}
+        if found:
+            branches.append(_BranchNode(node, list(found.values())))
     beside = [pair for pair in zip(roots, gradients, strict=True) if get_gradient_edge(pair[0]).node not in on_the_way]
     weights = [id(weight) for branch in branches for weight in branch.weights]
     apart = [id(weight) for root, _ in beside for weight in _leaves(get_gradient_edge(root).node, on_the_way)]
@@ -96,13 +96,6 @@ def _keeper(branch: _BranchNode) -> Any:
         branch.arrived = arrived
 
     return keep
-
-
-def _restorer(arrived: tuple[torch.Tensor | None, ...]) -> Any:
-    def restore(_gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        return arrived
-
-    return restore
 
 
 def _children(node: Node) -> Iterable[Node]:
@@ -133,11 +126,7 @@ def _owners(
 def _nodes_towards(
     roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> tuple[set[Node], list[Node], dict[Node, list[Node]]]:
-    """Finds the nodes from which an input is reached.
-
-    Returns:
-        Them as a set, and in the order in which they were found; the nodes that lead to each node.
-    """
+    """Returns the nodes from which an input is reached, as a set and in order, and the nodes that lead to each node."""
     targets = {get_gradient_edge(tensor).node for tensor in inputs}
     parents: dict[Node, list[Node]] = {}
     order: list[Node] = []
@@ -160,14 +149,6 @@ def _nodes_towards(
             found.add(node)
             stack += parents.get(node, [])
     return found, [node for node in order if node in found], parents
-
-
-def _branch(node: Node, on_the_way: set[Node]) -> _BranchNode | None:
-    weights: dict[int, torch.Tensor] = {}
-    for child in _children(node):
-        if child not in on_the_way:
-            weights.update((id(weight), weight) for weight in _leaves(child, on_the_way))
-    return _BranchNode(node, list(weights.values())) if weights else None
 
 
 def _leaves(start: Node, without: set[Node]) -> list[torch.Tensor]:

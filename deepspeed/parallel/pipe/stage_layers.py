@@ -27,10 +27,7 @@ from deepspeed.torch_private import is_inside_backward
 class StageLayers(PlainAttributes, nn.Module):
     """The layers of one stage, which run one after the other. ``PipelineModule`` cuts the model and builds them.
 
-    ``PipelineModule`` documents all arguments but ``names``.
-
-    Args:
-        names: Class name of each layer of the model.
+    It documents all arguments but ``names``, the class name of each layer of the model.
     """
 
     mesh: Mesh  # the ranks of the job
@@ -54,7 +51,7 @@ class StageLayers(PlainAttributes, nn.Module):
         checkpointable_layers: Sequence[str] | None,
     ) -> None:
         super().__init__()
-        self.loss_fn = loss_fn  # as given
+        self.loss_fn = loss_fn
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
@@ -69,11 +66,7 @@ class StageLayers(PlainAttributes, nn.Module):
     def forward(self, forward_input: Any) -> Any:
         """Runs this rank's layers, or those of the active chunk.
 
-        Args:
-            forward_input: What the first of them takes.
-
-        Returns:
-            What the last of them returns; of an active chunk with the losses that layers have added, if any.
+        Returns what the last of them returns; of an active chunk with the losses that layers have added, if any.
         """
         chosen = self._ranges[self.active_chunk] if self.active_chunk is not None else range(len(self.forward_funcs))
         self.micro_offset += 1
@@ -213,11 +206,9 @@ def add_loss(name: str, loss: torch.Tensor) -> None:
 
 
 def run_collecting(run: Callable[[Any], Any], value: Any) -> Any:
-    """Runs layers, and returns what they return, with the losses so far where there are any.
+    """Runs layers on a value, or an :class:`OutputWithLosses` of the layers before.
 
-    Args:
-        run: Runs them on one value.
-        value: What the first of them takes, or an :class:`OutputWithLosses` of the layers before.
+    Returns what they return, with the losses so far where there are any.
     """
     given, losses = split_losses(value)
     before, _open.current = _open.current, _AddedLosses(losses)
@@ -238,12 +229,8 @@ def run_recomputed(recompute: Callable[..., Any], run: Callable[[Any], Any], val
     """Runs layers whose activations are recomputed, and returns what they return, with the losses so far.
 
     Checkpoint functions pass arguments one by one, and the reentrant one computes gradients only for tensors of a flat
-    tuple. So outputs with losses pass through it as a flat tuple.
-
-    Args:
-        recompute: Such a function, called with what runs again and its arguments.
-        run: Runs the layers on one value.
-        value: What the first of them takes, or an :class:`OutputWithLosses` of the layers before.
+    tuple. So outputs with losses pass through ``recompute``, such a function, as a flat tuple. The other arguments are
+    those of :func:`run_collecting`.
     """
     given, losses = split_losses(value)
     is_tuple = isinstance(given, tuple)

@@ -35,10 +35,7 @@ class Tie:
         return job.declared.group_of(job.declared.defined()[self.group])
 
     def weights_and_groups(self, job: Job) -> list[tuple[nn.Parameter, Any]]:
-        """Returns this rank's parameters of the tie, with the torch process group of the copies.
-
-        Every rank must call it.
-        """
+        """Returns this rank's parameters of the tie, with the process group of the copies. Every rank must call it."""
         group = self.group_in(job)
         return [] if self.module is None else [(parameter, group) for parameter in self.module.parameters()]
 
@@ -46,10 +43,6 @@ class Tie:
 @torch.no_grad()
 def settle_ties(job: Job, ties: Mapping[str, Tie], device: torch.device) -> None:
     """Gives all copies of tied weights the values of the first stage that has them. Every rank must call it.
-
-    Args:
-        ties: By key.
-        device: Where the ranks communicate.
 
     Raises:
         DivergenceError: The copies differ in names, shapes or dtypes; on all ranks that have one.
@@ -80,10 +73,7 @@ def settle_ties(job: Job, ties: Mapping[str, Tie], device: torch.device) -> None
 def declare_ties(job: Job, mesh: Mesh, owners: Mapping[str, Sequence[int]], modules: nn.ModuleDict) -> dict[str, Tie]:
     """Declares the groups of ties over several stages, without communication. Every rank must call it alike.
 
-    Args:
-        mesh: The ranks.
-        owners: By key: the stages that have it.
-        modules: Those of this rank, by key.
+    ``owners`` are the stages that have each key, ``modules`` those of this rank.
     """
     ties = {}
     for key, stages in owners.items():

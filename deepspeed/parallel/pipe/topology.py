@@ -20,10 +20,6 @@ MODEL = "model"
 class ProcessTopology:
     """Ranks as points of a grid in row-major order: the last axis is the fastest.
 
-    Args:
-        axes: Names, slowest first.
-        dims: Size of each.
-
     Raises:
         ValueError: Names occur twice, or are not as many as the sizes.
     """
@@ -34,8 +30,8 @@ class ProcessTopology:
                 f"{type(self).__name__}(axes={list(axes)}, dims={list(dims)}): expected one size of at least 1 for "
                 "each name, and different names"
             )
-        self.axes = list(axes)  # as given
-        self.dims = list(dims)  # as given
+        self.axes = list(axes)
+        self.dims = list(dims)
         coordinate: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]  # noqa: PYI024
         self.ProcessCoord = coordinate
         places = product(*(range(dim) for dim in self.dims))
@@ -47,10 +43,7 @@ class ProcessTopology:
         return str(self.mapping)
 
     def get_rank(self, **coordinate: int) -> int:
-        """Returns the rank at a coordinate.
-
-        Args:
-            **coordinate: A place for every axis.
+        """Returns the rank at a coordinate, a place for every axis.
 
         Raises:
             ValueError: An axis is missing, or there is one too many.
@@ -75,13 +68,7 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """Returns the place of a rank in words, as it appears in file names: ``model_01``.
-
-        Args:
-            omit_axes: Axes that are left out.
-            inner_sep: Between name and place, which has two digits at least.
-            outer_sep: Between axes.
-        """
+        """Returns the place of a rank in words, as it appears in file names: ``model_01``, with two digits at least."""
         place = self.get_coord(rank)
         shown = [axis for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in shown)
@@ -165,33 +152,8 @@ class PipelineParallelGrid:
     """The ranks of a job as stages, copies of the model and tensor ranks. Every rank of the job must make it.
 
     *Model* means stages and tensor ranks together here: all ranks that hold parts of one copy. The ranks that cut the
-    same layers are the *slice*.
-
-    Args:
-        topology: How the ranks are laid out; None: the prime factors of their number, assigned to stages and copies.
-        process_group: Must be that of all ranks, or None.
-
-    Attributes:
-        mesh: The job's.
-        global_rank: This rank.
-        world_size: All ranks.
-        data_parallel_size: Copies of the model.
-        pipe_parallel_size: Stages.
-        model_parallel_size: Ranks that share a layer.
-        slice_parallel_size: The same.
-        stage_id: This rank's stage.
-        data_parallel_id: Its copy of the model.
-        is_first_stage: Whether it has the first layers.
-        is_last_stage: Whether it has the last ones.
-        dp_groups: The ranks of every group along the data axis.
-        dp_group: This rank's.
-        pipe_groups: The ranks of every pipeline.
-        pp_group: This rank's.
-        model_groups: The ranks of every group that shares layers; empty where none do.
-        slice_group: This rank's.
-        ds_model_rank: Its place among all ranks with parts of this rank's copy.
-        ds_model_world_size: Their number.
-        p2p_groups: Every rank with the rank of the next stage; the last stage with the first.
+    same layers are the *slice*. Without a topology the prime factors of the number of ranks are assigned to stages and
+    copies. ``process_group`` must be that of all ranks, or None.
 
     Raises:
         DeepSpeedConfigError: ``process_group`` does not have all ranks of the job.
@@ -208,19 +170,24 @@ class PipelineParallelGrid:
         self.mesh: Mesh = mesh_of_topology(self._topo).check(self.world_size)
         groups.set_mesh(self.mesh)
         mesh, rank = self.mesh, self.global_rank
+        # Copies of the model, stages, and ranks that share a layer; then this rank's place among the first two.
         self.data_parallel_size, self.pipe_parallel_size = mesh.size(DATA), mesh.size(PIPE)
         self.model_parallel_size = self.slice_parallel_size = mesh.size(TENSOR)
         self.stage_id, self.data_parallel_id = mesh.position(rank, PIPE), mesh.position(rank, DATA)
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
 
+        # The ranks of every group along an axis, and this rank's. ``model_groups`` share layers; it may be empty.
         self.dp_groups, self.dp_group = mesh.groups(DATA), mesh.group(rank, DATA)
         self.pipe_groups, self.pp_group = mesh.groups(PIPE), mesh.group(rank, PIPE)
         self.model_groups = mesh.groups(TENSOR) if self.slice_parallel_size > 1 else []
         self.slice_group = mesh.group(rank, TENSOR)
-        self.p2p_groups = [self._with_successor(one) for one in range(self.world_size)]
+        # Every rank with the rank of the next stage; the last stage with the first.
+        pipes = (mesh.group(one, PIPE) for one in range(self.world_size))
+        self.p2p_groups = [[one, pipe[(pipe.index(one) + 1) % len(pipe)]] for one, pipe in enumerate(pipes)]
         with_a_group = ((DATA,), (PIPE,), (TENSOR,), (PIPE, TENSOR))
         self._proc_groups = {axes: groups.group_along(*axes) for axes in with_a_group if mesh.size(*axes) > 1}
+        # This rank's place among all ranks with parts of its copy, and their number.
         self.ds_model_rank, self.ds_model_world_size = mesh.position(rank, PIPE, TENSOR), mesh.size(PIPE, TENSOR)
 
     def _proc_group(self, *axes: str) -> Any:
@@ -246,20 +213,12 @@ class PipelineParallelGrid:
         """The torch process group of all ranks with parts of this rank's copy."""
         return self._proc_group(PIPE, TENSOR)
 
-    def _with_successor(self, rank: int) -> list[int]:
-        stages = self.mesh.group(rank, PIPE)
-        return [rank, stages[(stages.index(rank) + 1) % len(stages)]]
-
     def topology(self) -> ProcessTopology:
         """Returns how the ranks are laid out."""
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """Returns the rank of a stage.
-
-        Args:
-            **kwargs: Its places on other axes; on those left out, this rank's.
-        """
+        """Returns the rank of a stage, at these places on other axes; on those left out, at this rank's."""
         place = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **kwargs)
         return self._topo.get_rank(**place._asdict())
 

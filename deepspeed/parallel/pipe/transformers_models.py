@@ -14,7 +14,6 @@ and the model's own forward makes its balance loss of it at the head; its gradie
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,10 +33,9 @@ from deepspeed.uncompiled import uncompiled
 
 
 def layers_of(model_or_config: Any) -> list[Any]:
-    """Returns the row of layers of a causal language model.
+    """Returns the row of layers of a causal language model, whose values are kept.
 
-    Args:
-        model_or_config: The model, whose values are kept, or its configuration: then a stage builds its layers only.
+    Of a configuration a stage builds its layers only.
 
     Raises:
         DeepSpeedConfigError: It is neither a causal language model nor its configuration.
@@ -109,8 +107,7 @@ def next_token_loss_of_parts(
         labels: ``{"shift_labels": (batch, this rank's tokens)}`` with each token's next one, as the one after the last
             token is on the next rank. Labels of -100 do not count.
         own_share: Back-propagate only this rank's share of the mean, see ``mean_loss``.
-        losses: See :func:`next_token_loss`.
-        token_mean: See :func:`next_token_loss`; nothing is exchanged then.
+        token_mean: As ``losses`` see :func:`next_token_loss`; nothing is exchanged then.
 
     Returns:
         The loss, 0-dim, the same on all ranks that share sequences; with ``token_mean`` the sum over this rank's tokens
@@ -170,8 +167,7 @@ def transformers_names(layers: list[Any]) -> dict[str, str]:
 def pipeline_names(model: nn.Module) -> dict[str, str]:
     """Maps name prefixes in a pipeline of ``model`` to the model's own; empty if it cannot be one.
 
-    Args:
-        model: Any model. One of Transformers may be cut or changed: its configuration counts.
+    A Transformers model may be cut or changed: its configuration counts.
     """
     config = getattr(model, "config", None)
     if not hasattr(config, "model_type"):
@@ -192,10 +188,8 @@ def names_in_other_form(model: Any) -> dict[str, str]:
 def transformers_state_dict(state: Mapping[str, Any], model_or_config: Any) -> dict[str, Any]:
     """Returns a state dict of the pipeline under the Transformers model's names, for its ``load_state_dict``.
 
-    Args:
-        state: All parameters and buffers of the pipeline by name, as ``get_fp32_state_dict_from_zero_checkpoint`` and
-            ``zero_to_fp32`` give them; the values are not copied.
-        model_or_config: The model that the pipeline was made of, one like it, or its configuration.
+    ``state`` has all parameters and buffers of the pipeline by name, as ``get_fp32_state_dict_from_zero_checkpoint``
+    and ``zero_to_fp32`` give them; the values are not copied. The model may be one like that of the pipeline.
 
     Raises:
         DeepSpeedConfigError: A name is not one of this pipeline's.
@@ -230,11 +224,7 @@ class _Plan:
                 f"head {type(found.head).__name__}); write its layers as LayerSpecs"
             )
         self._tail = (*found.norms, *found.after_norm)
-        self._check_all_in_row()
-
-    def _check_all_in_row(self) -> None:
-        """Raises if a weight is in no layer: the pipeline would neither train nor save it."""
-        found = self._anatomy
+        # A weight that is in no layer would neither be trained nor saved.
         inside = tuple(
             f"{path}." if path else "" for path in (found.decoder_path, found.embedding_path, found.head_path)
         )
@@ -283,14 +273,10 @@ class _TiedHead:
         self.name = shell.head_path
 
     def __call__(self, module: Any, value: Any) -> Any:
-        return self._shell.finish(*_with_routers(value), functools.partial(_tied_logits, module.part))
-
-
-def _tied_logits(embedding: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns logits ``[batch, tokens, vocabulary]`` by the weight of an embedding, which ranks may share."""
-    if isinstance(embedding, VocabularyEmbedding):
-        return embedding.project(hidden)
-    return nn.functional.linear(hidden, embedding.weight)
+        embedding = module.part
+        if isinstance(embedding, VocabularyEmbedding):  # ranks share its weight
+            return self._shell.finish(*_with_routers(value), embedding.project)
+        return self._shell.finish(*_with_routers(value), lambda hidden: nn.functional.linear(hidden, embedding.weight))
 
 
 def _with_routers(value: Any) -> tuple[torch.Tensor, RouterOutputs]:

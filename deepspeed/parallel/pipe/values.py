@@ -70,13 +70,8 @@ def taken_apart(value: Any) -> tuple[Any, list[torch.Tensor]]:
 def quick_description(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Returns a quick stand-in for a description, for messages that are like the one before them.
 
-    Args:
-        value: Any nesting of tensors of any shape.
-        tensors: Receives its tensors, in the order of the slots.
-
-    Returns:
-        Equal for values whose descriptions are equal; None for a value that holds other things than tensors, None,
-        tuples and lists.
+    It is equal for values whose descriptions are equal; None for a value that holds other things than tensors, None,
+    tuples and lists. ``tensors`` receives the tensors (any shape), in the order of the slots.
     """
     if isinstance(value, torch.Tensor):
         tensors.append(value)
@@ -136,27 +131,22 @@ def leaves_of(value: Any) -> Any:
 
 def writable(value: Any) -> Any:
     """Returns ``value`` with leaves replaced by tensors that may be changed in place: no leaves, no views."""
-    return map_tensors(value, _writable)
 
+    def freed(tensor: torch.Tensor) -> torch.Tensor:
+        is_free = not (tensor.requires_grad and tensor.is_leaf)
+        return tensor if is_free else torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
 
-def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    is_free = not (tensor.requires_grad and tensor.is_leaf)
-    return tensor if is_free else torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
+    return map_tensors(value, freed)
 
 
 # -- messages between stages -------------------------------------------------------------------------------------------
 
 
 class MessageLayout:
-    """Lays out the tensors of a message for sending.
-
-    Args:
-        slots: Theirs.
-        packs: Whether small ones are packed with the header.
-    """
+    """Lays out the tensors of a message for sending; where it ``packs``, small ones come with the header."""
 
     def __init__(self, slots: Sequence[Slot], *, packs: bool) -> None:
-        self.slots = tuple(slots)  # as given
+        self.slots = tuple(slots)
         self._starts: list[int] = []
         self._strides = [torch.empty(slot.shape, device="meta").stride() for slot in self.slots]
         self.nbytes = HEADER.size  # bytes of the packet
@@ -209,11 +199,7 @@ class NextMessages:
         return self._posts_tensors and is_known and self.layout is not None and not self.layout.is_packed
 
     def advance(self, layout: MessageLayout | None) -> None:
-        """Moves on by a message that is sent or received.
-
-        Args:
-            layout: Its layout; None: that of the message before.
-        """
+        """Moves on by a message that is sent or received, of this layout; None: that of the message before."""
         self._next.popleft()
         self._next.append(self.layout if layout is None else None)
         self.layout = layout or self.layout

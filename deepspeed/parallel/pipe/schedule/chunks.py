@@ -14,12 +14,9 @@ _VEES = ("zbv", "dualpipev")
 
 
 def place_chunks(name: str, stages: int, num_chunks: int | None = None) -> tuple[int, ...]:
-    """Returns the stage of each chunk of the model, in order.
+    """Returns the stage of each chunk of the model, in order, by one of :data:`TRAIN_SCHEDULES`.
 
-    Args:
-        name: One of :data:`TRAIN_SCHEDULES`.
-        stages: Stages of the pipeline.
-        num_chunks: Chunks per stage; None: as few as the schedule can have.
+    ``num_chunks`` is per stage; None: as few as the schedule can have.
 
     Raises:
         ValueError: The schedule does not exist or cannot have this many chunks.

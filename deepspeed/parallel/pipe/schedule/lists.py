@@ -155,11 +155,10 @@ def _in_turn(
 ) -> list[Action]:
     """Returns a forward and a backward in turn.
 
-    Groups of micro-batches go through one chunk of the stage after the other.
+    Groups of micro-batches, of the sizes ``forward_groups``, go through one chunk of the stage after the other, and
+    come back in ``backward_groups``.
 
     Args:
-        forward_groups: Their sizes.
-        backward_groups: Those in which they come back.
         ahead: Forwards before the first backward, beside those that let the first group reach the last chunk.
         weights_late: How many backwards wait for their weights' part; None: backwards are not split.
     """
@@ -203,12 +202,9 @@ _LISTS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
 
 @lru_cache(maxsize=16)
 def make_schedule(name: str, stages: int, micro_batches: int, num_chunks: int | None = None) -> Schedule:
-    """Returns what all stages compute in a training step.
+    """Returns what all stages compute in a training step of one or more micro-batches.
 
-    Args:
-        stages: Pipeline stages.
-        micro_batches: Micro-batches of a step, 1 or more.
-        num_chunks: Chunks per stage; None: as few as the schedule can have.
+    ``num_chunks`` is per stage; None: as few as the schedule can have.
 
     Raises:
         ValueError: The schedule is unknown, does not go with these numbers, or there is no micro-batch.
@@ -236,11 +232,7 @@ def splits_backward(name: str) -> bool:
 def make_inference(stage_of: tuple[int, ...], micro_batches: int) -> Schedule:
     """Forwards only, with the chunks where training has them.
 
-    A stage works on what has come farthest, so that little is in flight.
-
-    Args:
-        stage_of: The stage of each chunk.
-        micro_batches: How many micro-batches are evaluated; 0 will do.
+    A stage works on what has come farthest, so that little is in flight. There may be no micro-batch.
     """
     stages = max(stage_of) + 1
     waiting = [[Action(Kind.FORWARD, chunk, i) for chunk in range(len(stage_of))] for i in range(micro_batches)]
@@ -262,14 +254,9 @@ class PipeInstruction:
     """One instruction; its keyword arguments are also its attributes.
 
     Two are equal if they are of one class with equal arguments.
-
-    Attributes:
-        name: Name of the class.
-        kwargs: The keyword arguments.
-        words: What the class of instructions does, for messages.
     """
 
-    words = ""
+    words = ""  # what the class of instructions does, for messages
 
     def __init__(self, **kwargs: Any) -> None:
         self.name = type(self).__name__
@@ -400,12 +387,7 @@ class RecvGrad(BufferOpInstruction):
 
 
 class PipeSchedule(ABC):
-    """The instructions of one stage for one step; iterating gives them in lists, which are called steps.
-
-    Args:
-        micro_batches: Micro-batches of the step.
-        stages: Stages of the pipeline.
-        stage_id: The stage that runs the instructions, from 0.
+    """The instructions of one stage (from 0) for one step; iterating gives them in lists, which are called steps.
 
     Raises:
         ValueError: There is no micro-batch, or no such stage.
@@ -484,10 +466,6 @@ class StageSchedule(PipeSchedule):
     What a computation needs is received right before it and what it gives is sent right after it: the code that runs
     the list may post receives ahead and need not wait for sends. Messages of one kind (activations or gradients)
     between two stages are sent in the order in which they are received.
-
-    Args:
-        schedule: The whole schedule.
-        stage_id: The stage, from 0.
     """
 
     def __init__(self, schedule: Schedule, stage_id: int) -> None:
@@ -503,40 +481,31 @@ class StageSchedule(PipeSchedule):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """Yields one step per computation; in training one more for the update."""
-        actions = self.schedule.actions[self.stage_id]
+        actions, stage_of = self.schedule.actions[self.stage_id], self.schedule.stage_of
         first, last = _ends(actions)
         buffers = _Buffers(keep=self.schedule.is_training)
         loaded: set[int] = set()
         for action in actions:
-            about = {"buffer_id": buffers.of(action), "micro_batch": action.micro_batch, "chunk": action.chunk}
+            kind, chunk = action.kind, action.chunk
+            about = {"buffer_id": buffers.of(action), "micro_batch": action.micro_batch, "chunk": chunk}
             marks = {"is_first": action in first, "is_last": action in last}
+            has_before, has_after = chunk > 0, chunk < self.schedule.chunks - 1
             step: list[PipeInstruction] = []
-            if self._reads_data(action) and action.micro_batch not in loaded:
+            if kind is Kind.FORWARD and not (has_before and has_after) and action.micro_batch not in loaded:
                 loaded.add(action.micro_batch)
                 step.append(LoadMicroBatch(**about))
-            step += self._receives(action, about)
-            step.append(PASSES[action.kind](**about, **({} if action.kind is Kind.BACKWARD_INPUT else marks)))
-            step += self._sends(action, about)
+            if kind is Kind.FORWARD and has_before:
+                step.append(RecvActivation(**about, peer=stage_of[chunk - 1]))
+            elif kind.gives_input_gradient and has_after:
+                step.append(RecvGrad(**about, peer=stage_of[chunk + 1]))
+            step.append(PASSES[kind](**about, **({} if kind is Kind.BACKWARD_INPUT else marks)))
+            if kind is Kind.FORWARD and has_after:
+                step.append(SendActivation(**about, peer=stage_of[chunk + 1]))
+            elif kind.gives_input_gradient and has_before:
+                step.append(SendGrad(**about, peer=stage_of[chunk - 1]))
             yield step
         if self.schedule.is_training:
             yield [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
-
-    def _reads_data(self, action: Action) -> bool:
-        return action.kind is Kind.FORWARD and action.chunk in (0, self.schedule.chunks - 1)
-
-    def _receives(self, action: Action, about: dict[str, int]) -> list[PipeInstruction]:
-        if action.kind is Kind.FORWARD and action.chunk > 0:
-            return [RecvActivation(**about, peer=self.schedule.stage_of[action.chunk - 1])]
-        if action.kind.gives_input_gradient and action.chunk < self.schedule.chunks - 1:
-            return [RecvGrad(**about, peer=self.schedule.stage_of[action.chunk + 1])]
-        return []
-
-    def _sends(self, action: Action, about: dict[str, int]) -> list[PipeInstruction]:
-        if action.kind is Kind.FORWARD and action.chunk < self.schedule.chunks - 1:
-            return [SendActivation(**about, peer=self.schedule.stage_of[action.chunk + 1])]
-        if action.kind.gives_input_gradient and action.chunk > 0:
-            return [SendGrad(**about, peer=self.schedule.stage_of[action.chunk - 1])]
-        return []
 
 
 @lru_cache(maxsize=16)

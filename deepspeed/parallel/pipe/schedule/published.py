@@ -36,7 +36,10 @@ class TrainSchedule(PipeSchedule):
         last = 2 * (self.micro_batches + self.stages - 1) - 1
         previous = -1
         for step in range(last + 1):
-            micro_batch, is_forward = self._step_to_micro_batch(step)
+            # The micro-batch that the step is about; it may not exist.
+            is_forward = (step - self.stage_id) % 2 == 0
+            start = self.stage_id if is_forward else 2 * self.stages - 1 - self.stage_id
+            micro_batch = (step - start) // 2
             buffer, before = self._buffer_idx(micro_batch), self._buffer_idx(previous)
             is_here, was_here = self._valid_micro_batch(micro_batch), self._valid_micro_batch(previous)
             commands: list[PipeInstruction] = []
@@ -60,12 +63,6 @@ class TrainSchedule(PipeSchedule):
                 commands += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
             previous = micro_batch
             yield commands
-
-    def _step_to_micro_batch(self, step_id: int) -> tuple[int, bool]:
-        """Returns which micro-batch a step is about (it may not exist), and whether it is a forward."""
-        is_forward = (step_id - self.stage_id) % 2 == 0
-        start = self.stage_id if is_forward else 2 * self.stages - 1 - self.stage_id
-        return (step_id - start) // 2, is_forward
 
 
 class InferenceSchedule(PipeSchedule):

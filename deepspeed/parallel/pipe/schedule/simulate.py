@@ -84,18 +84,19 @@ def simulate(
 ) -> Timeline:
     """Runs all stages from a common start.
 
-    Args:
-        schedule: What to run.
-        times: How long things take: on each stage, or one value per chunk.
-        channel_size: How many messages of one kind may be in flight from one stage to another before the sender
-            waits; None: any number.
+    ``times`` are on each stage, or one value per chunk. ``channel_size`` messages of one kind may be in flight from one
+    stage to another before the sender waits; None: any number.
 
     Raises:
         ScheduleError: A stage waits for ever, a message is not the one that is expected, or a computation is missing,
             repeated, misplaced or out of order.
     """
     _check_complete(schedule)
-    run = _Run(schedule, _by_chunk(schedule, times), channel_size)
+    if isinstance(times, Times):
+        share = schedule.stages / schedule.chunks
+        one = Times(times.forward * share, times.backward * share, times.weight * share, times.transfer)
+        times = [one] * schedule.chunks
+    run = _Run(schedule, times, channel_size)
     ranks = [_Rank(stage, run.steps(stage)) for stage in range(schedule.stages)]
     # Ranks are advanced in turn until all wait or are done; only messages carry time from one to another, so the order
     # in which they are advanced changes nothing.
@@ -111,14 +112,6 @@ def simulate(
         raise ScheduleError(f"schedule {schedule.name!r} sends what no stage receives: {left}")
     buffers = (StageSchedule(schedule, stage).num_pipe_buffers() for stage in range(schedule.stages))
     return Timeline(tuple(map(tuple, run.spans)), tuple(buffers))
-
-
-def _by_chunk(schedule: Schedule, times: Times | Sequence[Times]) -> Sequence[Times]:
-    if not isinstance(times, Times):
-        return times
-    share = schedule.stages / schedule.chunks
-    one = Times(times.forward * share, times.backward * share, times.weight * share, times.transfer)
-    return [one] * schedule.chunks
 
 
 class _Rank:
