@@ -70,6 +70,8 @@ class DistributedAttention(nn.Module):
     ) -> torch.Tensor:
         """Computes attention. Every rank of the group must call it, with the same shapes.
 
+        The result is as ``query``. Further arguments are for the local attention.
+
         Args:
             query: 4-D; this rank's tokens, all heads.
             key: 4-D in the same order of dimensions, with as many heads or a divisor of them.
@@ -77,16 +79,17 @@ class DistributedAttention(nn.Module):
             batch_dim_idx: 0: ``[batch, tokens, heads, width]``; 1: ``[tokens, batch, heads, width]``.
             rotary_pos_emb: ``(cos, sin)`` of all tokens, ``[tokens, width]`` or broadcastable; applied to query and key
                 after the exchange.
-            *args: For the local attention.
-            **kwargs: For the local attention.
-
-        Returns:
-            As ``query``.
 
         Raises:
             DeepSpeedConfigError: The tensors are not as described, or there are too few heads for the ranks.
         """
-        tokens = self._token_axis(query, batch_dim_idx)
+        if query.dim() != 4 or batch_dim_idx not in (0, 1):
+            raise DeepSpeedConfigError(
+                f"DistributedAttention: expected 4-D tensors and batch_dim_idx 0 or 1, found {query.dim()}-D and "
+                f"{batch_dim_idx}. Pass [batch, tokens, heads, head_dim] with 0, [tokens, batch, heads, head_dim] with "
+                "1"
+            )
+        tokens = 1 - batch_dim_idx  # the axis
         transport = transport_of(self.spg, query.device)
         shares = shares_of_heads(query.size(self.scatter_idx), key.size(self.scatter_idx), transport.size)
         if self.num_kv_heads is not None and key.size(self.scatter_idx) != self.num_kv_heads:
@@ -108,14 +111,6 @@ class DistributedAttention(nn.Module):
         if once is not None:
             once.became(context, out, lambda result: self._in(result, tokens, shares.query))
         return out
-
-    def _token_axis(self, query: torch.Tensor, batch_axis: int) -> int:
-        if query.dim() != 4 or batch_axis not in (0, 1):
-            raise DeepSpeedConfigError(
-                f"DistributedAttention: expected 4-D tensors and batch_dim_idx 0 or 1, found {query.dim()}-D and "
-                f"{batch_axis}. Pass [batch, tokens, heads, head_dim] with 0, [tokens, batch, heads, head_dim] with 1"
-            )
-        return 1 - batch_axis
 
     def _in(self, tensor: torch.Tensor, tokens: int, heads: Any) -> torch.Tensor:
         with self._beside(tensor):
@@ -157,26 +152,20 @@ class _OnStream:
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, tokens: int) -> torch.Tensor:
     """Applies rotary position embedding to the last axis of ``x``, in the split-halves form (arXiv 2104.09864).
 
-    Args:
-        x: ``[..., width]``, with an axis of ``tokens``.
-        cos: ``[..., rotated width]`` by token.
-        sin: The same shape.
-        tokens: Length of the axis of tokens.
+    ``x`` is ``[..., width]``, with the axis ``tokens``; ``cos`` and ``sin`` are ``[..., rotated width]`` by token.
     """
-    cos, sin = (_like_tokens(part, x, tokens) for part in (cos, sin))
+
+    def like_tokens(part: torch.Tensor) -> torch.Tensor:
+        shape = [1] * x.dim()
+        shape[tokens], shape[-1] = part.size(0), part.size(-1)
+        return (part if part.dim() == x.dim() else part.reshape(shape)).to(x.dtype)
+
+    cos, sin = like_tokens(cos), like_tokens(sin)
     width = cos.size(-1)
     turned, rest = x[..., :width], x[..., width:]
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((turned, rest), dim=-1) if rest.size(-1) else turned
-
-
-def _like_tokens(part: torch.Tensor, x: torch.Tensor, tokens: int) -> torch.Tensor:
-    if part.dim() == x.dim():
-        return part.to(x.dtype)
-    shape = [1] * x.dim()
-    shape[tokens], shape[-1] = part.size(0), part.size(-1)
-    return part.reshape(shape).to(x.dtype)
 
 
 class _SeqAllToAll(torch.autograd.Function):

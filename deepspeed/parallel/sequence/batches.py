@@ -55,11 +55,8 @@ def exchange_batches(
 ) -> list[dict[str, Any]]:
     """Returns this rank's tokens of every rank's batch, in rank order. Every rank of the axis must call it.
 
-    Args:
-        tensors: This rank's batch as :func:`describe_batch` made it, by name: ``[batch, padded tokens]``.
-        descriptions: Every rank's.
-        axis: The ranks that share a sequence.
-        device: Where transfers read and write; batches come on the host.
+    ``tensors`` are this rank's batch as :func:`describe_batch` made it, by name: ``[batch, padded tokens]``. Transfers
+    read and write on ``device``; batches come on the host.
     """
     # By name: the order of entries may differ between ranks.
     found = {name: _exchanged(tensors[name], name, descriptions, axis, device) for name in sorted(tensors)}
@@ -141,12 +138,8 @@ def leave_out_added_positions(
 ) -> None:
     """Takes added ``position_ids`` out of batches of text where another rank's batch has images, in place.
 
-    Then the model computes all position ids, and the batches have the same entries.
-
-    Args:
-        descriptions: Every rank's.
-        mine: This rank's, as it was sent.
-        tensors: This rank's batch as :func:`describe_batch` made it, by name: ``[batch, padded tokens]``.
+    Then the model computes all position ids, and the batches have the same entries. ``mine`` is this rank's description
+    as it was sent, ``tensors`` its batch as :func:`describe_batch` made it, ``[batch, padded tokens]``.
     """
     if not any(one.has_images for one in descriptions):
         return
@@ -222,12 +215,7 @@ class UlyssesSPDataLoaderAdapter:
         return len(self.dl) * self.sp_world_size - self._skips
 
     def skipping(self, batches: int, skip: Callable[[Any, int], Any]) -> UlyssesSPDataLoaderAdapter:
-        """Returns a loader without the first ``batches`` of this one's batches.
-
-        Args:
-            batches: Number of batches to skip.
-            skip: Accelerate's function that returns a loader without its first batches, given their number.
-        """
+        """Returns a loader without the first ``batches`` of this one's; ``skip`` is Accelerate's for other loaders."""
         whole, rest = divmod(batches, self.sp_world_size)
         made = UlyssesSPDataLoaderAdapter(
             skip(self.dl, whole), self.sp_rank, self.sp_group, self.sp_world_size, self.device

@@ -26,6 +26,7 @@ def chunked_attention(
     """Computes attention of whole sequences; may be the local attention of ``DistributedAttention``.
 
     Keys and values are kept in host memory. One chunk at a time is on the device, while the next one is being copied.
+    The result is as ``query``, with the width of ``value``.
 
     Args:
         query: ``[batch, heads, tokens, width]``.
@@ -36,9 +37,6 @@ def chunked_attention(
         is_causal: Tokens see none that come later.
         window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them.
         scale: The scale of the scores; None: one over the root of the width.
-
-    Returns:
-        As ``query``, with the width of ``value``.
 
     Raises:
         DeepSpeedConfigError: ``chunk_size`` is below 1.

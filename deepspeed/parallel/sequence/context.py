@@ -124,10 +124,7 @@ class SequenceParallelContext:
     def documents(self, positions: torch.Tensor | None, visible: torch.Tensor | None, batch: int) -> Documents | None:
         """Returns the documents of whole sequences, see ``documents_of``, found once for all layers.
 
-        Args:
-            positions: ``[batch or 1, tokens]`` from :meth:`whole`.
-            visible: The padding mask ``[batch, tokens]``, from :meth:`whole`.
-            batch: Sequences of the batch.
+        ``positions`` ``[batch or 1, tokens]`` and the padding mask ``[batch, tokens]`` are from :meth:`whole`.
         """
 
         def find() -> Documents | None:
@@ -137,34 +134,34 @@ class SequenceParallelContext:
         return self._once(f"documents of {batch}", positions, visible, find)  # type: ignore[no-any-return]
 
     def numbers(self, positions: torch.Tensor | None, visible: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the document numbers of whole sequences, see ``document_numbers``, found once for all layers.
-
-        Args:
-            positions: ``[batch or 1, tokens]`` from :meth:`whole`.
-            visible: The padding mask ``[batch, tokens]``, from :meth:`whole`.
-        """
-
-        def find() -> torch.Tensor | None:
-            return document_numbers(positions, visible, self.parts(positions, visible))
-
-        return self._once("numbers", positions, visible, find)  # type: ignore[no-any-return]
+        """Returns the numbers of :meth:`documents` by token, ``[batch, tokens]``, see ``document_numbers``."""
+        return self._once(  # type: ignore[no-any-return]
+            "numbers",
+            positions,
+            visible,
+            lambda: document_numbers(positions, visible, self.parts(positions, visible)),
+        )
 
     def parts(self, positions: torch.Tensor | None, visible: torch.Tensor | None) -> int:
         """Returns into how many parts that do not see each other the tokens are divided; the same on all ranks.
 
         1 for sequences that the ranks share. The group's size in an evaluation with a padding mask in which each rank
-        has whole sequences of its own: the mask does not show that, and positions are not used beside a mask.
-
-        Args:
-            positions: ``[batch or 1, tokens]`` from :meth:`whole`.
-            visible: The padding mask ``[batch, tokens]``, from :meth:`whole`.
+        has whole sequences of its own: the mask does not show that, and positions are not used beside a mask. Arguments
+        are as of :meth:`documents`, ``[batch or 1, tokens]``.
         """
         ranks, model = size_of(self.group), self.model()
         if positions is None or visible is None or model is None or model.training:
             return 1
 
         def find() -> int:
-            return ranks if holds_one_sequence_per_rank(positions, visible, ranks) else 1
+            # Each rank has whole sequences of its own if positions restart at 0 in every rank's part. Parts without
+            # visible tokens, and parts before which nothing is visible, are ignored: both interpretations give them the
+            # same attention. Waits for the device.
+            mask = visible.bool().cpu().unflatten(1, (ranks, -1))
+            by_rank = positions.cpu().expand(visible.size(0), -1).unflatten(1, (ranks, -1))
+            first_visible = mask.int().argmax(-1, keepdim=True)
+            begins = (by_rank[..., 0] == 0) | (by_rank.gather(-1, first_visible)[..., 0] == 0)
+            return ranks if bool((begins | ~mask.any(-1))[:, 1:].all()) else 1
 
         return self._once("parts", positions, visible, find)  # type: ignore[no-any-return]
 
@@ -253,37 +250,19 @@ Documents = tuple[PackedRow, ...]
 """By sequence of the batch."""
 
 
-def holds_one_sequence_per_rank(positions: torch.Tensor, visible: torch.Tensor, ranks: int) -> bool:
-    """Returns whether positions restart at 0 in every rank's part: then each rank has whole sequences of its own.
-
-    Parts without visible tokens, and parts before which nothing is visible, are ignored: both interpretations give them
-    the same attention. Waits for the device.
-
-    Args:
-        positions: Position ids ``[batch or 1, tokens]`` of all parts, in the order of the ranks.
-        visible: Padding mask ``[batch, tokens]``.
-        ranks: Number of parts.
-    """
-    mask = visible.bool().cpu().unflatten(1, (ranks, -1))
-    by_rank = positions.cpu().expand(visible.size(0), -1).unflatten(1, (ranks, -1))
-    first_visible = mask.int().argmax(-1, keepdim=True)
-    begins = (by_rank[..., 0] == 0) | (by_rank.gather(-1, first_visible)[..., 0] == 0)
-    return bool((begins | ~mask.any(-1))[:, 1:].all())
-
-
 def documents_of(positions: torch.Tensor | None, visible: torch.Tensor | None, parts: int = 1) -> Documents | None:
     """Returns the documents of whole sequences; None if each sequence is one document. Waits for the device.
 
-    Args:
-        positions: Position ids ``[batch, tokens]``.
-        visible: Padding mask ``[batch, tokens]``, True (or 1) for tokens; if given, positions are not used.
-        parts: With ``visible``: equal parts of the tokens that do not see each other.
+    Position ids are ``[batch, tokens]``, and not used beside the padding mask ``[batch, tokens]``, True (or 1) for
+    tokens. With that, ``parts`` equal parts of the tokens do not see each other.
     """
     if visible is not None:
         visible = visible.bool().cpu()
         if parts == 1 and bool(visible.all()):
             return None
-        return tuple(_of_mask(row, parts) for row in visible)
+        counts = visible.unflatten(1, (parts, -1)).sum(-1).tolist()
+        lengths = (tuple(count for count in row if count) for row in counts)
+        return tuple(PackedRow(each, row.nonzero().flatten()) for each, row in zip(lengths, visible, strict=True))
     if positions is None:
         return None
     begins = torch.diff(positions, dim=-1) != 1
@@ -298,21 +277,12 @@ def _lengths(begins: torch.Tensor) -> tuple[int, ...]:
     return tuple(end - start for start, end in zip(starts, starts[1:], strict=False))
 
 
-def _of_mask(visible: torch.Tensor, parts: int) -> PackedRow:
-    counts = visible.unflatten(0, (parts, -1)).sum(-1).tolist()
-    return PackedRow(tuple(count for count in counts if count), visible.nonzero().flatten())
-
-
 def document_numbers(
     positions: torch.Tensor | None, visible: torch.Tensor | None, parts: int = 1
 ) -> torch.Tensor | None:
-    """Returns the document number of each token, ``[batch, tokens]`` on the host.
+    """Returns the document number of each token, ``[batch, tokens]`` on the host, -1 for those in no document.
 
-    Arguments as for :func:`documents_of`.
-
-    None if each sequence is one document.
-
-    Tokens that are in no document have -1.
+    None if each sequence is one document. Arguments as for :func:`documents_of`.
     """
     if visible is not None:
         visible = visible.bool().cpu()

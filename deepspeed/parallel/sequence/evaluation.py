@@ -38,12 +38,8 @@ def share_evaluation(model: nn.Module, sharing: SequenceParallelContext, *, keep
     """Makes the forward of a causal language model divide sequences between ranks in evaluation too, in place.
 
     Other models are left unchanged. Forwards in evaluation mode without gradients and without a cache are shared: all
-    ranks of the group must run them together. Each rank generates by itself.
-
-    Args:
-        model: A causal language model, or one wrapped by PEFT.
-        sharing: How its sequences are shared.
-        keeps_logits: False: with labels only the loss is returned.
+    ranks of the group must run them together. Each rank generates by itself. Unless it ``keeps_logits``, with labels
+    only the loss is returned.
     """
     if not is_causal_lm(unwrapped(model)):
         return
@@ -103,7 +99,10 @@ def _shared(
             found = whole(**part, labels=labels, use_cache=False, return_dict=True)
         if labels is not None:
             dtype = found.loss.dtype
-            sums.append(_sum_and_count(found.loss, labels, part.get("num_items_in_batch")))
+            count, total = (labels != IGNORED).sum(), found.loss.float()
+            if part.get("num_items_in_batch") is None:  # else the model has already divided by them
+                total = torch.where(count > 0, total, torch.zeros_like(total)) * count
+            sums.append(torch.stack((total, count.float())))
         if labels is None or keeps_logits:
             gathered = _gathered(found.logits, rank, sharing)
             logits = gathered if rank == axis.place else logits
@@ -130,40 +129,17 @@ def _split_arguments(given: dict[str, Any], model: Any) -> tuple[str, dict[str, 
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(model.config, name, False):
             return f"the model's configuration has {name}", {}, {}
-    positions = _positions_by_mask(batch, model)
-    if positions is not None:
-        batch["position_ids"] = positions
+    mask = batch.get("attention_mask")
+    if mask is not None and batch.get("position_ids") is None and model_type_of(model) in _COUNTS_BY_MASK:
+        batch["position_ids"] = (mask.cumsum(1) * mask - 1).long()  # -1 for padding, as the model would derive them
     items = given.get("num_items_in_batch")
     if items is None:
         return "", batch, {}
     return "", batch, {"num_items_in_batch": items.item() if isinstance(items, torch.Tensor) else items}
 
 
-def _positions_by_mask(batch: dict[str, torch.Tensor], model: Any) -> torch.Tensor | None:
-    """Returns ``[batch, tokens]`` positions, -1 for padding, if the model would derive them from the mask.
-
-    Else None.
-    """
-    mask = batch.get("attention_mask")
-    if mask is None or batch.get("position_ids") is not None or model_type_of(model) not in _COUNTS_BY_MASK:
-        return None
-    return (mask.cumsum(1) * mask - 1).long()
-
-
-def _sum_and_count(loss: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
-    """Returns sum and number of a part's losses, in fp32; with ``items`` the model has already divided by them."""
-    count = (labels != IGNORED).sum()
-    total = loss.float()
-    if items is None:
-        total = torch.where(count > 0, total, torch.zeros_like(total)) * count
-    return torch.stack((total, count.float()))
-
-
 def _gathered(part: torch.Tensor, owner: int, sharing: SequenceParallelContext) -> torch.Tensor:
-    """Returns ``[batch, tokens, words]`` of the whole sequences on rank ``owner`` of the group.
-
-    Nothing on the others.
-    """
+    """Returns ``[batch, tokens, words]`` of the whole sequences on rank ``owner``, nothing on the others."""
     transport = sharing.transport(part.device)
     source = part.movedim(1, 0).contiguous()  # tokens first, so that received parts are in place
     tokens = source.size(0)

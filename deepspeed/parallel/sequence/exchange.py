@@ -50,8 +50,6 @@ def exchange(
     Args:
         x: All heads of this rank's tokens; with ``back`` all tokens of this rank's heads. Any dtype, shape and strides.
         group: Torch process group of the ranks that share a sequence; None: all ranks.
-        sequence_axis: Axis of tokens.
-        back: Run the reverse exchange.
         heads: By rank, its heads inside attention; None: as equal as possible. Shares may coincide, unless ``back``.
         lengths: By rank, its tokens; None: equally many. Required with ``back`` if they differ.
 
@@ -236,12 +234,7 @@ def shares_of_heads(heads: int, key_heads: int, ranks: int) -> HeadAssignment:
 
     With at least as many key heads as ranks these are divided and query heads follow (7 key heads over 4 ranks: 2, 2,
     2, 1). With fewer, the ranks are divided over the key heads, and ranks with the same key head divide its query
-    heads. On every rank all key heads have equally many query heads.
-
-    Args:
-        heads: Query heads, a multiple of ``key_heads``.
-        key_heads: Key and value heads.
-        ranks: Ranks that share a sequence.
+    heads. On every rank all key heads have equally many query heads, whose number is a multiple of theirs.
 
     Raises:
         DeepSpeedConfigError: Some rank would have no head.

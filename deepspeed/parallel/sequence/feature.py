@@ -86,11 +86,8 @@ FEATURE = SequenceParallelism()
 def with_all_data_ranks(config: Any, mpu: Any) -> Any:
     """Returns the configuration with the total batch size of all data ranks, if it was computed for one of them.
 
-    Accelerate computes ``train_batch_size`` from its own sizes, which may lack the number of data ranks.
-
-    Args:
-        config: The configuration that ``initialize`` got.
-        mpu: The ``mpu`` that ``initialize`` got.
+    Accelerate computes ``train_batch_size`` from its own sizes, which may lack the number of data ranks. Arguments are
+    those of ``initialize``.
     """
     if mpu is not state or not isinstance(config, dict):
         return config
@@ -136,9 +133,6 @@ def recompute_between_exchanges(job: Job, model: nn.Module) -> None:
 def offload_checkpoints(model: nn.Module) -> None:
     """Enables checkpointing of a Transformers model's layers, and keeps their saved tensors on the host; in place.
 
-    Args:
-        model: A ``PreTrainedModel``, or one wrapped by PEFT.
-
     Raises:
         DeepSpeedConfigError: The model does not support checkpointed layers.
     """
@@ -149,15 +143,15 @@ def offload_checkpoints(model: nn.Module) -> None:
             "layers; call deepspeed.checkpointing.checkpoint with activation_checkpointing.cpu_checkpointing in the "
             "model's own code, or set it to false"
         )
+
+    def keep_on_host(model: nn.Module, _args: Any) -> None:
+        replace_checkpoint_functions(model, lambda one: one if isinstance(one, _OnHost) else _OnHost(one))
+
     # In every pass, as the program may enable checkpointing again, with its own functions.
-    model.register_forward_pre_hook(_keep_on_host)
+    model.register_forward_pre_hook(keep_on_host)
     log_dist(
         f"sequence_parallel.offload_checkpoints: the inputs of {type(inner).__name__}'s layers are kept in host memory"
     )
-
-
-def _keep_on_host(model: nn.Module, _args: Any) -> None:
-    replace_checkpoint_functions(model, lambda one: one if isinstance(one, _OnHost) else _OnHost(one))
 
 
 class _OnHost:
@@ -185,13 +179,9 @@ def _unpack(packed: tuple[HostChunks | None, torch.Tensor]) -> torch.Tensor:
 
 
 def tile_model(model: nn.Module, *, mlp: bool, loss: bool, tokens: int, in_evaluation: bool = False) -> None:
-    """Makes a Transformers model compute tile by tile, in place.
+    """Makes a Transformers model (perhaps wrapped by PEFT) compute its MLPs or its loss tile by tile, in place.
 
-    Args:
-        model: A ``PreTrainedModel``, or one wrapped by PEFT.
-        mlp: Compute its MLPs in tiles.
-        loss: Compute its loss over the vocabulary in tiles.
-        in_evaluation: Tile the loss in evaluation too; its outputs then have no logits.
+    ``in_evaluation`` tiles the loss in evaluation too; its outputs then have no logits.
 
     Raises:
         DeepSpeedConfigError: The model has no such MLP or loss.

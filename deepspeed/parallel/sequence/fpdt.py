@@ -71,13 +71,12 @@ class FPDT_InputConstruct(nn.Module):  # noqa: N801 - upstream's name
 
         All but the two masks are this rank's part.
         """
-        tokens, labels, positions = (self._own_tokens(x) for x in (self.tokens, self.labels, self.position_ids))
+        chunks = (-1, self.sp_size, self.chunk_size // self.sp_size)
+        tokens, labels, positions = (
+            None if whole is None else whole.unflatten(1, chunks)[:, :, self.sp_rank].flatten(1)
+            for whole in (self.tokens, self.labels, self.position_ids)
+        )
         return tokens, labels, self.loss_mask, self.attention_mask, positions
-
-    def _own_tokens(self, whole: torch.Tensor | None) -> torch.Tensor | None:
-        if whole is None:
-            return None
-        return whole.unflatten(1, (-1, self.sp_size, self.chunk_size // self.sp_size))[:, :, self.sp_rank].flatten(1)
 
 
 class FPDT_Attention(nn.Module):  # noqa: N801
@@ -215,19 +214,10 @@ class FPDT_FFN:  # noqa: N801
         add_bias: bool,
         chunk_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes the result; backward computes each chunk again.
+        """Returns ``[tokens, batch, hidden]``, as ``x``, and ``b2`` unless it was added.
 
-        Args:
-            x: ``[tokens, batch, hidden]``.
-            w1: ``[inner, hidden]``.
-            b1: ``[inner]``, or None.
-            w2: ``[hidden, inner]``.
-            b2: ``[hidden]``, or None.
-            add_bias: Add ``b2``; False: return it.
-            chunk_size: Tokens of a chunk.
-
-        Returns:
-            ``[tokens, batch, hidden]``; and ``b2`` where it was not added, else None.
+        Backward computes each chunk again. Weights are ``[inner, hidden]`` and ``[hidden, inner]``, biases ``[inner]``
+        and ``[hidden]``, or None.
         """
 
         def of_chunk(part: torch.Tensor) -> torch.Tensor:
@@ -255,7 +245,7 @@ class FPDT_LogitsLoss:  # noqa: N801
     ) -> torch.Tensor:
         """Returns the losses of all tokens; logits exist for one chunk of this rank's tokens at a time.
 
-        Every rank must call it.
+        Every rank must call it. They are ``[all tokens, batch]`` in fp32, rank after rank.
 
         Args:
             lm_output: ``[this rank's tokens, batch, hidden]``.
@@ -263,12 +253,7 @@ class FPDT_LogitsLoss:  # noqa: N801
             logit_weights: ``[vocabulary, hidden]``.
             rank: This rank's place in the group; not used.
             spg_size: Ranks of the group; checked.
-            spg: Torch process group of the ranks that share a sequence.
-            num_chunk: Number of chunks.
             own_share: See :func:`deepspeed.sequence.mean_loss`.
-
-        Returns:
-            ``[all tokens, batch]`` in fp32, rank after rank.
 
         Raises:
             DeepSpeedConfigError: ``spg_size`` is not the group's size.

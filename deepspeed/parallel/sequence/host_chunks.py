@@ -31,10 +31,8 @@ class PrefetchedTensors:
 class HostChunks:
     """Copies of a device's tensors in host memory, with one stream per direction of copy.
 
-    Host memory comes from torch's pool of page-locked blocks, so memory is locked in the first pass only.
-
-    Args:
-        device: Where attention is computed; if it is the host, nothing is copied.
+    Host memory comes from torch's pool of page-locked blocks, so memory is locked in the first pass only. If attention
+    is computed on the host, nothing is copied.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -98,15 +96,11 @@ def attend_to_chunks(
     """Returns the attention of a chunk of queries; keys and values are on the device one chunk at a time.
 
     Args:
-        query: ``[batch, heads, tokens, width]``.
+        query: ``[batch, heads, tokens, width]``, as the result, which has the width of the values.
         start: Position of its first token in the sequence.
         chunks: ``(key, value)`` of the sequence from its beginning, each ``[batch, key heads, tokens, width]``, on any
             device.
-        rule: Which queries see which keys.
         copies: The object that has copied ``chunks`` to the host.
-
-    Returns:
-        As ``query``, with the width of the values.
     """
     parts = [tensor for pair in chunks for tensor in pair]
     out: torch.Tensor = _OfChunks.apply(query, start, rule, copies, *parts)

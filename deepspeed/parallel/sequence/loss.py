@@ -71,12 +71,8 @@ def mean_loss(
 def sum_over_ranks(values: torch.Tensor, group: Any, *, own_share: bool = False) -> torch.Tensor:
     """Returns the sum of a tensor over the ranks of a group, for losses over whole sequences (DPO).
 
-    Every rank of the group must call it, and run its backward unless ``own_share``.
-
-    Args:
-        values: A tensor of equal shape and dtype on all ranks.
-        group: Torch process group.
-        own_share: See :func:`mean_loss`.
+    Every rank of the group must call it, with equal shape and dtype, and run its backward unless ``own_share`` (see
+    :func:`mean_loss`).
     """
     channel, label = axis_of(group, SEQUENCE).channel(values.device), "the sum of a loss (sequence parallel)"
     if own_share:

@@ -127,14 +127,8 @@ class Slopes:
     ) -> None:
         """Adds the gradients of a block of keys and values to ``of_key`` and ``of_value``, and those of the queries.
 
-        Args:
-            key: ``[batch, key heads, keys, width]``.
-            value: In the same shape, perhaps of another width.
-            of_key: fp32, in the shape of ``key``.
-            of_value: fp32, in the shape of ``value``.
-            rows: The queries' tokens.
-            columns: The keys' tokens.
-            rule: Which queries see which keys.
+        ``key`` is ``[batch, key heads, keys, width]``, ``value`` too, perhaps of another width; their gradients are
+        fp32 in the same shapes. ``rows`` are the queries' tokens, ``columns`` the keys'.
         """
         for (a, b), (c, d), hidden in _tiles(rows, columns, rule, key.device):
             query, gradient = self.query[..., a:b, :], self.gradient[..., a:b, :]

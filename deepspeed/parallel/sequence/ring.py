@@ -42,21 +42,18 @@ def ring_attention(
     """Computes attention over sequences that are divided over ranks by consecutive tokens. Every rank must call it.
 
     Exact: the softmax is combined from blocks in fp32. Per rank and direction it moves the keys and values of the
-    other ranks, and, where causal, half of all tensors once for the zigzag order.
+    other ranks, and, where causal, half of all tensors once for the zigzag order. The result is as ``query``, with the
+    width of ``value``.
 
     Args:
         query: ``[batch, heads, this rank's tokens, width]``; equally many tokens on all ranks.
         key: ``[batch, key heads, this rank's tokens, width]``; heads are a multiple of key heads.
         value: As ``key``.
-        group: Torch process group.
         documents: Document number of every token of whole sequences, ``[batch, tokens]``, -1 for tokens that see
             nothing; None: one document.
         is_causal: Tokens see no later ones.
         window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them.
         scale: The scale of the scores; None: one over the root of the width.
-
-    Returns:
-        As ``query``, with the width of ``value``.
     """
     transport = transport_of(group, query.device)
     rule = MaskRule(is_causal, window, 1 / math.sqrt(query.size(-1)) if scale is None else scale)
@@ -68,13 +65,9 @@ def ring_attention(
 
 
 def tokens_of(rank: int, transport: Transport, tokens: int, in_zigzag: bool, documents: torch.Tensor | None) -> Tokens:
-    """Returns the tokens that a rank has inside the ring.
+    """Returns the tokens that a rank has inside the ring: consecutive ones, or zigzag chunks.
 
-    Args:
-        transport: The ranks of the ring.
-        tokens: How many tokens it has.
-        in_zigzag: Ranks have zigzag chunks instead of consecutive tokens.
-        documents: ``[batch, sequence]``, each token's document; None: all are one.
+    ``documents`` are ``[batch, sequence]``, each token's document; None: all are one.
     """
     if in_zigzag:
         chunks = [_chunk(number, tokens) for number in zigzag(rank, transport.size)]

@@ -7,6 +7,7 @@ bit-equal, as an exchange only moves values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,13 +70,7 @@ class SavedResult:
     def became(
         self, result: torch.Tensor, by_tokens: torch.Tensor, exchanged: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Releases the saved result of attention.
-
-        Args:
-            result: What attention returned, by heads.
-            by_tokens: ``result`` after the exchange; both are 4-D.
-            exchanged: Computes ``result`` from ``by_tokens``.
-        """
+        """Releases what attention returned, by heads; ``exchanged`` computes it from ``by_tokens``. Both are 4-D."""
         saved, self._saved = self._saved, []
         if result.untyped_storage().nbytes() != result.numel() * result.element_size() or result._version:
             return  # the memory holds more than the result, or was changed since it was saved
@@ -90,7 +85,8 @@ class SavedResult:
                 )
             with torch.no_grad():
                 made = exchanged(kept)
-                if not _lies_so(made, stride):
+                strides = zip(made.shape, made.stride(), stride, strict=True)  # those of axes of length 1 do not count
+                if made.storage_offset() or any(own != wanted for extent, own, wanted in strides if extent > 1):
                     made = torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(made)
                 return made.as_strided(*view, 0)
 
@@ -98,19 +94,9 @@ class SavedResult:
             tensor = each.tensor
             each.tensor = None
             if tensor is not None and tensor.numel() == result.numel() and _place(tensor) == _place(result):
-                each.again = _bound(again, (tensor.size(), tensor.stride()))
+                each.again = functools.partial(again, (tensor.size(), tensor.stride()))
                 each.packed = None
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
     return tensor.data_ptr(), tensor.dtype
-
-
-def _lies_so(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Returns whether a tensor begins its storage and has these strides; axes of length 1 are ignored."""
-    strides = zip(tensor.shape, tensor.stride(), stride, strict=True)
-    return not tensor.storage_offset() and all(own == wanted for extent, own, wanted in strides if extent > 1)
-
-
-def _bound(again: Callable[[Any], torch.Tensor], view: Any) -> Callable[[], torch.Tensor]:
-    return lambda: again(view)

@@ -36,9 +36,6 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
 
     Calling it again with the same number does nothing.
 
-    Args:
-        sequence_parallel_size: Ranks that share a sequence, above 1.
-
     Raises:
         DeepSpeedConfigError: (a ``ValueError``) The number is not above 1.
         IndivisibleRanksError: (also a ``RuntimeError``) The number of ranks is not divisible by it.

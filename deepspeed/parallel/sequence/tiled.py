@@ -21,13 +21,9 @@ from deepspeed.parallel.sequence.loss import IGNORED
 def tiled(
     function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tiles: int, axis: int = -2
 ) -> torch.Tensor:
-    """Computes ``function(x)`` tile by tile.
+    """Computes ``function(x)`` (any shape) tile by tile along ``axis``; fewer tiles if there are fewer positions.
 
-    Args:
-        function: Pure; treats each position along ``axis`` independently.
-        x: The input, any shape with at least one axis.
-        tiles: Number of tiles; fewer if there are fewer positions.
-        axis: Axis of the sequence, in ``x`` and in the result.
+    The function is pure, and treats each position along the axis, which its result has too, independently.
     """
     parts = x.split(tile_lengths(x.size(axis), tiles), dim=axis)
     if len(parts) == 1:
@@ -74,14 +70,9 @@ class TiledMLP:
         shards: int,
         compute_params: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Computes the result.
+        """Computes the result for ``x``, ``[..., tokens, width]``; ``fn`` is pure and token-wise.
 
-        Args:
-            fn: Called with the module and a tile; pure and token-wise.
-            self: The module.
-            x: ``[..., tokens, width]``.
-            shards: Number of tiles.
-            compute_params: Accepted without effect: weights get their gradients as in any other module.
+        ``compute_params`` have no effect: weights get their gradients as in any other module.
         """
         return tiled(lambda part: fn(self, part), x, shards)
 
@@ -106,12 +97,10 @@ class TiledFusedLogitsLoss:
             fn: Called with the module, a tile of ``x``, one of ``y`` and, where there is a mask, one of that: 0-dim,
                 the mean (or sum) over what counts in the tile. Tiles are rows of all sequences: ``[tokens, width]``,
                 ``[tokens]``.
-            self: The module, with the head.
             x: Hidden states ``[batch, tokens, width]``.
             y: Labels ``[batch, tokens]``, where -100 is ignored, or floating values ``[batch, tokens, ...]`` (a
                 teacher's hidden states), which all count.
             mask: ``[batch, tokens]``, for ``fn``; labels where it is 0 do not count. None: there is none.
-            shards: Number of tiles.
             compute_params: Accepted without effect.
             output_reduction: ``mean`` over all tokens that count (not over tiles), or ``sum``.
 
@@ -173,8 +162,6 @@ def sequence_tiled_compute(
 
     Args:
         fn: Pure. Returns tokens along ``output_unshard_dimension``, or 0-dim values to be reduced.
-        seqlen: Number of tokens.
-        shards: Number of tiles.
         kwargs_to_shard: Arguments to cut along axis 1; None stays None.
         kwargs_to_pass: Arguments that every tile gets.
         grad_requiring_tensor_key: Name of an argument with a gradient; others that require one get theirs too.

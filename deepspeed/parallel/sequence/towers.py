@@ -27,21 +27,24 @@ _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 def cut_at_decoder(entered: list[nn.Module], decoder: nn.Module) -> None:
     """Makes a registered model gather tokens at its entry and cut them at its decoder's entry, in place.
 
-    Args:
-        entered: The modules that programs call with this rank's tokens; one may call another.
-        decoder: The module that computes only with vectors of tokens.
+    ``entered`` are the modules that programs call with this rank's tokens; one may call another. The decoder computes
+    only with vectors of tokens.
     """
+
+    @uncompiled
+    def end_whole(model: nn.Module, _args: Any, _result: Any) -> None:
+        sharing = registered(model)
+        if sharing.whole_for is model:
+            sharing.whole_for = None
+
     for module in entered:
         module.register_forward_pre_hook(_gather, with_kwargs=True)
-        module.register_forward_hook(_end_whole, always_call=True)
+        module.register_forward_hook(end_whole, always_call=True)
     decoder.register_forward_pre_hook(_cut, with_kwargs=True)
 
 
 def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of a call by name.
-
-    None if they do not fit the signature, so that ``forward`` itself raises.
-    """
+    """Returns the arguments of a call by name; None if they do not fit the signature, so that ``forward`` raises."""
     try:
         given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     except TypeError:
@@ -84,13 +87,6 @@ def _gather(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         given[name] = sharing.whole(value)
     sharing.whole_for = model
     return (), given
-
-
-@uncompiled
-def _end_whole(model: nn.Module, _args: Any, _result: Any) -> None:
-    sharing = registered(model)
-    if sharing.whole_for is model:
-        sharing.whole_for = None
 
 
 @uncompiled

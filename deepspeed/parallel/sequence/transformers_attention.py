@@ -82,17 +82,11 @@ def mask(
     seen = visible_by(mask_function)
     if attention_mask is not None:
         seen = replace(seen, padding=checked_padding(attention_mask, kwargs["q_length"]))
-    elif _has_documents(sharing):
-        seen = replace(seen, positions=sharing.given_positions)
+    elif (positions := sharing.given_positions) is not None and positions.dim() == 2:
+        # Whether documents are packed into the sequences of this pass is the same on all ranks.
+        if sharing.documents(sharing.whole(positions), None, positions.size(0)) is not None:
+            seen = replace(seen, positions=positions)
     return None if seen == Visible() else seen
-
-
-def _has_documents(sharing: SequenceParallelContext) -> bool:
-    """Returns whether documents are packed into the sequences of this pass; the same on all ranks."""
-    given = sharing.given_positions
-    if given is None or given.dim() != 2:
-        return False
-    return sharing.documents(sharing.whole(given), None, given.size(0)) is not None
 
 
 @uncompiled
@@ -111,7 +105,6 @@ def attention(
     """Computes attention over whole sequences, as transformers calls it. Every rank of the group must call it.
 
     Args:
-        module: The layer.
         query: ``[batch, heads, this rank's tokens, width]``.
         key: ``[batch, key heads, this rank's tokens, width]``.
         value: As ``key``.
@@ -121,7 +114,6 @@ def attention(
         is_causal: None: as in the layer.
         position_ids: Positions of this rank's tokens, ``[batch or 1, tokens]``; a document begins wherever they
             restart.
-        **kwargs: Passed to the attention implementation.
 
     Returns:
         ``[batch, this rank's tokens, heads, width]``, and None for the probabilities.
@@ -223,10 +215,6 @@ def visible_by(mask_function: Callable[..., Any]) -> Visible:
 def given_mask(attention_mask: Any, tokens: int) -> Visible | None:
     """Returns the mask that an attention layer was given; None if it has none, so that the layer decides.
 
-    Args:
-        attention_mask: The mask argument that the model passed.
-        tokens: Number of this rank's tokens.
-
     Raises:
         DeepSpeedConfigError: The mask is one of tokens by tokens, or of another length.
     """
@@ -260,7 +248,7 @@ def implementation_of(sharing: SequenceParallelContext) -> Callable[[AttentionCa
     """Returns the function that attends: after the exchange of heads, or directly if heads are not exchanged."""
     if sharing.exchange.ring_group is not None:
         return _attend_by_ring
-    attend_whole = _attend_by_sdpa if sharing.core == "sdpa" else _attend_by_core
+    attend_whole = _attend_by_sdpa if sharing.core == "sdpa" else _by_core
     return functools.partial(_recomputed, attend_whole) if sharing.recompute_core else attend_whole
 
 
@@ -311,11 +299,6 @@ def _attend_by_sdpa(call: AttentionCall) -> torch.Tensor:
     ).transpose(1, 2)
 
 
-def _attend_by_core(call: AttentionCall) -> torch.Tensor:
-    out = _by_core(call)
-    return out.reshape(*out.shape[:2], call.query.size(1), -1)  # some implementations merge heads into one axis
-
-
 def _by_core(call: AttentionCall) -> torch.Tensor:
     """Computes attention by the model's own implementation."""
     sharing, positions, padding = call.sharing, call.positions, call.padding
@@ -323,7 +306,8 @@ def _by_core(call: AttentionCall) -> torch.Tensor:
     more = {"scaling": call.scale, "dropout": call.dropout, **call.more, "is_causal": call.seen.is_causal}
 
     def core(*args: Any, position_ids: torch.Tensor | None) -> torch.Tensor:
-        return call_attention(sharing.core, call.module, *args, position_ids=position_ids, **more)[0]  # type: ignore[no-any-return]
+        out = call_attention(sharing.core, call.module, *args, position_ids=position_ids, **more)[0]
+        return out.reshape(*out.shape[:2], args[0].size(1), -1)  # some implementations merge heads into one axis
 
     if (parts := sharing.parts(positions, padding)) > 1:
         assert positions is not None and padding is not None
@@ -368,7 +352,7 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Returns the attention within each document, by torch's fused kernel.
+    """Returns the attention within each document, by torch's fused kernel: ``[batch, heads, tokens, width of value]``.
 
     Args:
         query: ``[batch, heads, tokens, width]``.
@@ -378,10 +362,6 @@ def attend(
         is_causal: Tokens see no later ones.
         window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them.
         scale: The scale of the scores; None: one over the root of the width.
-        dropout: The dropout of the probabilities.
-
-    Returns:
-        ``[batch, heads, tokens, width of value]``.
     """
     options: dict[str, Any] = {"scale": scale, "dropout_p": dropout}
     if documents is None:

@@ -121,7 +121,11 @@ class UlyssesSPAttentionHF:
         if size_of() % sequence_parallel_size:
             state.initialize_sequence_parallel(sequence_parallel_size)  # raises with the reason
         if not hasattr(model_name_or_path, "config"):
-            _check_by_name(model_name_or_path, core_attn_implementation, sequence_parallel_size)
+            config = read_configuration(model_name_or_path)
+            core_of(config, core_attn_implementation, f"sequence parallel for {model_name_or_path}")
+            heads, kv_heads = heads_of(config), kv_heads_of(config)
+            if heads is not None and kv_heads is not None:
+                shares_of_heads(heads, kv_heads, sequence_parallel_size)
             state.initialize_sequence_parallel(sequence_parallel_size)
             _awaited.append(_RegisteredName(str(model_name_or_path), core_attn_implementation, disable_in_eval))
             return state
@@ -176,14 +180,6 @@ def _settings_of(model: Any) -> tuple[str | None, bool]:
     return found.core, found.disable_in_eval
 
 
-def _check_by_name(name: Any, core: str | None, ranks: int) -> None:
-    config = read_configuration(name)
-    core_of(config, core, f"sequence parallel for {name}")
-    heads, kv_heads = heads_of(config), kv_heads_of(config)
-    if heads is not None and kv_heads is not None:
-        shares_of_heads(heads, kv_heads, ranks)
-
-
 def adopt_model(
     job: Job,
     model: nn.Module,
@@ -199,15 +195,8 @@ def adopt_model(
 
     Every rank of the job must call it. An unregistered model is registered here, also inside a
     user's module or as layers of a pipeline. A module without a Transformers model is left unchanged; its first forward
-    must exchange tokens.
-
-    Args:
-        group: Torch process group of the ranks that share a sequence.
-        mesh: The mesh of the job.
-        mode: ``sequence_parallel.mode``.
-        evaluation: ``sequence_parallel.evaluation``.
-        recompute_exchange: ``sequence_parallel.recompute_exchange``.
-        whole: The Transformers model whose layers ``model``, a pipeline stage, has; None: ``model`` is complete.
+    must exchange tokens. ``group`` are the ranks that share a sequence; ``whole`` is the Transformers model whose
+    layers ``model``, a pipeline stage, has, None if it is complete. Other arguments are as in ``sequence_parallel``.
 
     Raises:
         DeepSpeedConfigError: The model cannot be shared in this way.
@@ -298,16 +287,8 @@ def share_sequences(
     """Makes a Transformers model attend to sequences that are divided over ranks, in place.
 
     From then on its forward expects this rank's tokens of every input, with their ``position_ids``. A model with towers
-    also expects whole images, and computes ``position_ids`` itself if they are left out.
-
-    Args:
-        model: A ``PreTrainedModel``, or one wrapped by PEFT.
-        group: Torch process group of the ranks that share a sequence.
-        core: The implementation that attends to whole sequences; None: the model's own.
-        disable_in_eval: See :class:`SequenceParallelContext`.
-
-    Returns:
-        The model's context.
+    also expects whole images, and computes ``position_ids`` itself if they are left out. ``core`` is the implementation
+    that attends to whole sequences; None: the model's own. :class:`SequenceParallelContext` explains the rest.
 
     Raises:
         DeepSpeedConfigError: The model cannot be switched, mixes tokens elsewhere, or has too few heads.
@@ -361,15 +342,9 @@ def share_layers(
 ) -> SequenceParallelContext:
     """Makes a pipeline stage of a Transformers model attend to sequences that are divided over ranks, in place.
 
-    Args:
-        pipeline: The layers of this stage; the first stage also has the modules before them.
-        whole: The model with these layers, with values or without; equal on all ranks, left unchanged.
-        group: Torch process group of the ranks that share a sequence.
-        core: The implementation that attends to whole sequences; None: the model's own.
-        disable_in_eval: See :class:`SequenceParallelContext`.
-
-    Returns:
-        The model's context.
+    ``pipeline`` has the layers of this stage; the first stage also has the modules before them. ``whole`` is the model
+    with these layers, with values or without; equal on all ranks, left unchanged. Other arguments are as of
+    :func:`share_sequences`.
 
     Raises:
         DeepSpeedConfigError: Raised on all ranks: the model cannot be switched, mixes tokens elsewhere, or has too few
@@ -399,12 +374,24 @@ def _checked_core(model: Any, core: str | None, what: str) -> str:
 
 
 def _join(model: nn.Module, sharing: SequenceParallelContext, entered: Iterable[nn.Module]) -> None:
-    """Registers ``sharing`` for all modules of ``model``; position ids are read where it is entered."""
+    """Registers ``sharing`` for all modules of ``model``; position ids are read where it is entered.
+
+    Rotary embeddings choose their frequencies by whole sequences: types "dynamic" and "longrope" depend on the highest
+    position in their input. So the highest position of the whole sequences is appended to this rank's positions, and
+    its result is removed.
+    """
     remember(model, sharing)
-    note_whole_sequences(model)
+    for module in model.modules():
+        if any("dynamic" in kind or kind == "longrope" for kind in rope_types_of(module)):
+            give_base(module, _RotaryOfWholeSequences)
+
+    @uncompiled
+    def end_pass(model: nn.Module, _args: Any, _result: Any) -> None:
+        registered(model).given_positions = None
+
     for module in entered:
         module.register_forward_pre_hook(_begin_pass, with_kwargs=True)
-        module.register_forward_hook(_end_pass, always_call=True)
+        module.register_forward_hook(end_pass, always_call=True)
 
 
 def sequence_model_in(model: nn.Module) -> nn.Module:
@@ -492,11 +479,6 @@ def _begin_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     sharing.given_positions = given["position_ids"]
 
 
-@uncompiled
-def _end_pass(model: nn.Module, _args: Any, _result: Any) -> None:
-    registered(model).given_positions = None
-
-
 _WHOLE = ("full_attention", "sliding_attention", "attention", "sparse", "dense", "moe")
 _NAMES = (
     "mamba",
@@ -537,20 +519,6 @@ def _mixing(model: nn.Module) -> Iterator[str]:
             yield f"{name}: {kind}"
         elif isinstance(module, nn.Conv1d) and any(size > 1 for size in module.kernel_size):
             yield f"{name}: {kind} over {module.kernel_size[0]} tokens"
-
-
-def note_whole_sequences(model: nn.Module) -> None:
-    """Makes a Transformers model's rotary embeddings choose their frequencies by whole sequences, in place.
-
-    Types "dynamic" and "longrope" depend on the highest position in their input. So the highest position of the whole
-    sequences is appended to this rank's positions, and its result is removed.
-
-    Args:
-        model: A registered model.
-    """
-    for module in model.modules():
-        if any("dynamic" in kind or kind == "longrope" for kind in rope_types_of(module)):
-            give_base(module, _RotaryOfWholeSequences)
 
 
 class _RotaryOfWholeSequences(nn.Module):

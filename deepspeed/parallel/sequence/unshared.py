@@ -27,15 +27,10 @@ _SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)
 
 
 def check_first_forward(job: Job, model: nn.Module, group: Any, ranks: int) -> None:
-    """Makes a user's model check in its first forward that it exchanges tokens.
+    """Makes a user's model check in its first forward that it exchanges tokens with the ``ranks`` of a group.
 
-    Args:
-        model: The model; two hooks are registered, which that forward removes.
-        group: Torch process group of the ranks that share a sequence.
-        ranks: Their number.
-
-    The forward raises ``DeepSpeedConfigError`` if the model attends without an exchange: each rank would attend to
-    its own part. It warns if it sees neither: that is right only for token-wise models.
+    The forward raises ``DeepSpeedConfigError`` if the model attends without an exchange: each rank would attend to its
+    own part. It warns if it sees neither: that is right only for token-wise models.
     """
     if not job.ranks.is_initialized() or job.watched.of(group) is None:  # no ranks to exchange tokens with
         return
@@ -119,17 +114,15 @@ class _Attention(TorchFunctionMode):
         self.is_entered = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ATTENTION or (func in _SOFTMAX and _is_square(args)):
+        scores = args[0] if func in _SOFTMAX and args else None
+        is_square = isinstance(scores, torch.Tensor) and scores.dim() > 2 and scores.size(-1) == scores.size(-2)
+        if func in _ATTENTION or is_square:  # a softmax of scores of tokens by tokens: [..., tokens, tokens]
             self.count += 1
         return func(*args, **(kwargs or {}))
 
 
 class _P2PCounter(TorchDispatchMode):
-    """Counts sends and recvs in groups of some ranks that :func:`program_calls` does not count.
-
-    Args:
-        members: The ranks. Groups that also have other ranks do not count.
-    """
+    """Counts sends and recvs in groups of ``members`` only that :func:`program_calls` does not count."""
 
     def __init__(self, members: Collection[int]) -> None:
         super().__init__()
@@ -144,23 +137,12 @@ class _P2PCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_square(args: tuple[Any, ...]) -> bool:
-    """Returns whether a softmax is over scores of tokens by tokens: ``[..., tokens, tokens]``."""
-    scores = args[0] if args else None
-    return isinstance(scores, torch.Tensor) and scores.dim() > 2 and scores.size(-1) == scores.size(-2)
-
-
 def program_calls(job: Job, ranks: Collection[int]) -> int | None:
     """Returns how many collectives, sends and recvs the program has started among ``ranks`` so far, in this process.
 
-    Calls of ``torch.distributed`` and of ``deepspeed.comm`` count; transfers of a :class:`Transport` do not. Only
-    differences between results are meaningful. On NCCL torch counts no sends and recvs.
-
-    Args:
-        ranks: Their numbers in the job. Groups that also have other ranks do not count.
-
-    Returns:
-        The number; None if the backend of a group does not count. There must be a process group.
+    Groups that also have other ranks do not count. Calls of ``torch.distributed`` and of ``deepspeed.comm`` do;
+    transfers of a :class:`Transport` do not. Only differences between results are meaningful. None: the backend of a
+    group does not count (on NCCL torch counts no sends and recvs). There must be a process group.
     """
     transports = [member for member in list(job.watched.watch.members) if isinstance(member, Transport)]
     total = 0

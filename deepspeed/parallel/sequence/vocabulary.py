@@ -44,14 +44,12 @@ def chunked_cross_entropy(
     Args:
         hidden: ``[..., width]``.
         head: Module or function from ``[tokens, width]`` to logits ``[tokens, vocabulary]``.
-        labels: ``[...]``.
-        ignore_index: The label that is ignored.
+        labels: ``[...]``; ``ignore_index`` is left out.
         reduction: The one of torch's ``cross_entropy``; computed in fp32. The mean of nothing is 0.
-        token_losses: Computes losses ``[tokens]`` from logits and labels; differs if ``head`` returns logits of a
-            part of the vocabulary.
+        token_losses: Computes losses ``[tokens]`` from logits and labels; differs if ``head`` returns logits of a part
+            of the vocabulary.
 
-    Returns:
-        fp32: 0-dim, or ``[...]`` like ``labels`` with the reduction ``none``.
+    The result is fp32: 0-dim, or ``[...]`` like ``labels`` with the reduction ``none``.
     """
 
     def losses(tile: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
