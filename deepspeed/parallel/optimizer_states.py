@@ -10,12 +10,7 @@ from deepspeed.errors import DeepSpeedConfigError
 
 
 def refuse_whole_states(optimizer: Any, size: int, key: str) -> None:
-    """Raises for an optimizer that has states of whole parameters, which are about to be cut.
-
-    Args:
-        optimizer: What the caller gave.
-        size: Ranks that will share a parameter.
-        key: What the configuration calls ``size``.
+    """Raises for an optimizer that has states of whole parameters, which ``size`` ranks (by ``key``) will share.
 
     Raises:
         DeepSpeedConfigError: The optimizer has such states.

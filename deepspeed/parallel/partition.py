@@ -33,14 +33,8 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Returns the parts whose weights differ little: the heaviest and the lightest are close.
 
     Only the best cut before each item is kept, so the result is nearly but not always optimal. Among equals the one
-    with the lighter heaviest part wins. With enough items no part is empty.
-
-    Args:
-        weights: Weight of each item, 0 or more.
-        num_parts: How many parts.
-
-    Returns:
-        Bounds as in :func:`partition_uniform`.
+    with the lighter heaviest part wins. With enough items no part is empty. Weights are 0 or more; bounds are as in
+    :func:`partition_uniform`.
     """
     num_items = len(weights)
     if num_items <= num_parts:

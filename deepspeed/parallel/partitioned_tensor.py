@@ -17,10 +17,7 @@ from deepspeed.zero.tiling.parts import has_part
 class PartitionedTensor:
     """This rank's part of a tensor that is equal on all ranks of a group: a run of its flattened elements.
 
-    Args:
-        tensor: The whole tensor, equal on all ranks; with ``partition_meta`` this rank's part, 1-D.
-        group: Process group of the ranks; None: all.
-        partition_meta: What :meth:`to_meta` returned on the rank that cut the tensor.
+    With ``partition_meta``, from :meth:`to_meta` on the rank that cut it, ``tensor`` is this rank's part, 1-D.
 
     Raises:
         DeepSpeedConfigError: ``partition_meta`` describes another group or part.
@@ -51,13 +48,9 @@ class PartitionedTensor:
     def from_meta(
         cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: Any = None
     ) -> PartitionedTensor:
-        """Returns the tensor whose part and description another rank has sent.
+        """Returns the tensor whose part (:meth:`data`, 1-D) and description (:meth:`to_meta`) another rank has sent.
 
-        Args:
-            meta: Result of :meth:`to_meta` there.
-            local_part: Result of :meth:`data` there, 1-D.
-            group: Process group of the ranks that received the other parts.
-            device: Device of the full tensor; None: that of ``local_part``.
+        ``group`` are the ranks that received the other parts; ``device`` is that of the full tensor, None: of the part.
         """
         made = cls(local_part, group, meta)
         made.orig_device = local_part.device if device is None else torch.device(device)
@@ -81,10 +74,9 @@ class PartitionedTensor:
         return self.orig_size
 
     def full(self, device: Any = None) -> torch.Tensor:
-        """Gathers the whole tensor, in its shape. Every rank of the group must call it.
+        """Gathers the whole tensor, in its shape, to ``device`` (None: that of the tensor that was cut).
 
-        Args:
-            device: Device of the result; None: that of the tensor that was cut.
+        Every rank of the group must call it.
         """
         sizes = [stop - start for start, stop in pairwise(self.partition)]
         padded = self.local_data.new_zeros(max(sizes))  # parts of unequal length: a backend's gather needs equal ones
@@ -102,14 +94,10 @@ def all_gather_dp_groups(
     start_alignment_factor: int | None = None,
     allgather_bucket_size: int | None = None,
 ) -> None:
-    """Fills flat buffers of which each rank has updated its part. Every rank must call it.
+    """Fills flat buffers (1-D, of each param group) of which each rank has updated its part. Every rank must call it.
 
-    Args:
-        groups_flat: The flat buffer of each param group, 1-D.
-        partitioned_param_groups: The parts of each buffer by rank: views of equal length.
-        dp_process_group: Process group of each param group.
-        start_alignment_factor: Without effect: a buffer is gathered in one call, not in aligned pieces.
-        allgather_bucket_size: Without effect, for the same reason.
+    The parts of each buffer are by rank, views of equal length. The last two arguments have no effect: a buffer is
+    gathered in one call, not in aligned pieces.
     """
     for flat, parts, group in zip(groups_flat, partitioned_param_groups, dp_process_group, strict=True):
         if len(parts) > 1:

@@ -28,23 +28,14 @@ def is_pipeline(model: nn.Module) -> bool:
 
 
 def gather_from_stages(job: Job, model: nn.Module, device: torch.device, mine: Any, *, label: str) -> list[Any]:
-    """Returns every rank's ``mine``, where ranks hold different layers.
+    """Returns every rank's ``mine`` (small, of JSON) where ranks hold different layers. All ranks must call it.
 
-    Else this rank's only, and nothing is communicated.
-
-    Args:
-        model: This rank's model. Every rank of the job must call it.
-        device: Where it computes.
-        mine: Anything small that JSON takes. Tuples arrive as lists.
-        label: Names the operation in timeout messages.
+    Else this rank's only, and nothing is communicated. ``label`` names the operation in timeout messages.
     """
     if not is_stage(model):
         return [mine]
-    return gather_json(
-        job.axis_of().transport("outside engines", device=device, timeout=default_timeout()),
-        mine,
-        label=label,
-    )
+    everybody = job.axis_of().transport("outside engines", device=device, timeout=default_timeout())
+    return gather_json(everybody, mine, label=label)
 
 
 def raise_for_all_stages(
@@ -57,15 +48,9 @@ def raise_for_all_stages(
     *,
     label: str,
 ) -> None:
-    """Raises on every rank if some stage has a problem with its layers.
+    """Raises on every rank if some stage has a problem with its layers. Every rank of the job must call it.
 
-    Args:
-        model: This rank's model. Every rank of the job must call it.
-        device: Where it computes.
-        count: What was found on this rank.
-        problem: What is wrong with it.
-        nothing: The kind of ``problem`` that counts only if no stage has found anything.
-        label: Names the operation in timeout messages.
+    A problem of the kind ``nothing`` counts only if no stage has a ``count``, of what it has found.
 
     Raises:
         DeepSpeedConfigError: In the words of the first rank that has some.

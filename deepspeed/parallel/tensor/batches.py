@@ -32,8 +32,6 @@ _LABEL = "the comparison of the batch"
 
 @dataclass(frozen=True)
 class _ForwardRecord:
-    """Holds what the ranks gathered about one forward."""
-
     rows: torch.Tensor  # the numbers of each rank, on the host
     names: list[str]  # the names of the arguments
     shown: str  # the arguments as text for messages
@@ -41,19 +39,16 @@ class _ForwardRecord:
 
 
 class BatchCheck:
-    """Compares the arguments of a model between ranks.
+    """Compares the arguments of a model between the ranks that share its layers.
 
     Where transfers block the host, a difference is raised before anything has been computed from the batch. Where they
     run on a stream, fingerprints stay on the device and those of one forward are compared in the next, so that the
     host does not wait.
-
-    Args:
-        channel: The ranks that share its layers.
-        cuts_between_stages: Pipeline stages send each other parts of sequences, which differ between ranks.
     """
 
     def __init__(self, channel: Channel, *, cuts_between_stages: bool = False) -> None:
         self._channel = channel
+        # Pipeline stages send each other parts of sequences, which differ between ranks.
         self._cuts_between_stages = cuts_between_stages
         self._prints = Fingerprints()
         self._coming: deque[_ForwardRecord] = deque()
@@ -66,16 +61,19 @@ class BatchCheck:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._cuts_between_stages and model.active_chunk != 0:
             return
-        found = dict(_leaves(args, kwargs))
-        names, shown = list(found), ", ".join(f"{name} {tuple(value.shape)}" for name, value in found.items())
-        prints = [self._prints.of(value) for value in found.values()]
+        tensors = dict(_leaves(args, kwargs))
+        names, shown = list(tensors), ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items())
+        prints = [self._prints.of(value) for value in tensors.values()]
         transport = self._channel.transport
         if not isinstance(transport, NativeTransport) or not transport.runs_on_stream:
             mine = _vector(names, [(number, int(value)) for number, value in enumerate(prints)])
             rows = transport.gather_small(mine, channel="step", label=_LABEL)
             self._judge(_ForwardRecord(rows, names, shown))
             return
-        self._judge_what_has_come()
+        while self._coming and (self._coming[0].event.query() or len(self._coming) >= _MOST_BEHIND):
+            oldest = self._coming.popleft()
+            oldest.event.synchronize()
+            self._judge(oldest)
         self._coming.append(self._started(transport.device, names, shown, prints))
 
     def _started(
@@ -93,12 +91,6 @@ class BatchCheck:
         event = accelerator.Event()
         event.record()
         return _ForwardRecord(rows, names, shown, event)
-
-    def _judge_what_has_come(self) -> None:
-        while self._coming and (self._coming[0].event.query() or len(self._coming) >= _MOST_BEHIND):
-            oldest = self._coming.popleft()
-            oldest.event.synchronize()
-            self._judge(oldest)
 
     def _judge(self, compared: _ForwardRecord) -> None:
         rows = compared.rows.tolist()
@@ -128,11 +120,11 @@ def _place(number: int) -> int:
 
 def _vector(names: list[str], prints: list[tuple[int, int]]) -> torch.Tensor:
     """Returns the vector that a rank sends, ``[_HEAD + _NAMES]`` int64 on the host, with ``prints`` added in."""
-    found = torch.zeros(_HEAD + _NAMES, dtype=torch.int64)
-    found[0], found[1] = len(names), zlib.crc32(repr(names).encode())
+    vector = torch.zeros(_HEAD + _NAMES, dtype=torch.int64)
+    vector[0], vector[1] = len(names), zlib.crc32(repr(names).encode())
     for number, value in prints:
-        found[_place(number)] += value
-    return found
+        vector[_place(number)] += value
+    return vector
 
 
 def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -185,15 +177,10 @@ class Fingerprints:
         self._weights = {weights.device: weights}
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns a number that differs with the shape, the dtype and, all but surely, with any byte.
+        """Returns a number that differs with the shape, the dtype and, all but surely, with any byte of ``value``.
 
-        The host waits for the device only at the first tensor on it.
-
-        Args:
-            value: A strided tensor.
-
-        Returns:
-            0-dim int64 on the device of ``value``.
+        It is 0-dim int64 on the device of the strided tensor. The host waits for the device only at the first tensor on
+        it.
         """
         data = value.detach().contiguous().view(-1)
         data = data.view(torch.uint8) if data.dtype is not torch.bool else data.to(torch.uint8)
@@ -203,12 +190,9 @@ class Fingerprints:
         total = tail.view(torch.int64)[0] * _TAIL
         if whole:
             words = data[:whole].clone().view(torch.int64) if data.data_ptr() % 8 else data[:whole].view(torch.int64)
-            weights = self._weights_on(value.device)
+            if value.device not in self._weights:
+                self._weights[value.device] = self._weights[torch.device("cpu")].to(value.device)
+            weights = self._weights[value.device]
             for number, part in enumerate(words.split(WORDS)):
                 total = total + (part * weights[: part.numel()]).sum() * (2 * number + 1)
         return total + zlib.crc32(f"{tuple(value.shape)}{value.dtype}".encode())
-
-    def _weights_on(self, device: torch.device) -> torch.Tensor:
-        if device not in self._weights:
-            self._weights[device] = self._weights[torch.device("cpu")].to(device)
-        return self._weights[device]

@@ -17,10 +17,7 @@ from deepspeed.comm.transports.channel import Channel
 def connect(job: Job, mesh: Mesh, device: torch.device | None, timeout: timedelta | None) -> Channel:
     """Returns the channel along the tensor axis of a mesh. Every rank of the job must call it, in the same order.
 
-    Args:
-        mesh: The mesh of the job.
-        device: Where activations live.
-        timeout: Time limit of a communicator that is made; None: torch's.
+    Activations live on ``device``; ``timeout`` is that of a communicator that is made, None: torch's.
     """
     return connect_lists(job, mesh.groups(TENSOR), "the parts of layers", device, timeout)
 
@@ -30,13 +27,8 @@ def connect_lists(
 ) -> Channel:
     """Returns the channel between the ranks of this rank's list. Every rank of the job must call it, in the same order.
 
-    Models with equal ``lists`` and ``why`` share a communicator, as layers exchange in program order.
-
-    Args:
-        lists: Lists of ranks; each rank of the job is in exactly one.
-        why: Describes what is sent, for messages.
-        device: Where activations live.
-        timeout: Time limit of a communicator that is made; None: torch's.
+    Each rank of the job is in exactly one of ``lists``; ``why`` describes what is sent, for messages. Models with equal
+    ``lists`` and ``why`` share a communicator, as layers exchange in program order.
     """
     axis = job.axis_over(lists, TENSOR, why=why, device=device, timeout=timeout)
     return channel_over(job.connector.over(axis.group, device, TENSOR, is_numbered=True))

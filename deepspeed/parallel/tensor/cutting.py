@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -51,20 +51,21 @@ from deepspeed.parallel.tensor.making import (
 )
 from deepspeed.parallel.tensor.request import check_group
 from deepspeed.parallel.tensor.rules import CutRule, CutStyle
-from deepspeed.parallel.tensor.sequence import ScatterPlan, cut_sequences, plan_of
+from deepspeed.parallel.tensor.sequence import cut_sequences, plan_of
 from deepspeed.parallel.tensor.structure import SmallForwardError, of_structure, summed_inside
 from deepspeed.parallel.tensor.vocabulary import VocabularyEmbedding, causal_loss, vocab_parallel_cross_entropy
 from deepspeed.uncompiled import without_compiling
 from deepspeed.zero.address import ShardedParameter, full_numel, full_shape
 from deepspeed.zero.tiling.parts import mark_owners, part_owners_of
 
+_T = TypeVar("_T")
 CUT = "ds_autotp_parsed"  # the attribute that programs read
 _COPIES = "tensor copies"
 
 
 @dataclass
 class CutModel:
-    """Holds a model's tensor-parallel cut."""
+    """A model's tensor-parallel cut."""
 
     channel: Channel  # the ranks that share its layers
     layout: Layout  # the cuts
@@ -106,22 +107,14 @@ class LayerConnection:
 
 
 def cut_model(job: Job, model: nn.Module, section: TensorParallel, mesh: Mesh, device: torch.device) -> CutModel | None:
-    """Cuts a model in place. Every rank of the job must call it, with the same model.
+    """Cuts a model in place, as configured. Every rank of the job must call it, with the same model.
 
-    Args:
-        model: Whole on every rank, or sharded by ``zero.Init``. All ranks of a tensor group take the values of its
-            first.
-        section: The configuration.
-        mesh: The mesh of the job.
-        device: Where the model will compute.
-
-    Returns:
-        The cut. For a model that was cut before: its cut, connected with the ranks of this job. None if there is
-        nothing to cut.
+    It is whole on every rank, or sharded by ``zero.Init``; all ranks of a tensor group take the values of its first. A
+    model that was cut before is connected with the ranks of this job. Returns the cut; None if there is nothing to cut.
 
     Raises:
-        DeepSpeedConfigError: The model cannot be cut so (nothing was changed then), or the cut model computes
-            something else.
+        DeepSpeedConfigError: The model cannot be cut so (nothing was changed then), or the cut model computes something
+            else.
     """
     size = mesh.size(TENSOR)
     known = getattr(model, CUT, None)
@@ -139,9 +132,14 @@ def cut_model(job: Job, model: nn.Module, section: TensorParallel, mesh: Mesh, d
     if size == 1 or section.autotp_size <= 1:
         return None
     check_group(model, mesh.group(rank_in(), TENSOR))
-    rules = _rules_by_stages(job, model, section, device)
+    used = _specs_used_by_stages(job, model, section, device)
+    what = "the tensor-parallel cuts of the stages"
+    rules = _on_all_stages(job, model, device, what, lambda: rules_for(model, section, used)) or {}
     layout = layout_of(model, rules, size, grain=section.tensor_parallel.tp_grain_size)
-    sequences = _sequences_by_stages(job, model, layout, device) if section.sequence_parallel_norms else None
+    sequences = None
+    if section.sequence_parallel_norms:
+        what = "the cuts of sequences between the layers of the stages"
+        sequences = _on_all_stages(job, model, device, what, lambda: plan_of(model, layout))
     # A rank that joins a running job skips the comparison: the others' models are cut already. It gets values later.
     joins = job.awaits_copies
     if not joins:
@@ -190,19 +188,16 @@ class _NoPlanError(DeepSpeedConfigError):
     """No rule cuts the model; a stage of a pipeline may have no layers to cut."""
 
 
-def _rules_by_stages(job: Job, model: nn.Module, section: TensorParallel, device: torch.device) -> dict[str, CutRule]:
-    """Returns the rules for this rank's part of a model. An error on any stage is raised on every rank."""
-    rules: dict[str, CutRule] = {}
+def _on_all_stages(job: Job, model: nn.Module, device: torch.device, label: str, decide: Callable[[], _T]) -> _T | None:
+    """Returns the decision for this rank's part of a model. An error on any stage is raised on every rank."""
+    decision: _T | None = None
     problem: DeepSpeedConfigError | None = None
-    used = _specs_used_by_stages(job, model, section, device)
     try:
-        rules = rules_for(model, section, used)
+        decision = decide()
     except DeepSpeedConfigError as error:
         problem = error
-    raise_for_all_stages(
-        job, model, device, len(rules), problem, _NoPlanError, label="the tensor-parallel cuts of the stages"
-    )
-    return rules
+    raise_for_all_stages(job, model, device, int(decision is not None), problem, _NoPlanError, label=label)
+    return decision
 
 
 def _specs_used_by_stages(job: Job, model: nn.Module, section: TensorParallel, device: torch.device) -> set[int]:
@@ -217,26 +212,10 @@ def _specs_used_by_stages(job: Job, model: nn.Module, section: TensorParallel, d
     return {number for numbers in gather_from_stages(job, model, device, mine, label=label) for number in numbers}
 
 
-def _sequences_by_stages(job: Job, model: nn.Module, layout: Layout, device: torch.device) -> ScatterPlan | None:
-    """Returns where the sequence is cut. An error on any stage is raised on every rank."""
-    plan: ScatterPlan | None = None
-    problem: DeepSpeedConfigError | None = None
-    try:
-        plan = plan_of(model, layout)
-    except DeepSpeedConfigError as error:
-        problem = error
-    label = "the cuts of sequences between the layers of the stages"
-    raise_for_all_stages(job, model, device, int(plan is not None), problem, _NoPlanError, label=label)
-    return plan
-
-
 def rules_for(model: nn.Module, section: TensorParallel, used_elsewhere: Collection[int] = ()) -> dict[str, CutRule]:
-    """Returns the rules for a model, from the first source that has any.
+    """Returns the rules for this rank's part of a model, from the first source that has any.
 
-    Args:
-        model: This rank's part of the model.
-        section: The configuration.
-        used_elsewhere: Numbers of ``layer_specs`` that fit weights of other pipeline stages.
+    Some ``layer_specs`` need not fit it: those ``used_elsewhere``, by other pipeline stages.
 
     Raises:
         DeepSpeedConfigError: No source has rules.
@@ -267,16 +246,13 @@ def rules_for(model: nn.Module, section: TensorParallel, used_elsewhere: Collect
             f"tensor_parallel.autotp_size {section.autotp_size}: no rule cuts {type(model).__name__}; it "
             f"brings no tensor-parallel plan, and {structure}. {_WRITE_RULES}"
         )
-    if section.vocab_parallel_lm_head is not None:
-        found = {name: _head_rule(model, name, rule, section.vocab_parallel_lm_head) for name, rule in found.items()}
-    return found
-
-
-def _head_rule(model: nn.Module, name: str, rule: CutRule, is_cut: bool) -> CutRule:
     head = output_head(model)
-    if rule.way is not CutStyle.COLUMN_GATHERED or head is None or model.get_submodule(name) is not head:
-        return rule
-    return CutRule(CutStyle.COLUMN if is_cut else CutStyle.WHOLE, "vocab_parallel_lm_head")
+    if section.vocab_parallel_lm_head is not None and head is not None:
+        way = CutStyle.COLUMN if section.vocab_parallel_lm_head else CutStyle.WHOLE
+        for name, rule in found.items():
+            if rule.way is CutStyle.COLUMN_GATHERED and model.get_submodule(name) is head:
+                found[name] = CutRule(way, "vocab_parallel_lm_head")
+    return found
 
 
 def _use_parallel_loss(
@@ -383,11 +359,9 @@ def _counts(layout: Layout, place: int) -> dict[str, bool]:
 
 
 def _become_part(model: nn.Module, known: CutModel, place: int) -> None:
-    """Turns a cut model into the part of another rank. Its cut parameters are zeros until a checkpoint is loaded.
+    """Turns a cut model, not sharded, into the part of the rank at ``place`` among those that share the layers.
 
-    Args:
-        model: Cut, not sharded.
-        place: The rank's place among those that share the layers.
+    Its cut parameters are zeros until a checkpoint is loaded.
     """
     before, layout = known.channel.rank, known.layout
     by_name: Mapping[str, Any] = dict(model.named_parameters(remove_duplicate=False))
@@ -508,8 +482,7 @@ def _why_not(model: nn.Module, device: torch.device, *, is_requested: bool) -> s
 def inputs_of(model: nn.Module, multiple: int = 1) -> dict[str, Any] | None:
     """Returns a small input of a Transformers model, the same on all ranks; None where it is not known.
 
-    Args:
-        multiple: The length of its sequences is a multiple of this.
+    The length of its sequences is a multiple of ``multiple``.
     """
     return small_inputs(model, _ROWS, -(-_LENGTH // multiple) * multiple)
 

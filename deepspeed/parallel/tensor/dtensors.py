@@ -39,8 +39,6 @@ from deepspeed.zero.tiling.parts import PartOwners, mark_owners, part_of_placeme
 
 @dataclass(frozen=True)
 class _ParameterPlacement:
-    """Holds a parameter's placement on its mesh."""
-
     mesh: Any
     placements: tuple[Any, ...]
     shape: torch.Size
@@ -49,22 +47,16 @@ class _ParameterPlacement:
     def place(self, local: torch.Tensor) -> torch.Tensor:
         """Returns the local tensor as a ``DTensor``; the gradient of a replicated parameter is the whole gradient."""
         dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor
-        found: torch.Tensor = dtensor.from_local(
+        placed: torch.Tensor = dtensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
-        return found
+        return placed
 
 
 def adopt_dtensors(job: Job, model: nn.Module, mesh: Mesh, device: torch.device) -> dict[int, nn.Parameter]:
-    """Replaces the ``DTensor`` parameters of a model, and keeps their cut. Every rank of the job must call it.
+    """Replaces the ``DTensor`` parameters of a model in place, and keeps their cut. All ranks of the job must call it.
 
-    Args:
-        model: Changed in place.
-        mesh: The mesh of the job.
-        device: Where the model will compute.
-
-    Returns:
-        The new parameters by the ``id`` of the old ones.
+    Returns the new parameters by the ``id`` of the old ones.
 
     Raises:
         DeepSpeedConfigError: They use other ranks than the mesh of the job; nothing was changed.

@@ -6,7 +6,7 @@ Nothing here touches values, devices or processes, so the planner can use the sa
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +20,8 @@ from deepspeed.zero.address import full_shape
 
 _COLUMNS = (CutStyle.COLUMN, CutStyle.COLUMN_GATHERED)
 _ROWS = (CutStyle.ROW, CutStyle.ROW_SLICED)
+# What enters and leaves such layers is whole, so that each may stay whole without the others.
+_WHOLE_OUTSIDE = (CutStyle.VOCABULARY, CutStyle.WIDTH, CutStyle.COLUMN_GATHERED, CutStyle.ROW_SLICED)
 _INTERLEAVED = ("bloom", "gptneox", "falcon", "persimmon", "chatglm")
 """Classes whose packed weight has query, key and value of one head side by side; others have all queries first."""
 
@@ -42,7 +44,7 @@ class ParameterCut:
 
 @dataclass(frozen=True)
 class LayerCut:
-    """Describes the cut of one module."""
+    """The cut of one module."""
 
     name: str  # qualified name
     way: CutStyle
@@ -54,7 +56,7 @@ class LayerCut:
 
 @dataclass
 class Layout:
-    """Describes the cut of a model."""
+    """The cut of a model."""
 
     size: int  # ranks that share a layer
     layers: list[LayerCut] = field(default_factory=list)  # in the order of the model
@@ -68,10 +70,9 @@ class Layout:
 
 
 def layout_of(model: nn.Module, rules: Mapping[str, CutRule], size: int, *, grain: int = 1) -> Layout:
-    """Computes every cut. Communicates nothing and changes nothing.
+    """Computes every cut. Communicates nothing and changes nothing; the model may be on the meta device, or sharded.
 
     Args:
-        model: May be on the meta device, or sharded.
         rules: The rules, by name of module or parameter.
         size: Ranks that share a layer.
         grain: Output features of a linear layer outside attention that stay together.
@@ -108,7 +109,11 @@ class _Builder:
             self.layout.layers[number] = self._row(self.layout.layers[number].name)
         while self._agree_on_tied():
             pass
-        self._refuse_partly_shared()
+        for layer in self.layout.layers:
+            if layer.split is not None and layer.split.shares_a_part() and layer.parameters:
+                heads = layer.split.heads
+                assert heads is not None
+                raise self._packs_too_few(layer.name, heads.query, heads.key_value)
         return self.layout
 
     # -- kinds of modules ----------------------------------------------------------------------------------------------
@@ -119,13 +124,10 @@ class _Builder:
             return self._column(name, rule)
         if rule.way in (CutStyle.VOCABULARY, CutStyle.WIDTH):
             return self._embedding(name, rule, module)
-        if rule.way is CutStyle.PER_HEAD:
-            return self._per_head(name, rule)
-        return LayerCut(name, rule.way)
-
-    def _per_head(self, name: str, rule: CutRule) -> LayerCut:
+        if rule.way is not CutStyle.PER_HEAD:
+            return LayerCut(name, rule.way)
         found = self._attention_above(name)
-        shape = full_shape(self.modules[name].weight)  # type: ignore[arg-type]
+        shape = full_shape(module.weight)  # type: ignore[arg-type]
         if found is None or shape[1] != found[1].query:
             raise self._error(name, f"has {shape[1]} columns, which are not those of the heads of a module above it")
         split = self._of_heads(found, UnitAssignment.AS_QUERIES, 1)
@@ -133,8 +135,7 @@ class _Builder:
 
     def _column(self, name: str, rule: CutRule) -> LayerCut:
         weight, dim = self._weight_of(name, rule)
-        extent = weight.shape[dim]
-        split = self._split_of_outputs(name, extent, rule)
+        split = self._split_of_outputs(name, weight.shape[dim], rule)
         self._check_width(name, split, "output features")
         if rule.way is CutStyle.COLUMN:
             self.given.append((block_of(name), _result(split)))
@@ -143,11 +144,9 @@ class _Builder:
     def _row(self, name: str) -> LayerCut:
         rule = self.rules[name]
         weight, out = self._weight_of(name, rule)
-        dim = 1 - out
-        extent = weight.shape[dim]
-        split = self._split_of_inputs(name, extent, rule)
+        split = self._split_of_inputs(name, weight.shape[1 - out], rule)
         self._check_width(name, split, "input features")
-        return self._linear(name, rule, split, dim, cuts_bias=False)
+        return self._linear(name, rule, split, 1 - out, cuts_bias=False)
 
     def _linear(self, name: str, rule: CutRule, split: Split, dim: int, *, cuts_bias: bool) -> LayerCut:
         module = self.modules[name]
@@ -158,7 +157,9 @@ class _Builder:
         adapters = []
         if inner is not module:
             wanted, way = ("lora_B", CutStyle.COLUMN) if rule.way in _COLUMNS else ("lora_A", CutStyle.ROW)
-            self._refuse_other_adapters(name, module)
+            if not hasattr(module, "lora_A") or getattr(module, "lora_magnitude_vector", None):
+                wrapped = f"is wrapped in a {type(module).__name__}; only plain LoRA adapters are cut with it"
+                raise self._error(name, wrapped)
             for key, adapter in getattr(module, wanted, {}).items():
                 full = f"{name}.{wanted}.{key}"
                 adapters.append((full, way))
@@ -218,7 +219,9 @@ class _Builder:
         whole, of_keys = query * width, keys * width
         packed = whole + 2 * of_keys
         is_packed = width and extent == packed and not self._has_keys_apart(name, attention, of_keys)
-        if is_packed and (len(rule.parts) > 1 or rule.parts == (3,) or not self._is_interleaved(name, rule)):
+        above = type(self.modules[name.rpartition(".")[0]]).__name__.lower()
+        is_interleaved = rule.is_interleaved or above.startswith(_INTERLEAVED)
+        if is_packed and (len(rule.parts) > 1 or rule.parts == (3,) or not is_interleaved):
             runs = (
                 UnitRun(0, query, width, UnitAssignment.AS_QUERIES),
                 UnitRun(whole, keys, width, UnitAssignment.AS_KEYS),
@@ -250,13 +253,6 @@ class _Builder:
                 others.append(weight.shape[dim])
         return sum(others) >= 2 * of_keys if attention.key_value == attention.query else others.count(of_keys) >= 2
 
-    def _is_interleaved(self, name: str, rule: CutRule) -> bool:
-        if rule.is_interleaved:
-            return True
-        above, _, _ = name.rpartition(".")
-        kind = type(self.modules[above]).__name__.lower()
-        return kind.startswith(_INTERLEAVED)
-
     def _split_of_inputs(self, name: str, extent: int, rule: CutRule) -> Split:
         if rule.way is CutStyle.ROW_SLICED:
             return Split.evenly(extent, self.size)
@@ -269,11 +265,8 @@ class _Builder:
             return self._of_heads(found, UnitAssignment.AS_QUERIES, extent // found[1].query)
         if any(where.startswith(f"{block}.") for where, _ in self.given) or not self.given:
             return Split.evenly(extent, self.size, parts=_count(rule))
-        raise self._error(
-            name,
-            f"is row-parallel and takes {extent} input features, but no column-parallel layer of {block!r} gives so "
-            "many",
-        )
+        what = f"is row-parallel and takes {extent} input features, but no column-parallel layer of {block!r}"
+        raise self._error(name, f"{what} gives so many")
 
     def _attention_above(self, name: str) -> tuple[str, AttentionHeads] | None:
         above, _, _ = name.rpartition(".")
@@ -311,18 +304,9 @@ class _Builder:
         return _ShapeAttributes(full_shape(weight)), 1 if is_transposed(inner) else 0
 
     def _check_width(self, name: str, split: Split, what: str) -> None:
-        if split.ranks_without_units():
-            raise self._error(
-                name,
-                f"has {split.extent} {what}, of which "
-                f"{len(split.ranks_without_units())} of {self.size} ranks would get none",
-            )
-
-    def _refuse_other_adapters(self, name: str, module: nn.Module) -> None:
-        if not hasattr(module, "lora_A") or getattr(module, "lora_magnitude_vector", None):
-            raise self._error(
-                name, f"is wrapped in a {type(module).__name__}; only plain LoRA adapters are cut with it"
-            )
+        if without := len(split.ranks_without_units()):
+            problem = f"has {split.extent} {what}, of which {without} of {self.size} ranks would get none"
+            raise self._error(name, problem)
 
     def _error(self, name: str, problem: str) -> DeepSpeedConfigError:
         origin = self.rules[name].source if name in self.rules else "the model's heads"
@@ -344,56 +328,31 @@ class _Builder:
         for name, parameter in by_name.items():
             names.setdefault(id(parameter), []).append(name)
         for key, numbers in users.items():
-            cuts = [
-                cut
-                for number in numbers
-                for cut in self.layout.layers[number].parameters
-                if id(by_name[cut.name]) == key
-            ]
-            alike = len({(cut.dim, tuple(map(tuple, _all_intervals(cut.split)))) for cut in cuts}) == 1
-            if len(cuts) == len(names[key]) and alike:
-                continue
-            if len(names[key]) == 1:
+            of_layers = [cut for number in numbers for cut in self.layout.layers[number].parameters]
+            cuts = [cut for cut in of_layers if id(by_name[cut.name]) == key]
+            ranks = range(self.size)
+            alike = len({(cut.dim, *(tuple(cut.split.intervals(rank)) for rank in ranks)) for cut in cuts}) == 1
+            if len(names[key]) == 1 or (len(cuts) == len(names[key]) and alike):
                 continue
             others = sorted(set(names[key]) - {cut.name for cut in cuts})
             for number in numbers:
                 layer = self.layout.layers[number]
-                if layer.way not in (
-                    CutStyle.VOCABULARY,
-                    CutStyle.WIDTH,
-                    CutStyle.COLUMN_GATHERED,
-                    CutStyle.ROW_SLICED,
-                ):
-                    raise self._error(
-                        layer.name, f"has a weight that it shares with {', '.join(map(repr, names[key]))}"
-                    )
+                if layer.way not in _WHOLE_OUTSIDE:
+                    shared = f"has a weight that it shares with {', '.join(map(repr, names[key]))}"
+                    raise self._error(layer.name, shared)
                 why = f"its weight is that of {others[0]!r}, which stays whole" if others else "its weight is tied"
                 self.layout.layers[number] = replace(layer, way=CutStyle.WHOLE, split=None, parameters=(), note=why)
             return True
         return False
 
-    def _refuse_partly_shared(self) -> None:
-        for layer in self.layout.layers:
-            if layer.split is not None and layer.split.shares_a_part() and layer.parameters:
-                heads = layer.split.heads
-                assert heads is not None
-                raise self._packs_too_few(layer.name, heads.query, heads.key_value)
-
     def _packs_too_few(self, name: str, query: int, key_value: int) -> DeepSpeedConfigError:
-        return self._error(
-            name,
-            f"packs {query} query heads with {key_value} key/value heads, which are fewer than the {self.size} ranks, "
-            "so that ranks would share a part of it",
-        )
+        packed = f"packs {query} query heads with {key_value} key/value heads"
+        return self._error(name, f"{packed}, fewer than the {self.size} ranks, so that ranks would share a part of it")
 
 
 @dataclass(frozen=True)
 class _ShapeAttributes:
     shape: tuple[int, ...]
-
-
-def _all_intervals(split: Split) -> Sequence[Sequence[tuple[int, int]]]:
-    return [split.intervals(place) for place in range(split.size)]
 
 
 def _count(rule: CutRule) -> int:
@@ -403,13 +362,9 @@ def _count(rule: CutRule) -> int:
 def _result(split: Split) -> Split:
     """Returns how a column-parallel layer's output is divided after its packed parts have been joined."""
     first = split.runs[0]
-    if len(split.runs) == 1 and first.assignment is UnitAssignment.EVENLY:
-        return split
-    if split.heads is not None and len(split.runs) > 1:
-        return Split((first,), split.size, split.heads)
-    if len({(s.units, s.unit, s.assignment) for s in split.runs}) == 1:
-        return Split((first,), split.size, split.heads)
-    return split
+    are_of_heads = split.heads is not None and len(split.runs) > 1
+    are_equal = len({(run.units, run.unit, run.assignment) for run in split.runs}) == 1
+    return Split((first,), split.size, split.heads) if are_of_heads or are_equal else split
 
 
 def block_of(name: str) -> str:
@@ -425,12 +380,11 @@ def describe(layout: Layout) -> str:
         if layer.way is CutStyle.WHOLE and not layer.note:
             continue
         shape = " x ".join(map(str, layer.parameters[0].shape)) if layer.parameters else ""
-        kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", layer.name)
-        row = kind, shape, f"{layer.way.value} ({layer.note})" if layer.note else layer.way.value
+        names = re.sub(r"(?<=\.)\d+(?=\.)", "*", layer.name)
+        row = names, shape, f"{layer.way.value} ({layer.note})" if layer.note else layer.way.value
         rows[row] = rows.get(row, 0) + 1
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
-    lines = (
-        f"  {kind:<{widths[0]}}  {shape:>{widths[1]}}  {way}, {count} layer(s)"
-        for (kind, shape, way), count in rows.items()
+    return "\n".join(
+        f"  {names:<{widths[0]}}  {shape:>{widths[1]}}  {way}, {count} layer(s)"
+        for (names, shape, way), count in rows.items()
     )
-    return "\n".join(lines)

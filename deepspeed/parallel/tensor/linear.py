@@ -45,7 +45,7 @@ class Sequence(Protocol):
 
 @dataclass
 class CutLinear:
-    """Describes the cut of a linear layer."""
+    """The cut of a linear layer."""
 
     channel: Channel  # the ranks
     shared_inputs: SharedInputs  # shares one input between column-parallel layers
@@ -161,7 +161,6 @@ def column(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         values: ``[..., in]``.
         weight: ``[out of this rank, in]``, or its transpose where ``cut.is_transposed``.
         bias: ``[out of this rank]`` or None.
-        cut: How the layer is cut.
 
     Returns:
         ``[..., out of this rank]``, or ``[..., out]`` where ``cut.is_gathered``.
@@ -207,17 +206,8 @@ def take_part(
 ) -> nn.Parameter:
     """Reduces a parameter to this rank's even part, and marks it as Megatron-LM does. Communicates nothing.
 
-    Args:
-        parameter: Whole, with equal values on all ranks of the layer.
-        dim: Dimension that is cut.
-        place: This rank's place among the ranks of the layer.
-        size: Number of these ranks.
-        name: The name of the layer, for messages.
-        is_part: It has this rank's part already.
-        blocks: Number of equal tensors packed along the dimension; each is cut separately.
-
-    Returns:
-        ``parameter``.
+    It is whole, with equal values on all ranks of the layer, and is cut along ``dim``, which packs ``blocks`` equal
+    tensors that are cut separately; with ``is_part`` it has this rank's part already. Returns ``parameter``.
 
     Raises:
         DeepSpeedConfigError: It is sharded by ``zero.Init``, or has fewer indices than there are ranks, or the ranks
@@ -253,7 +243,7 @@ def take_part(
 class _MadeFromLinear(nn.Linear):
     """A cut layer that can also be constructed from a whole one."""
 
-    tensor_cut: CutLinear
+    tensor_cut: CutLinear  # how it is cut
     _dim: ClassVar[int]
 
     def __init__(
@@ -301,9 +291,6 @@ class ColumnLinear(_MadeFromLinear):
         is_gathered: Gives all output features.
         blocks: Number of equal tensors packed in the rows, such as gate and up; each is cut separately.
 
-    Attributes:
-        tensor_cut: How it is cut.
-
     Raises:
         TypeError: ``module`` is not a whole linear layer.
         DeepSpeedConfigError: It is sharded, or has fewer output features than there are ranks.
@@ -323,24 +310,8 @@ class ColumnLinear(_MadeFromLinear):
 class RowLinear(_MadeFromLinear):
     """A linear layer with some of the input features, whose output is summed over the ranks.
 
-    All ranks of the group must make it, from layers with equal values. With a group of more than one rank, pass
-    ``initialize(mpu=...)`` an mpu with the ranks that share layers.
-
-    Args:
-        module: The whole layer, ``[out, in]``. Its parameters become this layer's; the weight keeps this rank's
-            columns, the bias stays whole and is added once.
-        mp_group: Torch process group of the ranks that share it; None: this rank has it alone.
-        skip_partition: ``module`` has this rank's columns already, as many as on the other ranks.
-        name: The name of the layer, for messages.
-        is_gathered: Takes all input features and uses this rank's.
-        blocks: Number of equal tensors packed in the columns; each is cut separately.
-
-    Attributes:
-        tensor_cut: How it is cut.
-
-    Raises:
-        TypeError: ``module`` is not a whole linear layer.
-        DeepSpeedConfigError: It is sharded, or has fewer input features than there are ranks.
+    Arguments and errors are those of :class:`ColumnLinear`, with columns for rows and inputs for outputs:
+    ``is_gathered`` takes all input features and uses this rank's. The bias stays whole and is added once.
     """
 
     _dim = 1
@@ -386,16 +357,8 @@ def _refuse_dim(layer: str, found: int, expected: int) -> None:
 class PackedColumnLinear(ColumnLinear):
     """A column-parallel layer with several equal tensors in its rows, such as query, key and value.
 
-    Args:
-        module: As for :class:`ColumnLinear`.
-        mp_group: As for :class:`ColumnLinear`.
-        shape: View of the weight: its first entry is the number of packed tensors, as in ``(3, -1)``.
-        partition_dim: 0.
-        name: The name of the layer, for messages.
-
-    Raises:
-        TypeError: ``module`` is not a whole linear layer.
-        DeepSpeedConfigError: As for :class:`ColumnLinear`, or the ranks cannot share out each tensor evenly.
+    Arguments and errors are those of :class:`ColumnLinear`. ``shape`` is a view of the weight whose first entry is the
+    number of packed tensors, as in ``(3, -1)``; ``partition_dim`` is 0. The ranks must share out each tensor evenly.
     """
 
     def __init__(
@@ -420,16 +383,8 @@ class GatedColumnLinear(ColumnLinear):
 class PackedRowLinear(RowLinear):
     """A row-parallel layer with several equal tensors in its columns.
 
-    Args:
-        module: As for :class:`RowLinear`.
-        mp_group: As for :class:`RowLinear`.
-        shape: View of the weight: its second entry is the number of packed tensors, as in ``(-1, 2)``.
-        partition_dim: 1.
-        name: The name of the layer, for messages.
-
-    Raises:
-        TypeError: ``module`` is not a whole linear layer.
-        DeepSpeedConfigError: As for :class:`RowLinear`, or the ranks cannot share out each tensor evenly.
+    Arguments and errors are those of :class:`PackedColumnLinear`, with columns for rows: the second entry of ``shape``
+    counts, as in ``(-1, 2)``, and ``partition_dim`` is 1.
     """
 
     def __init__(
@@ -458,11 +413,7 @@ class RowConv1D(RowLinear):
 
 
 class SharedInputs:
-    """Remembers the latest input, so that consecutive layers (query, key and value, or gate and up) share it.
-
-    Args:
-        channel: The ranks.
-    """
+    """Remembers the latest input, so that consecutive layers (query, key and value, or gate and up) share it."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -474,15 +425,9 @@ class SharedInputs:
     def enter(
         self, values: torch.Tensor, dtype: torch.dtype | None, name: str
     ) -> tuple[torch.Tensor, SharedInput | None]:
-        """Returns a layer's input, and the object to which it adds the gradient of that input.
+        """Returns a layer's input ``[..., in]``, and the object to which it adds the gradient of that input.
 
-        Args:
-            values: The input, ``[..., in]``.
-            dtype: Dtype to cast it to; None: its own.
-            name: Name of the layer.
-
-        Returns:
-            The input, and None if it needs no gradient.
+        It is cast to ``dtype``; None: its own. The object is None if the input needs no gradient.
         """
         if not (torch.is_grad_enabled() and values.requires_grad):
             self._latest = None

@@ -70,12 +70,7 @@ def cut_parameter(
 
 
 def become_part(parameter: nn.Parameter, cut: ParameterCut, place: int) -> None:
-    """Turns a cut parameter into the part of another rank, filled with zeros.
-
-    Args:
-        parameter: The parameter, not sharded.
-        place: The rank's place among those that share the layer.
-    """
+    """Turns a cut parameter, not sharded, into the part of the rank at ``place`` in its layer, filled with zeros."""
     owners = part_owners_of(parameter)
     assert owners is not None and address_of(parameter) is None
     shape = (*cut.shape[: cut.dim], cut.split.width(place), *cut.shape[cut.dim + 1 :])
@@ -95,29 +90,22 @@ def _part(values: torch.Tensor, dim: int, intervals: list[tuple[int, int]]) -> t
 
 
 class Maker:
-    """Makes cut layers.
-
-    Args:
-        model: The model.
-        channel: The ranks that share its layers.
-        replicas: The ranks that have the same key/value heads as this one; None: no others.
-    """
+    """Makes cut layers."""
 
     def __init__(self, model: nn.Module, channel: Channel, replicas: Channel | None) -> None:
         self._model = model
-        self._channel = channel
-        self._replicas = replicas
+        self._modules = dict(model.named_modules())
+        self._channel = channel  # the ranks that share its layers
+        self._replicas = replicas  # the ranks that have the same key/value heads as this one; None: no others
         self._shared_inputs = SharedInputs(channel)
 
     def make(self, layer: LayerCut) -> None:
         """Changes the module of ``layer``, whose parameters have been cut."""
         if layer.way is CutStyle.WHOLE or not layer.name:
             return
-        module = _find(self._model, layer.name)
-        if module is not None:
-            self._make(module, layer, layer.way, layer.name)
-        for name, way in layer.adapters:
-            self._make(self._model.get_submodule(name), layer, way, name)
+        for name, way in ((layer.name, layer.way), *layer.adapters):
+            if name in self._modules:  # else a bare parameter
+                self._make(self._modules[name], layer, way, name)
 
     def _make(self, module: nn.Module, layer: LayerCut, way: CutStyle, name: str) -> None:
         if way in (CutStyle.COLUMN, CutStyle.COLUMN_GATHERED):
@@ -129,12 +117,20 @@ class Maker:
         elif way is CutStyle.SUMMED:
             sum_own_gradients(module, self._channel, name)
         elif way is CutStyle.LATENT:
-            module.register_forward_hook(_latent(self._channel, name, self._rotary(name)))
+            channel, width = self._channel, self._rotary(name)
+
+            def sum_tail(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+                head, tail = output.split([output.shape[-1] - width, width], dim=-1)
+                label = f"the gradient of the rotary output of {name}"
+                return torch.cat([head, copy_to(tail, channel, label)], dim=-1)
+
+            module.register_forward_hook(sum_tail)
         elif way is CutStyle.EXPERTS:
             module.register_forward_pre_hook(_enter_experts(self._channel, name), with_kwargs=True)
             module.register_forward_hook(_sum_output(self._channel, name))
         elif way is CutStyle.IDENTITY_EXPERT:
-            module.register_forward_pre_hook(_divide_input(self._channel.size))
+            size = self._channel.size
+            module.register_forward_pre_hook(lambda _, args: (args[0] / size, *args[1:]))
         elif way is CutStyle.SUM_OUTPUT:
             module.register_forward_hook(_sum_output(self._channel, name))
 
@@ -155,15 +151,8 @@ class Maker:
         assert layer.split is not None
         transposed = is_transposed(module)
         low, high = layer.split.replicas(self._channel.rank)
-        cut = CutLinear(
-            channel=self._channel,
-            shared_inputs=self._shared_inputs,
-            split=layer.split,
-            name=name,
-            is_transposed=transposed,
-            is_gathered=is_gathered,
-            replicas=self._replicas if high - low > 1 else None,
-        )
+        cut = CutLinear(self._channel, self._shared_inputs, layer.split, name, transposed, is_gathered)
+        cut.replicas = self._replicas if high - low > 1 else None
         module.__class__ = kinds[1] if transposed else kinds[0]
         module.tensor_cut = cut  # type: ignore[assignment]
         set_features(module, cut)
@@ -184,21 +173,8 @@ def set_features(module: nn.Module, cut: CutLinear) -> None:
     module.in_features, module.out_features = int(inside), int(out)  # type: ignore[assignment]
 
 
-def _find(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None  # a bare parameter
-
-
 def sum_own_gradients(module: nn.Module, channel: Channel, name: str) -> None:
-    """Makes backward sum the gradients of a module's own parameters over the ranks, as its input is cut.
-
-    Args:
-        module: Whole on all ranks.
-        channel: The ranks.
-        name: The name of the module, for messages.
-    """
+    """Makes backward sum the gradients of a whole module's own parameters over the ranks, as its input is cut."""
     give_base(module, _SumsOwnGradients).__dict__["gradients_summed"] = channel, name
 
 
@@ -216,21 +192,6 @@ class _SumsOwnGradients(nn.Module):
         finally:
             for key in own:
                 del self.__dict__[key]
-
-
-def _latent(channel: Channel, name: str, width: int) -> Callable[..., torch.Tensor]:
-    def hook(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-        head, tail = output.split([output.shape[-1] - width, width], dim=-1)
-        return torch.cat([head, copy_to(tail, channel, f"the gradient of the rotary output of {name}")], dim=-1)
-
-    return hook
-
-
-def _divide_input(size: int) -> Callable[..., tuple[Any, ...]]:
-    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return args[0] / size, *args[1:]
-
-    return hook
 
 
 def _enter_experts(channel: Channel, name: str) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -260,15 +221,9 @@ _MASK = "attention_mask"
 
 
 def set_head_counts(module: nn.Module, whole: AttentionHeads, heads: Heads, place: int) -> dict[str, tuple[int, int]]:
-    """Sets the numbers of an attention module to those of a rank's part.
+    """Sets the numbers of an attention module, ``whole`` before, to those of the rank at ``place``.
 
-    Args:
-        whole: Its numbers before the cut.
-        heads: How the heads are divided.
-        place: This rank's place.
-
-    Returns:
-        By attribute: the number before and after.
+    Returns by attribute: the number before and after.
     """
     low, high = heads.of_query(place)
     first, last = heads.of_key_value(place)
@@ -276,13 +231,7 @@ def set_head_counts(module: nn.Module, whole: AttentionHeads, heads: Heads, plac
 
 
 def slice_arguments(module: nn.Module, whole: AttentionHeads, heads: Heads, channel: Channel) -> None:
-    """Makes an attention module slice its per-head arguments (ALiBi, position biases) to this rank's heads.
-
-    Args:
-        whole: Its numbers before the cut.
-        heads: How the heads are divided.
-        channel: The ranks that share them.
-    """
+    """Makes an attention module slice its per-head arguments (ALiBi, position biases) to this rank's heads."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         low, high = heads.of_query(channel.rank)

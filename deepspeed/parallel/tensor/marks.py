@@ -34,11 +34,6 @@ _Mark = tuple[str, tuple[int, ...], int, int]
 def read_marks(job: Job, model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Records which part of a logical parameter each marked parameter is. Every rank of the job must call it.
 
-    Args:
-        model: The program's model; its values are left unchanged.
-        mesh: The mesh of the job.
-        device: Where the model will compute.
-
     Raises:
         DeepSpeedConfigError: A mark does not fit its parameter, or ranks that share a layer have other marks. Nothing
             was changed.
@@ -48,7 +43,11 @@ def read_marks(job: Job, model: nn.Module, mesh: Mesh, device: torch.device) -> 
     everybody = job.axis_of().transport("outside engines", device=device, timeout=comm.default_timeout())
     what = "the marks of parameters that the program has cut"
     marked, problem = _marked(model)
-    reports = gather_json(everybody, (bool(marked), problem, _has_cut(model)), label=what)
+    has_cut = any(  # some parameter is marked as a part, by this package or by the program
+        type(parameter).__name__ == "DTensor" or has_part(parameter) or describe(name, parameter).group == CUT
+        for name, parameter in model.named_parameters()
+    )
+    reports = gather_json(everybody, (bool(marked), problem, has_cut), label=what)
     if problems := [words for _, words, _ in reports if words]:
         raise DeepSpeedConfigError(problems[0])
     if not any(is_cut for _, _, is_cut in reports):
@@ -81,30 +80,22 @@ def read_marks(job: Job, model: nn.Module, mesh: Mesh, device: torch.device) -> 
     )
 
 
-def _has_cut(model: nn.Module) -> bool:
-    """Returns whether any parameter is marked as a part, by this package or by the caller."""
-    return any(
-        type(parameter).__name__ == "DTensor" or has_part(parameter) or describe(name, parameter).group == CUT
-        for name, parameter in model.named_parameters()
-    )
-
-
 def _marked(model: nn.Module) -> tuple[list[tuple[_Mark, nn.Parameter]], str]:
     """Returns the parameters with their marks, and what is wrong with one, or nothing."""
-    found: list[tuple[_Mark, nn.Parameter]] = []
+    marked: list[tuple[_Mark, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
-        given: Any = getattr(parameter, "partition_dim", None)
-        if not isinstance(given, int) or given < 0 or has_part(parameter) or describe(name, parameter).group != CUT:
+        dim: Any = getattr(parameter, "partition_dim", None)
+        if not isinstance(dim, int) or dim < 0 or has_part(parameter) or describe(name, parameter).group != CUT:
             continue
         shape, stride = full_shape(parameter), getattr(parameter, "partition_stride", 1)
-        if given >= len(shape) or not isinstance(stride, int) or stride < 1 or shape[given] % stride:
-            return found, (
-                f"the parameter {name!r} of shape {shape} is marked with partition_dim {given} and "
+        if dim >= len(shape) or not isinstance(stride, int) or stride < 1 or shape[dim] % stride:
+            return marked, (
+                f"the parameter {name!r} of shape {shape} is marked with partition_dim {dim} and "
                 f"partition_stride {stride}; expected one of its dimensions, and a number of equal blocks that "
                 "divides its extent there"
             )
-        found.append(((name, shape, given, stride), parameter))
-    return found, ""
+        marked.append(((name, shape, dim, stride), parameter))
+    return marked, ""
 
 
 def _intervals(extent: int, stride: int, place: int, size: int) -> list[tuple[int, int]]:

@@ -23,29 +23,19 @@ class SharedInput:
 
     Every layer adds its part of the gradient. The last one starts the sum over ranks, and computes the gradient of its
     weight meanwhile. If one of the layers is not part of a backward, the sum runs where the input entered.
-
-    Args:
-        channel: The ranks.
-        label: Describes the transfer, for messages.
-        on_backward: Called when the first gradient arrives.
     """
 
     def __init__(self, channel: Channel, label: str, on_backward: Callable[[SharedInput], None]) -> None:
         self.channel = channel
         self._label = label
-        self._on_backward = on_backward
+        self._on_backward = on_backward  # called when the first gradient arrives
         self.users = 0  # number of layers that use the input
         self.is_open = True  # no gradient has arrived yet, so a layer may still join
         self._arrived = 0
         self._sum: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor, weight: torch.Tensor) -> PendingSum | None:
-        """Adds ``gradient @ weight``; starts the sum over ranks if no other user is expected.
-
-        Args:
-            gradient: 2-D, of a layer's output.
-            weight: 2-D, so that the product is a gradient of the input.
-        """
+        """Adds ``gradient @ weight``, both 2-D; starts the sum over ranks if no other user is expected."""
         if self.is_open:
             self.is_open = False
             self._on_backward(self)
@@ -102,16 +92,8 @@ class SplitParts:
 
     def part(self, values: torch.Tensor, place: int) -> torch.Tensor:
         """Returns a rank's part, ``[..., width of the rank]``, contiguous, of ``[..., extent]``."""
-        return mine_of(values, self.split, place)
-
-
-# -- tensors without gradients ---------------------------------------------------------------------------------------
-
-
-def mine_of(values: torch.Tensor, split: Split, place: int) -> torch.Tensor:
-    """Returns a rank's part along the last dimension, contiguous."""
-    parts = [values[..., low:high] for low, high in split.intervals(place)]
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=-1)
+        parts = [values[..., low:high] for low, high in self.split.intervals(place)]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def join(parts: list[torch.Tensor], split: Split) -> torch.Tensor:

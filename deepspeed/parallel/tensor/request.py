@@ -32,15 +32,13 @@ class TensorParallelRequest:
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, tp_group: Any = None
 ) -> nn.Module:
-    """Requests that ``initialize`` cuts a model over ``tp_size`` ranks. Communicates nothing and cuts nothing yet.
+    """Requests that ``initialize`` cuts a model over ``tp_size`` ranks, neighbors in the job. Cuts nothing yet.
 
     Args:
-        tp_size: Ranks that share a layer, neighbors in the job.
         dtype: The model's compute dtype; must equal the configured one.
         config: The configuration, or its ``tensor_parallel`` section; keys that it lacks are taken from that of
             ``initialize``.
-        tp_group: Torch process group of the ranks that share layers with this one; it must be the ``tp_size``
-            neighbors.
+        tp_group: Torch process group of the ranks that share layers with this one: the ``tp_size`` neighbors.
 
     Returns:
         ``model``.
@@ -92,9 +90,13 @@ def merged(root: Root, model: nn.Module, mpu: Any = None) -> Root:
         raise DeepSpeedConfigError(
             "tp_model_init(tp_group=...) and initialize(mpu=...) both choose the ranks that share layers; give one"
         )
-    _check_dtype(root, request)
-    given = {key: value for key, value in (request.config or {}).items() if key not in section.model_fields_set}
-    parsed = TensorParallel.model_validate(given | {"autotp_size": request.size})
+    wanted = torch.bfloat16 if root.bf16.enabled else torch.float16 if root.fp16.enabled else None
+    if wanted is not None and request.dtype is not None and request.dtype not in (wanted, torch.float32):
+        raise DeepSpeedConfigError(
+            f"tp_model_init(dtype={request.dtype}): the configuration has {wanted}; give the same, or leave dtype out"
+        )
+    keys = {key: value for key, value in (request.config or {}).items() if key not in section.model_fields_set}
+    parsed = TensorParallel.model_validate(keys | {"autotp_size": request.size})
     update = {key: getattr(parsed, key) for key in parsed.model_fields_set}
     return root.model_copy(update={"tensor_parallel": section.model_copy(update=update)})
 
@@ -117,12 +119,4 @@ def check_group(model: nn.Module, ranks: list[int]) -> None:
         raise DeepSpeedConfigError(
             f"tp_model_init(tp_group=...): rank {me} shares layers with the ranks {sorted(ranks)}, as neighbors do, "
             f"but the group holds {sorted(request.ranks)}; lay the ranks out by initialize(mesh_param=<DeviceMesh>)"
-        )
-
-
-def _check_dtype(root: Root, request: TensorParallelRequest) -> None:
-    wanted = torch.bfloat16 if root.bf16.enabled else torch.float16 if root.fp16.enabled else None
-    if wanted is not None and request.dtype is not None and request.dtype not in (wanted, torch.float32):
-        raise DeepSpeedConfigError(
-            f"tp_model_init(dtype={request.dtype}): the configuration has {wanted}; give the same, or leave dtype out"
         )

@@ -22,7 +22,7 @@ from deepspeed.models.tensor_plan import cuts_blocks, plans_in
 
 
 class CutStyle(Enum):
-    """Names the ways to cut a layer or a parameter."""
+    """The ways to cut a layer or a parameter."""
 
     COLUMN = "column"
     """Output features are divided."""
@@ -57,7 +57,7 @@ class CutStyle(Enum):
 
 @dataclass(frozen=True)
 class CutRule:
-    """Describes how one layer or parameter is cut."""
+    """How one layer or parameter is cut."""
 
     way: CutStyle
     source: str  # where the rule comes from, for messages
@@ -90,12 +90,9 @@ _STYLES = {
 
 
 def of_user(model: nn.Module, section: TensorParallel, used_elsewhere: Collection[int] = ()) -> dict[str, CutRule]:
-    """Returns the rules from ``partition_config``, completed by ``preset_model``; empty where neither is given.
+    """Returns the rules from ``partition_config``, completed by ``preset_model``; empty where neither is set.
 
-    Args:
-        model: What this rank has of the model.
-        section: The configuration.
-        used_elsewhere: Numbers of ``layer_specs`` that fit weights of other pipeline stages, see :func:`used_specs`.
+    Some ``layer_specs`` need not fit this rank's model: those ``used_elsewhere``, by other stages (:func:`used_specs`).
 
     Raises:
         DeepSpeedConfigError: A pattern is no regular expression or fits nothing, or ``strict_mode`` finds a linear
@@ -152,7 +149,8 @@ def _matches(model: nn.Module, specs: Sequence[LayerPartition], kind: str | None
     return {
         name: next((n for n, spec in enumerate(specs) if _fits(spec, f"{name}.weight", kind)), None)
         for name, module in model.named_modules()
-        if _has_weight(module)
+        if isinstance(getattr(module, "weight", None), nn.Parameter)
+        or isinstance(getattr(module, "base_layer", None), nn.Module)
     }
 
 
@@ -181,23 +179,17 @@ def of_plan(model: nn.Module) -> dict[str, CutRule]:
                     f"that is not known here; known are {', '.join(_STYLES)}. Write a layer_specs entry for "
                     f"{name!r} in tensor_parallel.partition_config"
                 )
-            parts = (2,) if style.startswith("packed_") or _is_packed(model, name) else ()
+            above, _, own = name.rpartition(".")
+            # Gate and up projections of stacked experts, one after the other: Inkling's plan calls them "colwise".
+            is_packed = own == "gate_up_proj" and getattr(model.get_submodule(above), "is_concatenated", False) is True
+            parts = (2,) if style.startswith("packed_") or is_packed else ()
             found[name] = CutRule(_STYLES[style], f"the model's plan ({key}: {style})", parts)
     for name in [name for name, rule in found.items() if rule.way is CutStyle.SUM_OUTPUT]:
-        own = model.get_submodule(name).named_parameters(recurse=False)
-        if any(f"{name}.{key}" in found for key, _ in own):  # bare weights do not sum the gradient of their input
+        bare = model.get_submodule(name).named_parameters(recurse=False)
+        if any(f"{name}.{key}" in found for key, _ in bare):  # bare weights do not sum the gradient of their input
             found[name] = replace(found[name], way=CutStyle.EXPERTS)
     columns = [name for name, rule in found.items() if rule.way in (CutStyle.COLUMN, CutStyle.COLUMN_GATHERED)]
     return {name: rule for name, rule in found.items() if not _takes_whole_input(model, name, rule, columns)}
-
-
-def _is_packed(model: nn.Module, name: str) -> bool:
-    """Returns whether a parameter has gate and up projections of stacked experts, one after the other.
-
-    Some plans call it "colwise", not "packed_colwise" (Inkling).
-    """
-    above, _, own = name.rpartition(".")
-    return own == "gate_up_proj" and getattr(model.get_submodule(above), "is_concatenated", False) is True
 
 
 def _takes_whole_input(model: nn.Module, name: str, rule: CutRule, columns: Sequence[str]) -> bool:
@@ -221,11 +213,6 @@ def _names(model: nn.Module) -> Iterator[str]:
         for own, parameter in module.named_parameters(recurse=False):
             if own not in ("weight", "bias") and parameter is not None:
                 yield f"{name}.{own}"
-
-
-def _has_weight(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, nn.Parameter) or isinstance(getattr(module, "base_layer", None), nn.Module)
 
 
 def is_linear(module: nn.Module) -> bool:

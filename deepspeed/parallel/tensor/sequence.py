@@ -37,7 +37,7 @@ _DIM = 1
 class CutSequence:
     """The cut of activations along the sequence, between the regions of one model."""
 
-    channel: Channel  # the ranks
+    channel: Channel
     # activations are cut now; False in an evaluation whose length is not divisible by the number of ranks
     is_cut: bool = True
     must_divide: bool = False  # evaluations must be cut too: pipeline stages cannot see each other's ``is_cut``
@@ -72,9 +72,7 @@ class CutSequence:
     def gather(self, values: torch.Tensor, *, is_partial: bool) -> torch.Tensor:
         """Gathers the positions of all ranks: ``[batch, S / ranks, width]`` to ``[batch, S, width]``.
 
-        Args:
-            values: This rank's positions.
-            is_partial: The ranks' gradients are partial sums, as behind cut layers; backward sums them.
+        With ``is_partial`` the ranks' gradients are partial sums, as behind cut layers; backward sums them.
 
         Raises:
             DeepSpeedConfigError: ``values`` is not 3-D.
@@ -111,10 +109,7 @@ class ScatterPlan:
 
 
 def plan_of(model: nn.Module, layout: Layout) -> ScatterPlan:
-    """Determines where the sequence is cut. Changes nothing.
-
-    Args:
-        layout: How it is cut.
+    """Determines where the sequence is cut, in a model that is cut by ``layout``. Changes nothing.
 
     Raises:
         DeepSpeedConfigError: The model's blocks do not allow it.
@@ -141,7 +136,12 @@ def plan_of(model: nn.Module, layout: Layout) -> ScatterPlan:
             plan.regions.append(region)
     inside = tuple(f"{region}." for region in plan.regions) or ("\0",)
     plan.columns = [name for name in columns if f"{name}.".startswith(inside)]
-    _refuse_others(model, layout, plan, inside)
+    known = set(layout.parameters) | {f"{row}.bias" for row in plan.rows}
+    summed = tuple(f"{name}." for name, way in ways.items() if way is CutStyle.SUMMED) or ("\0",)
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        # A whole parameter inside a region would see the whole sequence on every rank.
+        if name.startswith(inside) and name not in known and not name.startswith(summed):
+            raise _refused(f"the parameter {name!r} is whole on every rank and works between layers that are cut")
     for root in roots:
         for name, module in model.get_submodule(root).named_modules(prefix=root):
             own = any(True for _ in module.parameters(recurse=False))
@@ -191,26 +191,12 @@ def _region(row: str, columns: list[str], block: str) -> str:
     return above
 
 
-def _refuse_others(model: nn.Module, layout: Layout, plan: ScatterPlan, inside: tuple[str, ...]) -> None:
-    """Raises for whole parameters inside a region: they would see the whole sequence on every rank."""
-    known = set(layout.parameters) | {f"{row}.bias" for row in plan.rows}
-    summed = tuple(f"{layer.name}." for layer in layout.layers if layer.way is CutStyle.SUMMED)
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        if name.startswith(inside) and name not in known and not name.startswith(summed or ("\0",)):
-            raise _refused(f"the parameter {name!r} is whole on every rank and works between layers that are cut")
-
-
 def _refused(why: str) -> DeepSpeedConfigError:
     return DeepSpeedConfigError(f"{_KEY}: {why}; leave the key out")
 
 
 def cut_sequences(model: nn.Module, plan: ScatterPlan, channel: Channel) -> None:
-    """Changes the modules of a plan, whose layers have been cut.
-
-    Args:
-        plan: Result of :func:`plan_of`.
-        channel: The ranks.
-    """
+    """Changes the modules of a plan (of :func:`plan_of`), whose layers have been cut."""
     cut = CutSequence(channel, must_divide=plan.is_of_stages)
     if plan.first is not None:
         model.get_submodule(plan.first).register_forward_pre_hook(_on_input(cut.split), with_kwargs=True)

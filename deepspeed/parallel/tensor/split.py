@@ -71,10 +71,7 @@ class Heads:
         return head * self.shared_by + low, head * self.shared_by + high
 
     def replicas(self, place: int) -> Interval:
-        """Returns the ranks that have the same key/value heads as this one.
-
-        Only itself unless heads are fewer than ranks.
-        """
+        """Returns the ranks that have the same key/value heads; itself unless heads are fewer than ranks."""
         return (place, place + 1) if self.size <= self.key_value else self._shared(place)[1]
 
     def _shared(self, place: int) -> tuple[int, Interval]:
@@ -87,7 +84,7 @@ class Heads:
 
 
 class UnitAssignment(Enum):
-    """Assigns the units of a run to ranks."""
+    """Who gets the units of a run."""
 
     EVENLY = "evenly"
     AS_QUERIES = "as query heads"
@@ -99,7 +96,7 @@ class UnitRun:
     """A run of equal units in a dimension."""
 
     start: int  # its first index
-    units: int  # how many units it has
+    units: int
     unit: int = 1  # indices of one
     assignment: UnitAssignment = UnitAssignment.EVENLY  # who gets them
 
@@ -111,7 +108,7 @@ class UnitRun:
 
 @dataclass(frozen=True)
 class Split:
-    """Describes how a dimension is divided among the ranks."""
+    """How a dimension is divided among the ranks."""
 
     runs: tuple[UnitRun, ...]  # in order; together the whole dimension
     size: int  # ranks that share the layer
@@ -119,13 +116,9 @@ class Split:
 
     @classmethod
     def evenly(cls, extent: int, size: int, grain: int = 1, parts: int = 1) -> Split:
-        """Returns even parts of a dimension, or of each of several packed tensors of equal extent.
+        """Returns even parts of a dimension, or of each of several packed tensors (``parts``) of equal extent.
 
-        Args:
-            extent: Extent of the dimension.
-            size: Ranks.
-            grain: Indices that stay together; what is left over goes to the last rank that has any.
-            parts: Packed tensors.
+        ``grain`` indices stay together; what is left over goes to the last rank that has any.
         """
         each = extent // parts
         if each % grain:
@@ -139,17 +132,17 @@ class Split:
 
     def intervals(self, place: int) -> list[Interval]:
         """Returns the ranges of the dimension that a rank has, in order; adjacent ones joined, empty ones left out."""
-        found: list[Interval] = []
+        intervals: list[Interval] = []
         for run in self.runs:
             low, high = self._units(run, place)
             start, stop = run.start + low * run.unit, run.start + high * run.unit
             if start == stop:
                 continue
-            if found and found[-1][1] == start:
-                found[-1] = found[-1][0], stop
+            if intervals and intervals[-1][1] == start:
+                intervals[-1] = intervals[-1][0], stop
             else:
-                found.append((start, stop))
-        return found
+                intervals.append((start, stop))
+        return intervals
 
     def width(self, place: int) -> int:
         """Returns how many indices a rank has."""

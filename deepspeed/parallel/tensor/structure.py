@@ -40,13 +40,11 @@ class SmallForwardError(DeepSpeedConfigError):
 
 
 def of_structure(model: nn.Module, inputs: Mapping[str, Any] | None, rows: Iterable[str] = ()) -> dict[str, CutRule]:
-    """Returns the rules from the structure; empty where it shows no pair of layers.
+    """Returns the rules from the structure; empty where it shows no pair of layers, or ``inputs`` are unknown.
 
-    Args:
-        model: The model, whole or sharded; it is left unchanged.
-        inputs: Keyword arguments of a small forward; None: not known.
-        rows: Ends of names of layers that are declared row-parallel (``injection_policy_tuple``); all other linear
-            layers of their blocks are column-parallel then, and nothing is computed.
+    With ``rows``, ends of names of layers that are declared row-parallel (``injection_policy_tuple``), all other linear
+    layers of their blocks are column-parallel, and nothing is computed. Else a small forward runs with the ``inputs``;
+    the model, whole or sharded, is left unchanged.
 
     Raises:
         SmallForwardError: The model does not run on ``inputs``.
@@ -96,13 +94,8 @@ def summed_inside(
 ) -> dict[str, CutRule]:
     """Returns rules for uncut modules with parameters that work on the output of column-parallel layers.
 
-    For example an activation function with parameters inside an MLP. The forward that finds them runs on the
-    meta device only; where that is impossible, the result is empty.
-
-    Args:
-        model: The model, whole or sharded; it is left unchanged.
-        inputs: Keyword arguments of a small forward; None: not known.
-        rules: The rules found so far.
+    For example an activation function with parameters inside an MLP. ``rules`` are those known so far. The forward that
+    finds the modules runs on the meta device only; where that is impossible, the result is empty.
     """
     linear = {name: module for name, module in model.named_modules() if is_linear(module) and _is_outermost(name)}
     columns = {name for name, rule in rules.items() if rule.way is CutStyle.COLUMN and name in linear}
@@ -242,11 +235,11 @@ class _Graph:
             node = stack.pop()
             for user in self.users.get(node, ()):
                 others = [parent for parent in _parents(user) if parent not in reached and not _is_leaf(parent)]
-                kind = type(user).__name__.lower()
-                if kind.startswith("addbackward"):
+                operation = type(user).__name__.lower()
+                if operation.startswith("addbackward"):
                     if any(parent in before for parent in others):
                         return user
-                elif others or any(part in kind for part in _MIXING):
+                elif others or any(part in operation for part in _MIXING):
                     continue
                 if user not in reached:
                     reached.add(user)
@@ -273,7 +266,7 @@ def _parents(node: Node) -> list[Node]:
 
 def _is_leaf(node: Node) -> bool:
     """Returns whether a node is a parameter's, or of a view of one."""
-    return not any(_parents(node)) if type(node).__name__ != "AccumulateGrad" else True
+    return type(node).__name__ == "AccumulateGrad" or not any(_parents(node))
 
 
 def _ancestors(node: Node) -> set[Node]:
@@ -291,12 +284,7 @@ def _ancestors(node: Node) -> set[Node]:
 def _forward(model: nn.Module, inputs: Mapping[str, Any], *, is_meta: bool) -> list[torch.Tensor]:
     """Returns the outputs of a small forward with stand-ins for all parameters, on the meta device if possible.
 
-    Args:
-        inputs: Its keyword arguments.
-        is_meta: Run it on the meta device only.
-
-    Raises:
-        SmallForwardError: The model's forward raises.
+    With ``is_meta`` it runs there only. Raises ``SmallForwardError`` if the model's forward raises.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -24,7 +24,7 @@ from deepspeed.uncompiled import uncompiled
 
 @dataclass
 class CutEmbedding:
-    """Describes the cut of an embedding."""
+    """The cut of an embedding."""
 
     channel: Channel  # the ranks
     split: Split  # how the vocabulary, or the width, is split
@@ -36,7 +36,7 @@ class CutEmbedding:
 class _MadeFromEmbedding(nn.Embedding):
     """A cut embedding that can also be constructed from a whole one."""
 
-    tensor_cut: CutEmbedding
+    tensor_cut: CutEmbedding  # how it is cut
     _dim: ClassVar[int]
 
     def __init__(self, module: nn.Embedding, mp_group: Any = None, *, name: str | None = None) -> None:
@@ -74,9 +74,6 @@ class VocabularyEmbedding(_MadeFromEmbedding):
         mp_group: Torch process group of the ranks that share it; None: this rank has it alone.
         name: The name of the layer, for messages.
 
-    Attributes:
-        tensor_cut: How it is cut.
-
     Raises:
         TypeError: ``module`` is not a whole embedding.
         DeepSpeedConfigError: It is sharded, has fewer rows than there are ranks, or options that need all rows.
@@ -91,18 +88,16 @@ class VocabularyEmbedding(_MadeFromEmbedding):
         low, high = even(cut.split.extent, cut.channel.size, cut.channel.rank)
         _refuse_unknown(ids, cut)
         elsewhere = (ids < low) | (ids >= high)
-        found = F.embedding((ids - low).masked_fill(elsewhere, 0), self.weight, _row_of(cut.padding_index, low, high))
-        mine = found.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return reduce_from(mine, cut.channel, f"the output of {cut.name}")
+        local = None if cut.padding_index is None else cut.padding_index - low
+        padding = local if local is not None and 0 <= local < high - low else None
+        rows = F.embedding((ids - low).masked_fill(elsewhere, 0), self.weight, padding)
+        return reduce_from(rows.masked_fill(elsewhere.unsqueeze(-1), 0), cut.channel, f"the output of {cut.name}")
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns logits by the embedding's weight, for a head that is tied to it. All ranks must call it.
 
-        Args:
-            hidden: ``[..., width]``, the same on all ranks.
-
-        Returns:
-            ``(..., vocabulary)``; where ``projection.is_gathered`` is False ``(..., vocabulary of this rank)``.
+        ``hidden`` is ``[..., width]``, the same on all ranks; logits are ``[..., vocabulary]``, or where
+        ``projection.is_gathered`` is False ``[..., vocabulary of this rank]``.
         """
         assert self.tensor_cut.projection is not None
         return column(hidden, self.weight, None, self.tensor_cut.projection)
@@ -112,9 +107,6 @@ class WidthEmbedding(_MadeFromEmbedding):
     """An embedding with some of the columns, whose outputs are gathered.
 
     Arguments and errors are those of :class:`VocabularyEmbedding`, with columns for rows.
-
-    Attributes:
-        tensor_cut: How it is cut.
     """
 
     _dim = 1
@@ -128,19 +120,12 @@ class WidthEmbedding(_MadeFromEmbedding):
 
 
 def _refuse_unknown(ids: torch.Tensor, cut: CutEmbedding) -> None:
-    """Raises for ids outside the vocabulary, which would give zeros.
-
-    Checked on the host only, where it costs no wait.
-    """
+    """Raises for ids outside the vocabulary, which would give zeros. On the host only, where it costs no wait."""
     if ids.device.type == "cpu" and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= cut.split.extent):
         raise IndexError(
             f"{cut.name}: ids lie between {int(ids.min())} and {int(ids.max())}, but the vocabulary has the ids 0 to "
             f"{cut.split.extent - 1}; use the tokenizer of this model"
         )
-
-
-def _row_of(padding_index: int | None, low: int, high: int) -> int | None:
-    return padding_index - low if padding_index is not None and low <= padding_index < high else None
 
 
 def vocab_parallel_cross_entropy(
@@ -152,26 +137,16 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Computes the cross-entropy of logits that are divided over ranks by vocabulary. All of these ranks must call it.
 
-    Args:
-        logits: ``(..., vocabulary of this rank)``, floating.
-        targets: ``(...)``, ids of the whole vocabulary, the same on all ranks.
-        channel: The ranks.
-        vocabulary: Size of the whole vocabulary.
-        ignore_index: Target of rows that are left out.
-
-    Returns:
-        The loss of every row in fp32, in the shape of ``targets``; 0 for rows that are left out.
+    Arguments are those of :func:`cut_cross_entropy`, ``(..., vocabulary of this rank)`` and ``(...)``, with the size of
+    the whole ``vocabulary``. Returns the loss of every row in fp32, in the shape of ``targets``; 0 for rows that are
+    left out.
     """
     low, _ = even(vocabulary, channel.size, channel.rank)
     return cut_cross_entropy(logits, targets, channel, low, ignore_index)
 
 
 def causal_loss(channel: Channel) -> Any:
-    """Returns a causal language model's loss, as Transformers calls it, for logits that are cut over the vocabulary.
-
-    Args:
-        channel: The ranks.
-    """
+    """Returns a causal language model's loss, as Transformers calls it, for logits that are cut over the vocabulary."""
 
     def loss_function(
         logits: torch.Tensor,
