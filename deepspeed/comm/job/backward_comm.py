@@ -20,6 +20,10 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.watch.backward_notes import BackwardComm, BackwardNotes
 
 
+def _notes() -> BackwardNotes:
+    return Job.current().backward
+
+
 def _notes_of_layers() -> BackwardNotes:
     return Job.adopt().backward  # a layer of the program may be the first to use its process group
 
@@ -51,7 +55,7 @@ class BackwardCommTracker:
 
     def may_communicate(self) -> bool:
         """Returns whether they may; the result may differ between ranks."""
-        state = Job.current().backward
+        state = _notes()
         if state.is_anywhere or len(state.to_come):
             return True
         seen = state, len(state.communicating)
@@ -66,4 +70,4 @@ class BackwardCommTracker:
 
 def is_uneven() -> bool:
     """Returns whether some layer may have gradients on some ranks only; equal on all ranks."""
-    return Job.current().backward.is_uneven
+    return _notes().is_uneven
