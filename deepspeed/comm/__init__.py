@@ -79,5 +79,5 @@ if TYPE_CHECKING:
     from deepspeed.comm.summary import log_summary as log_summary
     from deepspeed.comm.summary import reset_log as reset_log
     from deepspeed.comm.torch_backend import TorchBackend as TorchBackend
-else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+lazy_names(__name__)
