@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -14,6 +15,7 @@ from deepspeed.plan.result import Plan, Request
 
 _WANTED = 3  # suggestions
 _MOST_PLANS = 16
+_MOST_SECONDS = 60.0  # after which no further change is tried: plans of large models take several seconds each
 _SUBJECTS = ("stage", "checkpointing", "micro-batch", "offload")  # in the order in which changes are applied
 
 
@@ -33,12 +35,13 @@ def advise(plan: Plan) -> list[tuple[str, Plan]]:
     combinations with the fewest changes that fit, the ones with the shortest possible step come first.
     """
     changes = list(_changes(plan))
+    end = time.monotonic() + _MOST_SECONDS
     saved: dict[AdviceEntry, int] = {}
     tried = 0
     for count in range(1, len(changes) + 1):
         found: list[tuple[str, Plan]] = []
         for chosen in combinations(changes, count):
-            if len({change.subject for change in chosen}) < count or tried >= _MOST_PLANS:
+            if len({change.subject for change in chosen}) < count or tried >= _MOST_PLANS or time.monotonic() > end:
                 continue
             tried += 1
             other = _planned(plan.request, chosen)

@@ -221,7 +221,13 @@ class _SimulatedRun:
         ranks = self._part.mesh.size(SEQUENCE)
         sizes = self._part.micro_batch, self._part.sequence_length // ranks
         if self._part.stage is not None:
-            return engine, self._part.stage.row.items(*sizes)
+            tokens, labels = self._part.stage.row.items(*sizes)
+            if ranks > 1 and self._model.transformers_model is not None:
+                return engine, (
+                    {"input_ids": tokens, "position_ids": torch.zeros_like(tokens)},
+                    {"shift_labels": labels},
+                )
+            return engine, (tokens, labels)
         assert self._workload is not None
         args, named = self._workload.inputs(*sizes)
         if ranks > 1 and sharing_of(self._model) is not None:

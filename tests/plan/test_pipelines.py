@@ -26,6 +26,7 @@ from deepspeed.zero.storage import StorageKind
 from tests.harness import run_ranks
 from tests.harness.toy_models import causal_model
 from tests.plan.cells import SAMPLES, SHAPE, TOKENS, Cell
+from tests.plan.requests import plan
 
 STAGES, DATA, MICRO_BATCHES = 2, 2, 6
 
@@ -298,6 +299,17 @@ def test_stages_of_a_transformers_model_that_a_callable_makes():
     made, stated = planned(lambda: transformers.LlamaForCausalLM(config)), planned(config)
     assert [part.layers for part in made.parts] == [part.layers for part in stated.parts]
     assert made.timed_step.seconds == stated.timed_step.seconds
+
+
+def test_stages_of_a_transformers_model_whose_ranks_share_sequences():
+    """Each rank sends the activations of its half of the tokens, with their positions."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 128}
+    model = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4)
+    whole, half = (plan(model, devices_per_node=4, accumulation=2, pipe=2, sequence=ranks) for ranks in (1, 2))
+    sent = [one.simulated.flow.requested_along["send", "pipe"][1] for one in (whole, half)]
+    assert sent[0] / 2 < sent[1] < 0.7 * sent[0], "positions take 8 bytes per token beside the activations"
+    assert half.simulated.flow.requested_along["all_to_all", "sequence"][0] > 0
 
 
 def test_a_sweep_over_stages(capsys):
