@@ -23,6 +23,8 @@ NEMO = ("nemo", "bridge")
 OF_DEEPSPEED = ("zero", "deepspeed")
 _MEGATRON = re.compile(r"Megatron|NeMo|MLPerf|Narayanan|Korthikanti|MegaScale|Llama 3", re.IGNORECASE)
 """Sources whose programs have fused elementwise kernels."""
+_ONCE_PER_NODE = re.compile(r"DeepEP|HybridEP", re.IGNORECASE)
+"""Dispatchers of experts that send a token once to each node."""
 _FUSED_ATTENTION = (2022, 6)  # year and month since which published results may have it (arXiv 2205.14135)
 
 
@@ -247,6 +249,7 @@ def layouts_of(record: Mapping[str, Any], source: str) -> list[ParallelLayout]:
         # Megatron of 2021 adds gradients in a separate operation.
         sums_in_products=bool(_MEGATRON.search(record["source"])) and source != "sc",
         recompute=_recomputation(recompute),
+        sends_once_per_node=bool(_ONCE_PER_NODE.search(f"{notes} {(record.get('recipe') or {}).get('dispatcher')}")),
     )
     chunks = [parallel.get("vpp") or 1]
     if pipe > 1 and (source == "sc" or parallel.get("vpp") is None):

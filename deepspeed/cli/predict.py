@@ -35,6 +35,7 @@ _FLAGS = {
     "overlap-gather": ("overlaps_gather", "stages 1 and 2 gather updated parameters while the next forward runs"),
     "megatron": ("is_megatron", "copies, casts and recomputation as Megatron has them"),
     "sum-in-products": ("sums_in_products", "products that compute gradients of weights add to those of earlier ones"),
+    "once-per-node": ("sends_once_per_node", "a token for experts crosses the network once per node, as with DeepEP"),
     "overlap-tensor": ("overlaps_tensor", "exchanges between tensor ranks overlap with matrix products, in chunks"),
 }
 _NUMBERS = {

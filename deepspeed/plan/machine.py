@@ -59,7 +59,16 @@ class Machine:
     @property
     def peak_flops(self) -> float:
         """Operations per second of an accelerator, at most: in bf16, or in fp8 where products are in fp8."""
-        return max(self.device.flops, self.device.fp8_flops if self.multiplies_in_fp8 else 0.0)
+        reached = self.device.efficiency
+        peak = max(self.device.flops, self.device.fp8_flops if self.multiplies_in_fp8 else 0.0)
+        return peak * max(
+            1.0, reached.matmul / reached.factor
+        )  # more than 1 on a measured device, whose peak is unknown
+
+    @property
+    def link(self) -> float:
+        """Bytes per second and direction between accelerators of a node, at most; 0: not known."""
+        return max(self.device.link, self.device.efficiency.shared_link)
 
     @property
     def link_domain(self) -> int:

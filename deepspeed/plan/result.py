@@ -24,7 +24,13 @@ from deepspeed.plan.show import plan_text
 from deepspeed.plan.simulated_step import SimulatedStep
 from deepspeed.plan.timeline.predicted_streams import PredictedTimeline
 from deepspeed.plan.timeline.timed_step import PipelineRecording, PipelineTimes, TimedStep, time_step
-from deepspeed.plan.times import PlannedTransfer, exposed_seconds, lower_bounds, planned_transfers
+from deepspeed.plan.times import (
+    PlannedTransfer,
+    exposed_seconds,
+    lower_bounds,
+    planned_transfers,
+    refuse_below_bounds,
+)
 from deepspeed.zero.placement import Tier
 
 MUCH_IDLE = 0.25
@@ -199,8 +205,13 @@ class Plan:
             return None
         if self.request.pipeline.stages == 1:
             trace = self.simulated.trace
-            return time_step(trace, machine, self.accumulation_steps, is_asynchronous=is_asynchronous)
-        return None if self._pipeline_times is None else self._pipeline_times.step()
+            step = time_step(trace, machine, self.accumulation_steps, is_asynchronous=is_asynchronous)
+        elif self._pipeline_times is None:
+            return None
+        else:
+            step = self._pipeline_times.step()
+        refuse_below_bounds(step.seconds, self.lower_bounds, f"plan of {self.request.source.name}")
+        return step
 
     @property
     def streams(self) -> PredictedTimeline | None:

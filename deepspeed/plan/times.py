@@ -16,6 +16,7 @@ import numpy
 
 from deepspeed.axes import DATA, EXPERT, PIPE, SEQUENCE, TENSOR
 from deepspeed.comm.job.mesh import Mesh
+from deepspeed.errors import DeepSpeedError
 from deepspeed.plan.machine import Machine
 from deepspeed.plan.step_totals import StepTotals
 
@@ -51,7 +52,7 @@ def count_near(members: Sequence[int], rank: int, machine: Machine) -> int:
 
 def busiest_seconds(inside: float, between: float, machine: Machine) -> float:
     """Returns the least seconds of a transfer; links and network work at once, unknown rates are ignored."""
-    link, network = machine.device.link, machine.network
+    link, network = machine.link, machine.network
     return max(inside / link if link > 0 else 0.0, between / network if network > 0 else 0.0)
 
 
@@ -126,7 +127,7 @@ def lower_bounds(flow: StepTotals, moved: Sequence[PlannedTransfer], machine: Ma
     disk = max(flow.read, flow.written) * machine.devices_per_node
     amounts = {
         "arithmetic": (flow.flops, machine.peak_flops),
-        "links inside the node": (sum(t.inside for t in moved), device.link),
+        "links inside the node": (sum(t.inside for t in moved), machine.link),
         "network between nodes": (sum(t.between for t in moved), machine.network),
         "link to the host": (max(flow.down, flow.up), device.host_link),
         "disk of the node": (disk, machine.disk),
@@ -136,3 +137,16 @@ def lower_bounds(flow: StepTotals, moved: Sequence[PlannedTransfer], machine: Ma
     if exposed > 0 and "arithmetic" in found:
         found["arithmetic, and exchanges that it waits for"] = found["arithmetic"] + exposed
     return found
+
+
+_ROUNDING = 1e-6  # relative
+
+
+def refuse_below_bounds(seconds: float, bounds: Mapping[str, float], what: str) -> None:
+    """Raises DeepSpeedError where ``seconds`` of a predicted step are fewer than one of its lower bounds."""
+    name = max(bounds, key=bounds.__getitem__, default="")
+    if name and seconds < bounds[name] * (1 - _ROUNDING):
+        raise DeepSpeedError(
+            f"{what}: predicted to take {seconds:.4g} s, but {name} alone takes at least {bounds[name]:.4g} s. The "
+            "planner computes both, so one of them is wrong; report the command, and believe neither"
+        )

@@ -15,7 +15,7 @@ from deepspeed.accelerator.devices import DEVICES
 from deepspeed.cli.plan import main
 from deepspeed.cli.predict import prediction_picture
 from deepspeed.config import parse
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.plan import DecoderShape, ParallelLayout, StepSetup, predict_step, search_layouts
 from deepspeed.plan.machine import Machine, read_machine_file, read_network, write_machine_file
 from deepspeed.plan.pipeline import Pipeline
@@ -168,6 +168,74 @@ def test_what_programs_do_otherwise_costs_what_it_moves_or_computes():
     cut = {"stage": 1, "data": 4, "tensor": 2, "cuts_norms": True}
     ordered = step(**cut).traffic - step(**cut, is_megatron=True).traffic
     assert ordered == pytest.approx(device.traffic(32 * 2 * 16 * 8192 * 4096), rel=0.01)
+
+
+EXPERTS = DecoderShape(4, 2048, 16, 8192, kv_heads=4, intermediate=1024, experts=32, experts_per_token=8)
+
+
+@pytest.mark.parametrize(("stage", "ep"), [(1, 4), (3, 1), (3, 4), (3, 16)])
+def test_parameters_of_experts_are_exchanged_among_the_ranks_that_have_them(stage, ep):
+    """At stage 3 a rank gathers all experts that it has; what is predicted is not below the bound of a plan."""
+    layout = ParallelLayout(data=16, stage=stage, experts=ep, accumulation=4, gradient_bytes=4)
+    made = predict_step(StepSetup(EXPERTS, layout, machine(16), 64))
+    network, elements = NetworkModel(machine(16)), 4 * 32 * EXPERTS.expert_parameters / ep
+    sharers = RankGroup(16 // ep, ep)
+    if ep == 4:
+        passes = 4 if stage == 3 else 1
+        once = network.gather(4 * elements, sharers) + (2 if stage == 3 else 1) * network.gather(2 * elements, sharers)
+        assert made.exposed["data"] == pytest.approx(passes * once, rel=0.25), "tokens are few, nothing is hidden"
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 4,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0},
+    }
+    given = {"nodes": 2, "devices_per_node": 8, "sequence_length": 64, "compare_checkpointing": False}
+    assert made.seconds > deepspeed.plan(EXPERTS, config, ep=ep, suggest=False, **given).step_seconds
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_prediction_below_its_lower_bound_is_an_error(stage, monkeypatch):
+    setup = StepSetup(EXPERTS, ParallelLayout(data=16, stage=stage), machine(16, network=1e8), 64)
+    made = predict_step(setup)
+    assert made.seconds > max(made.lower_bounds.values()) == made.to_dict()["step_seconds_at_least"] > 0
+    monkeypatch.setattr(NetworkModel, "gather", lambda *_: 0.0)
+    with pytest.raises(DeepSpeedError, match=r"network between nodes alone takes at least .* report the command"):
+        predict_step(setup)
+
+
+def test_a_plan_below_its_lower_bound_is_an_error(monkeypatch):
+    shape = DecoderShape(2, 256, 4, 128)
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    made = deepspeed.plan(shape, config, nodes=64, sequence_length=8, suggest=False, network=1e6)
+    monkeypatch.setattr(NetworkModel, "gather", lambda *_: 0.0)
+    with pytest.raises(DeepSpeedError, match="network between nodes alone takes at least"):
+        _ = made.timed_step
+
+
+def test_a_token_crosses_the_network_once_for_each_node():
+    """Of 8 copies for experts on 2 nodes one crosses, with a probability of 1 - 1 / 2^8; on 32 nodes 6.9 do."""
+    for nodes, share in ((2, (1 - 2**-8) / 4), (32, 31 * (1 - (31 / 32) ** 8) / 7.75)):
+        network, group = NetworkModel(machine(8 * nodes, network=1e9)), RankGroup(8 * nodes)
+        each, once = (network.all_to_all(1e9, group, copies=copies) for copies in (1, 8))
+        assert once / each == pytest.approx(share, rel=0.02)
+    inside = NetworkModel(machine(8))
+    assert inside.all_to_all(1e9, RankGroup(8), copies=8) == inside.all_to_all(1e9, RankGroup(8))
+    layouts = (ParallelLayout(data=16, stage=1, experts=16, sends_once_per_node=once) for once in (False, True))
+    slow, fast = (predict_step(StepSetup(EXPERTS, layout, machine(16), 4096)).exposed["expert"] for layout in layouts)
+    assert fast < 0.5 * slow
+
+
+def test_the_host_starts_operations_of_each_expert():
+    """With a few tokens the device waits for the host, as it does in a replay of the recorded step."""
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    given = {"devices_per_node": 8, "sequence_length": 16, "suggest": False, "compare_checkpointing": False}
+    for ep in (1, 8):
+        plan = deepspeed.plan(replace(EXPERTS, layers=8, intermediate=256), config, ep=ep, **given)
+        layout = ParallelLayout(data=8, stage=1, experts=ep)
+        made = predict_step(StepSetup(replace(EXPERTS, layers=8, intermediate=256), layout, plan.machine, 16))
+        assert made.host == pytest.approx(plan.timed_step.host, rel=0.45), ep
+        assert made.host > 0.4 * made.seconds
 
 
 def test_torch_does_not_repeat_the_end_of_a_block():

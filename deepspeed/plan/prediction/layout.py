@@ -81,6 +81,9 @@ class ParallelLayout:
     # at stage 3, neighboring ranks that share 16-bit weights, if fewer than those that share states
     # (``zero_hpz_partition_size``); None: all of these
     weight_ranks: int | None = None
+    # a token crosses the network once for each node that has experts of its choice, whose ranks pass it on, as DeepEP
+    # and HybridEP do; otherwise once for each expert, as in this engine
+    sends_once_per_node: bool = False
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTATIONS:
@@ -176,6 +179,28 @@ class ParallelLayout:
         """Ranks with the same shard, which sum its gradients."""
         shards = self.shard_group.size
         return RankGroup(self.data * self.context // shards, self.tensor * shards)
+
+    @property
+    def expert_shard_group(self) -> RankGroup:
+        """Ranks that share the states of the same experts, or sum their gradients at stage 0."""
+        return RankGroup(max(self.shard_group.size // self.experts, 1), self.tensor * self.experts)
+
+    @property
+    def expert_replica_group(self) -> RankGroup:
+        """Ranks with the same shard of the same experts, which sum its gradients."""
+        shards = self.expert_shard_group
+        return RankGroup(self.data * self.context // self.experts // shards.size, shards.size * shards.stride)
+
+    @property
+    def expert_weight_group(self) -> RankGroup:
+        """Ranks among which stage 3 gathers the weights of their experts."""
+        return RankGroup(max(self.weight_shards // self.experts, 1), self.tensor * self.experts)
+
+    @property
+    def expert_weight_copies(self) -> RankGroup:
+        """Ranks with the same shard of the weights of the same experts."""
+        weights = self.expert_weight_group
+        return RankGroup(self.expert_shard_group.size // weights.size, weights.size * weights.stride)
 
     @property
     def stage_stride(self) -> int:

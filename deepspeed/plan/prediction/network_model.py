@@ -57,13 +57,21 @@ class NetworkModel:
         again = self._start if self.machine.device.cores and group.size > 2 else 0.0
         return 2 * (self.gather(nbytes, group) - alone) + min(steps + again, 2 * alone)
 
-    def all_to_all(self, nbytes: float, group: RankGroup) -> float:
-        """Returns the seconds of an all-to-all in which each rank has ``nbytes``, equally many for every rank."""
+    def all_to_all(self, nbytes: float, group: RankGroup, *, copies: float = 1) -> float:
+        """Returns the seconds of an all-to-all in which each rank has ``nbytes``, equally many for every rank.
+
+        ``copies`` of each row are among them, for that many experts at random. One of them crosses to each link domain
+        that needs any, and is passed on there.
+        """
         if group.size == 1 or nbytes <= 0:
             return 0.0
         domains, near = self.spread(group)
         inside = nbytes * (near - 1) / group.size / self._link
         between = nbytes * (group.size - near) / group.size / self._network
+        if copies > 1 and domains > 1:
+            reached = (domains - 1) * (1 - (1 - 1 / domains) ** copies)  # other domains of a row, on average
+            between = min(between, nbytes / copies * reached / self._network)
+            inside = nbytes * (near - 1) / near / self._link
         return max(inside, between) + self._start + (_BETWEEN if domains > 1 else _INSIDE) * math.log2(group.size)
 
     def sum_of_activations(self, nbytes: float, group: RankGroup) -> float:
@@ -72,10 +80,10 @@ class NetworkModel:
             return self.all_reduce(nbytes, group)
         return self._shared_seconds(nbytes * (group.size - 1))
 
-    def exchange_of_activations(self, nbytes: float, group: RankGroup) -> float:
-        """Returns the seconds of an exchange of tokens: each rank has ``nbytes``, equally many for every rank."""
+    def exchange_of_activations(self, nbytes: float, group: RankGroup, *, copies: float = 1) -> float:
+        """Returns the seconds of an exchange of tokens; arguments are those of :meth:`all_to_all`."""
         if not self._shares_memory(group):
-            return self.all_to_all(nbytes, group)
+            return self.all_to_all(nbytes, group, copies=copies)
         return self._shared_seconds(nbytes * (group.size - 1) / group.size)
 
     def _shares_memory(self, group: RankGroup) -> bool:

@@ -23,8 +23,10 @@ from deepspeed.plan.prediction.block import BlockCost, BlockTimes, WorkTimes
 from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.prediction.layout import ParallelLayout
 from deepspeed.plan.prediction.network_model import NetworkModel
+from deepspeed.plan.prediction.step_bounds import layout_bounds
 from deepspeed.plan.prediction.step_memory import MemoryParts, StageState, StepMemory
 from deepspeed.plan.prediction.step_times import StepTimes
+from deepspeed.plan.times import refuse_below_bounds
 
 ERROR = 0.10
 """Relative error that is stated with a prediction. On published runs that took no part in fitting the median is about
@@ -86,6 +88,12 @@ class PredictedStep(StepTimes):
         return self.setup.model_flops / self.seconds / self.setup.layout.ranks
 
     @property
+    def lower_bounds(self) -> dict[str, float]:
+        """Seconds that each resource is busy, at least: no step can be faster than the longest of them."""
+        setup = self.setup
+        return layout_bounds(setup.shape, setup.layout, setup.machine, setup.tokens)
+
+    @property
     def fits(self) -> bool:
         """True where ``needed_bytes`` are within the device's memory."""
         return self.needed_bytes <= self.setup.machine.device_memory
@@ -102,6 +110,7 @@ class PredictedStep(StepTimes):
             "layout": self.setup.layout.describe(),
             **super().to_dict(),
             "step_seconds_error": ERROR,
+            "step_seconds_at_least": max(self.lower_bounds.values()),
             "tokens_per_second": self.tokens_per_second,
             "model_flops_per_second_and_device": self.model_flops,
             "device_bytes": int(self.device_bytes),
@@ -268,15 +277,29 @@ class StepModel:
         layout, block = self._layout, self._block
         if layout.stage != 3:
             return None
-        dense = block.parameters - block.expert_parameters
-        reduce = self._network.gather(layout.gradient_bytes * dense, layout.shard_group)
-        reduce += self._network.all_reduce(layout.gradient_bytes * dense / layout.shards, layout.replica_group)
+        dense, experts = block.parameters - block.expert_parameters, block.expert_parameters
         gather = self._network.gather(2 * dense, layout.weight_group)
+        gather += self._network.gather(2 * experts, layout.expert_weight_group)
         if layout.offload_parameters and (link := self._setup.machine.device.host_link) > 0:
             # until a rank's shard of a block is on the device; the next one is copied meanwhile
             nbytes = 2 * dense / layout.weight_shards
             gather = max(gather, nbytes / link, self._seconds_of_files(nbytes))
-        return DataExchangeTimes(gather, reduce)
+        return DataExchangeTimes(gather, self._reduction(dense, experts))
+
+    def _reduction(self, dense: float, experts: float) -> float:
+        """Returns the seconds in which ranks sum gradients of these elements, each rank those of its shard."""
+        layout, network, width = self._layout, self._network, self._layout.gradient_bytes
+        seconds = 0.0
+        for elements, shards, replicas in (
+            (dense, layout.shard_group, layout.replica_group),
+            (experts, layout.expert_shard_group, layout.expert_replica_group),
+        ):
+            if layout.stage == 0:
+                seconds += network.all_reduce(width * elements, shards)
+            else:
+                seconds += network.gather(width * elements, shards)
+            seconds += network.all_reduce(width * elements / (shards.size if layout.stage else 1), replicas)
+        return seconds
 
     def _seconds_of_files(self, nbytes: float) -> float:
         """Returns the seconds in which the disk of a node reads or writes this many bytes of each rank's parameters."""
@@ -311,19 +334,17 @@ class StepModel:
     def data_exchanges(self, stage: StageState, chunks: Sequence[ChunkTimes]) -> DataExchangeTimes:
         """Returns the exchanges of a step; at stage 3 layers have their own, and only copies of shards are gathered."""
         layout, network = self._layout, self._network
-        dense, width = stage.parameters - stage.experts, layout.gradient_bytes
+        dense, experts = stage.parameters - stage.experts, stage.experts
         if layout.stage == 3 and layout.weight_copies.size > 1:
             gather = network.gather(2 * dense / layout.weight_shards, layout.weight_copies)
+            gather += network.gather(2 * experts / layout.expert_weight_group.size, layout.expert_weight_copies)
             return DataExchangeTimes(gather, 0.0, gather, 0.0, is_beside=False)
         if layout.stage == 3 or layout.shard_group.size * layout.replica_group.size == 1:
             return DataExchangeTimes()
-        group, gather = layout.shard_group, 0.0
-        if layout.stage == 0:
-            reduce = network.all_reduce(width * dense, group)
-        else:
-            reduce = network.gather(width * dense, group)
-            gather = network.gather(2 * dense, group)
-        reduce += network.all_reduce(width * dense / layout.shards, layout.replica_group)
+        reduce, gather = self._reduction(dense, experts), 0.0
+        if layout.stage:
+            gather = network.gather(2 * dense, layout.shard_group)
+            gather += network.gather(2 * experts, layout.expert_shard_group)
         if not layout.overlaps_data:
             return DataExchangeTimes(gather, reduce, gather, reduce, is_beside=False)
         layers = sum(self._counts[place] for place in stage.chunks)
@@ -389,6 +410,7 @@ def predict_step(setup: StepSetup, *, is_quick: bool = False) -> PredictedStep:
     Raises:
         DeepSpeedConfigError: The layers, heads, experts or tokens cannot be divided so, the layout has other ranks than
             the machine, or the device's rates are not known.
+        DeepSpeedError: The prediction is below one of its lower bounds. Not checked if ``is_quick``.
     """
     refuse_unknown_rates(setup.machine)
     _refuse_uneven(setup)
@@ -397,7 +419,10 @@ def predict_step(setup: StepSetup, *, is_quick: bool = False) -> PredictedStep:
             f"the layout ({setup.layout.describe()}) is one of {setup.layout.ranks} ranks, but the machine has "
             f"{setup.machine.ranks}; change the degrees or the number of nodes"
         )
-    return StepModel(setup, is_quick=is_quick).predict()
+    step = StepModel(setup, is_quick=is_quick).predict()
+    if not is_quick:
+        refuse_below_bounds(step.seconds, step.lower_bounds, setup.layout.describe())
+    return step
 
 
 def refuse_unknown_rates(machine: Machine) -> None:

@@ -148,10 +148,10 @@ class StepMemory:
         layout = self._layout
         found = {"work of a block's backward": self._block.passing}
         if layout.stage == 3:
-            found["gathered layers"] = self._gathered(share, 2 * self._dense)
+            found["gathered layers"] = self._gathered(share, 2 * self._shared)
         if layout.stage >= 2:  # of this block, and of the one before, which are being reduced
             waiting = 2 * self._last.parameters if layout.is_fsdp and share.has_head else 0.0
-            found["gradients in flight"] = 2 * layout.gradient_bytes * self._dense + waiting
+            found["gradients in flight"] = 2 * layout.gradient_bytes * self._shared + waiting
         return found
 
     def _end_of_backward(self, share: StageState) -> dict[str, float]:
@@ -191,7 +191,7 @@ class StepMemory:
     def _gathered_with_head(self, share: StageState) -> dict[str, float]:
         if self._layout.stage != 3:
             return {}
-        return {"gathered layers": self._gathered(share, self._last.parameters + self._dense)}
+        return {"gathered layers": self._gathered(share, self._last.parameters + self._shared)}
 
     def _gathered(self, share: StageState, least: float) -> float:
         """Returns the bytes of gathered parameters, at least of ``least`` elements.
@@ -200,12 +200,15 @@ class StepMemory:
         what is used again within ``stage3_max_reuse_distance``.
         """
         if self._layout.is_fsdp:
-            return 2 * (share.ends + min(least, 2 * self._dense))
-        return 2 * max(least, min(share.parameters - share.experts, _REUSED))
+            return 2 * (share.ends + min(least, 2 * self._shared))
+        own = share.experts if self._layout.expert_shard_group.size == 1 else 0
+        return 2 * max(least, min(share.parameters - own, _REUSED))
 
     @property
-    def _dense(self) -> float:
-        return self._block.parameters - self._block.expert_parameters
+    def _shared(self) -> float:
+        """Elements of a block that its rank shares with others: all but experts that no other rank has."""
+        has_all = self._layout.expert_shard_group.size == 1
+        return self._block.parameters - (self._block.expert_parameters if has_all else 0)
 
     # -- states of a stage -------------------------------------------------------------------------------------------
 
