@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.generation import takes_synced_gpus, with_cache
 from deepspeed.engine.parts import EngineParts
-from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.errors import CallOrderError
 from deepspeed.zero.access.gathered import GatheredParameters
 
 
@@ -139,118 +138,3 @@ def _part(module: Any) -> None:
         module.fuse_lora = False
     else:
         module.unmerge()
-
-
-@dataclass
-class RolloutRequest:
-    """Prompts of this rank."""
-
-    prompt_ids: torch.Tensor  # int64 ``[prompts, length]``, padded on the left
-    prompt_attention_mask: torch.Tensor  # ``[prompts, length]``, 0 where there is padding
-
-
-@dataclass
-class SamplingConfig:
-    """Holds the settings of sampling."""
-
-    max_new_tokens: int  # longest response, in tokens
-    temperature: float = 1.0  # divides logits; 0 or less: the most likely token
-    # draw from the fewest tokens whose probabilities sum to at least this (nucleus sampling); 1: all
-    top_p: float = 1.0
-    top_k: int = -1  # number of the most likely tokens to draw from; -1: all
-    n_samples_per_prompt: int = 1  # responses to every prompt, side by side in the result
-
-
-@dataclass
-class RolloutBatch:
-    """Prompts with responses."""
-
-    input_ids: torch.Tensor  # int64 ``[prompts x samples, length]``; after the end of a response there is padding
-    # int64 of the same shape, 1 for tokens of prompts and responses, the end token included
-    attention_mask: torch.Tensor
-    response_start_idx: int  # index in dimension 1 at which all responses begin
-
-
-class HybridEngineRollout:
-    """Generates responses with an engine's present weights.
-
-    Args:
-        engine: Made by ``deepspeed.initialize`` with ``hybrid_engine.enabled``.
-        tokenizer: With ``eos_token_id`` and ``pad_token_id``.
-        cfg: Kept for the program as ``cfg``; nothing here reads it.
-
-    Raises:
-        DeepSpeedConfigError: The engine does not generate, or the tokenizer has no token to pad with.
-    """
-
-    def __init__(self, engine: Any, tokenizer: Any, cfg: Any = None) -> None:
-        if not isinstance(engine, DeepSpeedHybridEngine):
-            raise DeepSpeedConfigError(
-                f"HybridEngineRollout: expected an engine that generates, found {type(engine).__name__}; set "
-                "hybrid_engine.enabled in its configuration"
-            )
-        self.cfg = cfg
-        self._engine: DeepSpeedHybridEngine | None = engine
-        self._end = tokenizer.eos_token_id
-        self._padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self._end
-        if self._padding is None:
-            raise DeepSpeedConfigError(
-                "HybridEngineRollout: the tokenizer has neither pad_token_id nor eos_token_id; set tokenizer.pad_token"
-            )
-
-    def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
-        """Returns responses to the prompts of this rank. Every rank must call it; prompts and lengths may differ.
-
-        Raises:
-            CallOrderError: After :meth:`shutdown`.
-            ValueError: Prompts and their mask have different shapes, or a number cannot be used.
-        """
-        engine = self._engine
-        if engine is None:
-            raise CallOrderError("HybridEngineRollout.generate: shutdown() was called; make a new HybridEngineRollout")
-        ids, mask = request.prompt_ids, request.prompt_attention_mask
-        _check(ids, mask, sampling)
-        ids, mask = (
-            values.to(engine.device).repeat_interleave(sampling.n_samples_per_prompt, 0) for values in (ids, mask)
-        )
-        how: dict[str, Any] = {"max_new_tokens": sampling.max_new_tokens, "do_sample": sampling.temperature > 0}
-        if sampling.temperature > 0:
-            top_k = max(sampling.top_k, 0)
-            how |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": top_k}
-        modes = [(module, module.training) for module in engine.modules()]
-        engine.eval()
-        try:
-            found = engine.generate(
-                input_ids=ids, attention_mask=mask, pad_token_id=self._padding, eos_token_id=self._end, **how
-            )
-        finally:
-            for module, is_training in modes:
-                module.training = is_training
-        start = ids.shape[1]
-        return RolloutBatch(found, torch.cat((mask.long(), self._written(found[:, start:])), 1), start)
-
-    def _written(self, response: torch.Tensor) -> torch.Tensor:
-        """Returns a mask ``[samples, tokens]``: 1 up to and including the first end token, 0 after it."""
-        if self._end is None:
-            return torch.ones_like(response)
-        ended = (response == self._end).long().cumsum(1)
-        return ((ended - (response == self._end).long()) == 0).long()
-
-    def sync_weights(self, step: int) -> None:
-        """Does nothing, since generation uses the trained weights themselves. ``step`` is for other rollout engines."""
-
-    def shutdown(self) -> None:
-        """Drops the reference to the engine, which is not destroyed."""
-        self._engine = None
-
-
-def _check(ids: torch.Tensor, mask: torch.Tensor, sampling: SamplingConfig) -> None:
-    if ids.dim() != 2 or ids.shape != mask.shape:
-        raise ValueError(
-            f"RolloutRequest: expected prompt_ids and prompt_attention_mask of one shape [prompts, length], found "
-            f"{tuple(ids.shape)} and {tuple(mask.shape)}"
-        )
-    if bool((mask[:, -1] == 0).any()):
-        raise ValueError("RolloutRequest: prompts must be padded on the left; some end with padding")
-    if sampling.max_new_tokens < 1 or sampling.n_samples_per_prompt < 1:
-        raise ValueError(f"{sampling}: max_new_tokens and n_samples_per_prompt are 1 or more")

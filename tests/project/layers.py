@@ -66,7 +66,7 @@ LAYERS = (
     Layer("the planner", ("plan",)),
     Layer(
         "on top of the engine",
-        ("inference", "autotuning", "elasticity"),
+        ("inference", "autotuning", "elasticity", "rollout"),
     ),
     Layer("commands", ("launcher", "cli")),
     Layer(
