@@ -81,7 +81,7 @@ def generalized_jsd_loss(
     if not 0 <= beta <= 1 or temperature <= 0 or not (teacher_top_k is None or 1 <= teacher_top_k <= size):
         raise DeepSpeedConfigError(
             f"generalized_jsd_loss(beta={beta}, temperature={temperature}, teacher_top_k={teacher_top_k}): expected "
-            f"beta from 0 to 1, a temperature above 0 and a teacher_top_k from 1 to {size} or None; change what is outside"
+            f"beta from 0 to 1, a temperature above 0 and a teacher_top_k from 1 to {size} or None; change them"
         )
     with torch.no_grad():
         teacher_logits = teacher_logits.float() / temperature
