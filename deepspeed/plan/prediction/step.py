@@ -145,6 +145,16 @@ def layers_of_chunks(layers: int, chunks: int, lighter_ends: int | None = None) 
 
 
 @dataclass(frozen=True)
+class LayerWaits:
+    """Waits for the exchanges of stage 3 in one pass through the blocks of a chunk, in seconds."""
+
+    before: float = 0.0  # before the first block
+    between: float = 0.0  # between two blocks
+    after: float = 0.0  # after the last block
+    total: float = 0.0
+
+
+@dataclass(frozen=True)
 class ChunkTimes:
     """The layers of a chunk, for one micro-batch."""
 
@@ -153,6 +163,7 @@ class ChunkTimes:
     backward: WorkTimes  # whole backward
     weight: float  # seconds of that backward that compute gradients of weights
     host: tuple[float, float]  # waits for the host in forward and in backward, in seconds
+    layer_waits: tuple[LayerWaits, LayerWaits]  # waits of stage 3 in forward and in backward
 
     @property
     def times(self) -> Times:
@@ -210,10 +221,7 @@ class StepModel:
         host = count * sum(sum(chunk.host) for chunk in own)
         exposed = dict(total.exposed)
         data = self.data_exchanges(stages[critical], chunks)
-        waits = data.reduce_wait + data.gather_wait
-        if data.is_beside:
-            waits = self.cost_beside(data.reduce + data.gather, waits)
-        exposed["data"] = exposed.get("data", 0.0) + waits
+        exposed["data"] = exposed.get("data", 0.0) + sum(self.data_costs(data))
         bubble = self._bubble(chunks, busy, critical)
         memory = self._memory.parts()
         return PredictedStep(
@@ -264,9 +272,10 @@ class StepModel:
             weight += times * part.weight
             for which, work in enumerate((part.forward, part.backward)):
                 host[which] += times * self.host_wait(work)
+        waits = LayerWaits(), LayerWaits()
         if self._layout.stage == 3:
-            self._add_gathers(forward, backward, self._counts[place])
-        return ChunkTimes(tuple(parts), forward, backward, weight, (host[0], host[1]))
+            waits = self._add_gathers(forward, backward, self._counts[place])
+        return ChunkTimes(tuple(parts), forward, backward, weight, (host[0], host[1]), waits)
 
     def host_wait(self, work: WorkTimes) -> float:
         """Returns the seconds in which the device waits for the host, which starts its operations too slowly."""
@@ -309,18 +318,28 @@ class StepModel:
         own = self._setup.shape.parameters / layout.tensor / layout.shards
         return max(0.0, 1 - layout.most_in_host / own) * nbytes * machine.devices_per_node / machine.disk
 
-    def _add_gathers(self, forward: WorkTimes, backward: WorkTimes, layers: int) -> None:
+    def _add_gathers(self, forward: WorkTimes, backward: WorkTimes, layers: int) -> tuple[LayerWaits, LayerWaits]:
         """Adds the exchanges of stage 3, which gathers a layer ahead and reduces the gradients of the layer before."""
         each = self.layer_exchanges()
         assert each is not None
         gather, both = each.gather, each.gather + each.reduce
-        there, back = self._block.forward.seconds, self._block.backward.seconds
-        waits = gather + max(0, layers - 1) * max(0.0, gather - there)
-        forward.wait_along("data", self.cost_beside(layers * gather, waits), layers * gather)
-        waits = layers * max(0.0, both - back) + each.reduce
-        backward.wait_along("data", self.cost_beside(layers * both, waits), layers * both)
+        there = max(0.0, gather - self._block.forward.seconds)
+        back = max(0.0, both - self._block.backward.seconds)
+        waits = (
+            LayerWaits(before=gather, between=there, total=gather + max(0, layers - 1) * there),
+            LayerWaits(between=back, after=each.reduce, total=layers * back + each.reduce),
+        )
+        forward.wait_along("data", self._cost_beside(layers * gather, waits[0].total), layers * gather)
+        backward.wait_along("data", self._cost_beside(layers * both, waits[1].total), layers * both)
+        return waits
 
-    def cost_beside(self, exchanged: float, waits: float) -> float:
+    def data_costs(self, data: DataExchangeTimes) -> tuple[float, float]:
+        """Returns the seconds that a step takes longer by its gather of parameters and its reduction of gradients."""
+        if not data.is_beside:
+            return data.gather_wait, data.reduce_wait
+        return self._cost_beside(data.gather, data.gather_wait), self._cost_beside(data.reduce, data.reduce_wait)
+
+    def _cost_beside(self, exchanged: float, waits: float) -> float:
         """Returns seconds of exposed collectives: ``waits``, and the slowdown beside the rest of ``exchanged``."""
         waits = min(waits, exchanged)
         return waits + self._network.slowdown(exchanged, waits)

@@ -149,7 +149,7 @@ def predicted_streams(step: PredictedStep) -> PredictedTimeline:
     }
     busy = model.busy(chunks)
     critical = max(range(len(stages)), key=busy.__getitem__)
-    begins = _slowed(model, model.data_exchanges(stages[critical], chunks))[0]
+    begins = model.data_costs(model.data_exchanges(stages[critical], chunks))[0]
     ranks: dict[str, list[StreamSpan]] = {}
     stages_placed: dict[str, StageTimeline] = {}
     for number in sorted({0, critical, len(stages) - 1}):
@@ -160,7 +160,7 @@ def predicted_streams(step: PredictedStep) -> PredictedTimeline:
         made.spans += placed.spans
         made.clock += timeline.makespan
         update = step.update if number == critical else model.update_seconds(stages[number])
-        _end(made, exchanges, _slowed(model, exchanges), update, is_on_host=layout.offload)
+        _end(made, exchanges, model.data_costs(exchanges), update, is_on_host=layout.offload)
         name = f"stage {number}" + (", busiest" if number == critical else "") if layout.pipe > 1 else ""
         placed.flows += made.flows
         ranks[name], stages_placed[name] = made.spans, placed
@@ -178,7 +178,7 @@ def _pass(model: StepModel, chunk: ChunkTimes, kind: Kind) -> PassTimeline:
         return PassTimeline(made.spans, made.flows)
     whole = chunk.forward if kind is Kind.FORWARD else chunk.backward
     layers, each = sum(name == "block" for name, _, _ in units), model.layer_exchanges()
-    waits = _layer_waits(each, units, layers, kind)
+    waits = chunk.layer_waits[0 if kind is Kind.FORWARD else 1]
     # Exchanges may take less time than their waits, as in a prediction, plus the computation that they slow down.
     exposed = whole.exposed.get("data", 0.0)
     wait = min(1.0, whole.exchanged.get("data", 0.0) / waits.total) if waits.total else 0.0
@@ -204,29 +204,6 @@ def _pass(model: StepModel, chunk: ChunkTimes, kind: Kind) -> PassTimeline:
     return PassTimeline(made.spans, made.flows)
 
 
-@dataclass(frozen=True)
-class _LayerWaitTimes:
-    """Waits of ZeRO stage 3 in a forward or backward, in seconds: before the first, between, after the last block."""
-
-    before: float = 0.0
-    between: float = 0.0
-    after: float = 0.0
-    total: float = 0.0
-
-
-def _layer_waits(
-    each: DataExchangeTimes | None, units: Sequence[tuple[str, BlockTimes, int]], layers: int, kind: Kind
-) -> _LayerWaitTimes:
-    if each is None or not layers:
-        return _LayerWaitTimes()
-    block = next(times for name, times, _ in units if name == "block")
-    if kind is Kind.FORWARD:
-        between = max(0.0, each.gather - block.forward.seconds)
-        return _LayerWaitTimes(each.gather, between, 0.0, each.gather + (layers - 1) * between)
-    between = max(0.0, each.gather + each.reduce - block.backward.seconds)
-    return _LayerWaitTimes(0.0, between, each.reduce, layers * between + each.reduce)
-
-
 def _unit(made: _SpanBuilder, name: str, work: WorkTimes, times: BlockTimes, kind: Kind) -> None:
     """Adds a block, the embedding or the head: its computation, then its waits."""
     begin = made.clock
@@ -237,16 +214,6 @@ def _unit(made: _SpanBuilder, name: str, work: WorkTimes, times: BlockTimes, kin
         made.add(f"waits: {axis}", seconds)
         exchanged = work.exchanged.get(axis, 0.0)
         made.beside(axis, f"exchanges of a {name}", max(begin, made.clock - exchanged), exchanged)
-
-
-def _slowed(model: StepModel, exchanges: DataExchangeTimes) -> tuple[float, float]:
-    """Returns the seconds that a gather of updated parameters adds to a step's begin, and a reduction to its end."""
-    if not exchanges.is_beside:
-        return 0.0, 0.0
-    return (
-        model.cost_beside(exchanges.gather, exchanges.gather_wait),
-        model.cost_beside(exchanges.reduce, exchanges.reduce_wait),
-    )
 
 
 def _begin(made: _SpanBuilder, exchanges: DataExchangeTimes, seconds: float) -> None:
