@@ -1,5 +1,7 @@
 """A training program whose ranks come and go, and the same training in plain torch."""
 
+from __future__ import annotations
+
 import copy
 import json
 import os
