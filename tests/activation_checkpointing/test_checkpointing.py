@@ -1,7 +1,6 @@
 """Activation checkpointing: the same numbers with less kept, in every variant."""
 
 import gc
-import logging
 import weakref
 from types import SimpleNamespace
 
@@ -17,9 +16,9 @@ from deepspeed.activation_checkpointing.checkpointing import ActivationShard, Pa
 from deepspeed.activation_checkpointing.feature import recompute_attention
 from deepspeed.comm.job.job import Job, axis_of
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
-from deepspeed.logging import logger
 from tests.engine.support import SHARDED, adamw
 from tests.harness import on_ranks, run_ranks
+from tests.harness.logged import logged
 
 checkpointing = deepspeed.checkpointing
 
@@ -35,12 +34,8 @@ def fresh():
 
 @pytest.fixture
 def lines():
-    collected: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: collected.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    yield collected
-    logger.removeHandler(handler)
+    with logged() as collected:
+        yield collected
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ from deepspeed.comm.job.connect import channel_over
 from deepspeed.comm.job.fake import FakeGroup
 from deepspeed.comm.job.job import axis_of
 from deepspeed.parallel.tensor.batches import BatchCheck
-from tests.device.test_host_chunks import _layer, _weights
+from tests.device.test_orderings import _layer, _weights
 from tests.harness.device import Device, simulated_device
 
 

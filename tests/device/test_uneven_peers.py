@@ -9,7 +9,7 @@ from tests.device.support import engine_at
 from tests.engine.support import inputs, rank
 from tests.harness import run_ranks
 from tests.harness.device import simulated_rank
-from tests.zero.gather.test_uneven_ranks import ChooserTower
+from tests.zero.gather.test_agreement import ChooserTower
 
 STEPS: tuple[tuple[int, int], ...] = ((2, 2), (2, 2), (2, 0), (2, 2), (1, 2))
 """For each step what each of two ranks uses of a layer: its first linear, its second one, or both."""

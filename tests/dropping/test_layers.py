@@ -1,6 +1,7 @@
-"""Progressive layer dropping: theta, the draws, and training with dropped layers at every stage."""
+"""Progressive layer drop."""
 
 import copy
+from typing import Any
 
 import numpy
 import pytest
@@ -15,8 +16,11 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.gather.schedule import LearnedOrder
 from tests.engine.support import SHARDED, adamw, engine_of, inputs, rank
 from tests.harness import run_ranks
-from tests.harness.toy_models import Layer, Tower, tower
+from tests.harness.toy_models import NO_DROPOUT, Layer, Tower, causal_model, masked_model, tower
 from tests.zero.reading import full_params
+
+# Progressive layer dropping: theta, the draws, and training with dropped layers at every stage.
+
 
 FAST = {"enabled": True, "theta": 0.2, "gamma": 2.0}
 
@@ -197,3 +201,55 @@ def _keywords(folder):
 def test_a_model_that_drops_by_itself_gets_theta(tmp_path):
     seen = run_ranks(_keywords, 1, tmp_path)[0]
     assert seen == [(True, 1.0), (True, 1.0), *((True, 0.5 * numpy.exp(-0.1 * step) + 0.5) for step in (1, 2))]
+
+
+# Dropped layers in models of Transformers: at stage 3, with activation checkpointing, and gone in evaluation.
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": 32}
+
+
+def _model(family: str) -> tuple[Any, str]:
+    if family == "llama":
+        return causal_model(**SIZES), "model.layers"
+    if family == "bert":
+        return masked_model(**SIZES), "bert.encoder.layer"
+    return causal_model("GPT2", n_embd=16, n_layer=4, n_head=2, vocab_size=32, **NO_DROPOUT), "transformer.h"
+
+
+def _losses(family: str, checkpointed: bool) -> tuple[list[float], list[int], list[float]]:
+    model, blocks = _model(family)
+    deepspeed.progressive_layer_drop(model, blocks)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    section = {"enabled": True, "theta": 0.2, "gamma": 5.0}
+    engine = engine_of(model, 3, progressive_layer_drop=section)
+    losses, dropped, gathered = [], [], []
+    for step in range(10):
+        tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(step))
+        with counted() as traffic:
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+        gathered.append(traffic.requested["all_gather"].nbytes)
+        engine.step()
+        losses.append(loss.item())
+        dropped.append(len(droppable_blocks(model)[0][0].dropped))
+    engine.eval()
+    with torch.no_grad():
+        losses.append(engine(input_ids=tokens, labels=tokens).loss.item())
+    engine.destroy()
+    return losses, dropped, gathered
+
+
+def _both(family: str) -> list[Any]:
+    return [_losses(family, False), _losses(family, True)]
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt2"])
+def test_layers_of_transformers(family):
+    (plain, dropped, gathered), (recomputed, also_dropped, _) = run_ranks(_both, 2, family)[0]
+    assert recomputed == pytest.approx(plain, rel=1e-5) and dropped == also_dropped
+    assert sum(dropped) >= 3
+    by_number = dict(zip(dropped, gathered, strict=True))
+    numbers = sorted(by_number)
+    assert [by_number[number] for number in numbers] == sorted(by_number.values(), reverse=True)

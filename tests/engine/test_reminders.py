@@ -1,32 +1,16 @@
 """Mistakes of the first hour: a step that nobody calls, an optimizer that updates nothing, inputs of another dtype."""
 
 import gc
-import logging
-from typing import Any
 
 import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.logging import logger
 from tests.engine.support import adamw, engine_of, inputs, rank
 from tests.harness import on_ranks
+from tests.harness.logged import logged
 from tests.harness.toy_models import tower
-
-
-class Logged:
-    """The lines that are logged inside."""
-
-    def __enter__(self) -> list[str]:
-        self.lines: list[str] = []
-        self.handler = logging.Handler()
-        self.handler.emit = lambda record: self.lines.append(record.getMessage())  # type: ignore[method-assign]
-        logger.addHandler(self.handler)
-        return self.lines
-
-    def __exit__(self, *_: Any) -> None:
-        logger.removeHandler(self.handler)
 
 
 def heads(lines: list[str], end: str, *expected: str) -> None:
@@ -37,16 +21,16 @@ def heads(lines: list[str], end: str, *expected: str) -> None:
 def forgotten_step() -> None:
     engine = engine_of(tower(), 2, accumulation=2)
     for number in range(30):  # two backwards to a step are nobody's mistake
-        with Logged() as lines:
+        with logged() as lines:
             engine.backward(engine(inputs(number)))
             if number % 2:
                 engine.step()
         assert lines == []
-    with engine.no_sync(), Logged() as lines:
+    with engine.no_sync(), logged() as lines:
         for number in range(10):
             engine.backward(engine(inputs(number)))
     assert lines == []
-    with Logged() as lines:
+    with logged() as lines:
         for number in range(50):
             engine.backward(engine(inputs(number)))
     heads(lines, ":", "engine.step has not been called in 8 backwards")
@@ -59,15 +43,15 @@ def second_optimizer() -> None:
         engine = engine_of(model, stage)
         second, foreign = adamw(model), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         engine.backward(engine(inputs(0)))
-        with Logged() as lines:
+        with logged() as lines:
             engine.step()
             foreign.step()
         assert lines == []
-        with Logged() as lines:
+        with logged() as lines:
             second.step()
             second.step()
         heads(lines, ",", "AdamW.step: 20 of its parameters are trained by an engine")
-        with Logged() as lines:
+        with logged() as lines:
             engine.destroy()
         heads(lines, ":", *([] if stage == 0 else ["engine.destroy"]))
 

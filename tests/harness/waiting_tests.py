@@ -22,7 +22,7 @@ WAITING = (
     "tests/parallel/pipe/test_never_hang.py",
     "tests/preemption/",
     "tests/run_report/",
-    "tests/zero/gather/test_divergence.py",
+    "tests/zero/gather/test_agreement.py",
 )
 """Prefixes of the node ids of tests that wait for much of their time. One worker runs them all, so together they must
 take less time than the share of each other worker."""

@@ -1,13 +1,18 @@
-"""Which of the stored values of a training checkpoint inference reads."""
+"""Which files weights come from."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+import deepspeed
 from deepspeed.checkpoint.format import COMPUTE, MASTER
+from deepspeed.errors import CheckpointError
 from deepspeed.inference.weight_files import _training_tensors
+
+# Which of the stored values of a training checkpoint inference reads.
 
 
 class _Source:
@@ -41,3 +46,29 @@ def test_masters_are_read_where_there_are_any(kinds, expected):
     assert list(stored) == ["weight", "tied"]
     values = stored["tied"].read((slice(1, 3), slice(0, 1)))
     assert values.tolist() == [[2], [4]] and (source.kinds_read, values.dtype) == ([expected[0]], expected[1])
+
+
+# Files of Transformers that have experts one by one, read into a model that has them in one tensor.
+
+
+def test_experts_that_are_stored_one_by_one(tmp_path):
+    pytest.importorskip("transformers")
+    from tests.inference.test_tensor_parallel import make, tokens
+
+    make("mixtral").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    part = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    assert stored[part].shape == (72, 64)
+
+    def read():
+        return deepspeed.init_inference(make("mixtral", "meta"), dtype="fp32", checkpoint=str(tmp_path))
+
+    assert torch.equal(tokens(read()), tokens(make("mixtral")))
+    weight = stored.pop(part)
+    save_file(stored, file)
+    with pytest.raises(CheckpointError, match=r"the files hold 32,256 of the 36,864 elements of"):
+        read()
+    save_file({**stored, part: weight[:-1].contiguous()}, file)
+    with pytest.raises(CheckpointError, match=r"as a part of .*gate_up_proj.*found shape \(71, 64\)"):
+        read()

@@ -2,14 +2,39 @@
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed.offload import tiers
+from deepspeed.zero.update.masters import MasterBucket
 from tests.harness.toy_models import awkward, losses_of, make_batch, param_groups
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-6}}
+
+
+class Elsewhere:
+    """Makes the engine believe that host memory is not the device's."""
+
+    def __enter__(self) -> None:
+        real = tiers.OffloadTiers.__init__
+
+        def init(self: Any, *arguments: Any, **settings: Any) -> None:
+            real(self, *arguments, **{**settings, "_host_is_device": False})
+
+        self.patches = [
+            mock.patch.object(tiers.OffloadTiers, "__init__", init),
+            mock.patch.object(MasterBucket, "writes_out_in_place", property(lambda self: self.out is None)),
+            mock.patch.object(MasterBucket, "_can_share", lambda self: False),
+        ]
+        for patch in self.patches:
+            patch.start()
+
+    def __exit__(self, *_: Any) -> None:
+        for patch in self.patches:
+            patch.stop()
 
 
 @dataclass

@@ -20,14 +20,14 @@ from deepspeed.config.__main__ import main
 from deepspeed.engine import initialize
 from deepspeed.ops.sparse_attention import FixedSparsityConfig, SparseSelfAttention
 from tests.compression import test_pacing as pacing
-from tests.compression.test_mathematics import formula
+from tests.compression.test_rounding import formula
 from tests.engine import test_zero_plus_plus as zero_plus_plus
 from tests.engine.support import engine_of, inputs, rank
 from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import tower
-from tests.onebit import simulated
 from tests.ops.sparse_attention.definitions import layout_of, masked_dense
 from tests.removed.programs import PUBLISHED, RECORDED, VOCABULARY, encoder, losses_of, mean_of, shortened, tokens_of
+from tests.zero.onebit import simulated
 
 STEPS = 6
 PAGE = Path(__file__).parents[2] / "docs" / "migrating" / "removed-upstream.md"

@@ -17,7 +17,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from tests.engine.support import SHARDED, engine_of, inputs, rank
 from tests.harness import on_ranks
 from tests.harness.toy_models import tower
-from tests.zero.gather.test_uneven_ranks import ChooserTower
+from tests.zero.gather.test_agreement import ChooserTower
 from tests.zero.reading import full_masters
 
 MESH = grid_mesh(4, 2)

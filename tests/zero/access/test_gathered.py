@@ -1,13 +1,11 @@
 """GatheredParameters: what is full inside, what counts afterwards, what moves."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import deepspeed
 from deepspeed.comm.base.counters import counted
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError, ShardedAccessError
@@ -15,6 +13,7 @@ from deepspeed.zero.access.gathered import GatheredParameters, by_group
 from deepspeed.zero.access.states import safe_get_full_fp32_param
 from deepspeed.zero.address import Address
 from tests.harness import on_ranks
+from tests.harness.logged import logged
 from tests.zero.access.support import Model, batch, build, train
 
 
@@ -90,15 +89,6 @@ def test_the_modifiers_values_count_everywhere(rank, stage, bf16, modifier, whol
     assert engine(batch(rank, 5, dtype)).isfinite()
 
 
-class _Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 @pytest.mark.parametrize(
     ("ranks", "threshold", "bf16"), [(2, 0, False), (2, 0, True), (2, 100_000, False), (1, 0, False), (1, 0, True)]
 )
@@ -107,9 +97,7 @@ def test_edits_without_a_modifier_are_dropped_with_one_line(ranks, threshold, bf
     engine = build(3, zero={"stage3_param_persistence_threshold": threshold}, **({"bf16": {"enabled": bf16}}))
     params = dict(engine.module.named_parameters())
     before = _values(engine)
-    lines = _Lines()
-    deepspeed.logger.addHandler(lines)
-    try:
+    with logged() as lines:
         for _ in range(2):  # the second time without a line
             with GatheredParameters(params["blocks.0.rise.weight"]), torch.no_grad():
                 params["blocks.0.rise.weight"].mul_(3)
@@ -119,14 +107,12 @@ def test_edits_without_a_modifier_are_dropped_with_one_line(ranks, threshold, bf
             params["last.weight"].zero_()
         with GatheredParameters(params["frozen"]):
             params["frozen"].sum()
-    finally:
-        deepspeed.logger.removeHandler(lines)
     after = _values(engine)
     for name in before:
         assert torch.equal(before[name], after[name]), name
     with GatheredParameters(list(params.values())):
         assert torch.equal(params["last.weight"].float(), before["last.weight"].to(params["last.weight"].dtype).float())
-    notices = [line for line in lines.lines if "modifier_rank is None" in line]
+    notices = [line for line in lines if "modifier_rank is None" in line]
     found = [next(name for name in params if f"'{name}'" in line) for line in notices]
     assert found[0] == "blocks.0.rise.weight" and found.count("blocks.0.rise.weight") == 1
     assert "frozen" not in found

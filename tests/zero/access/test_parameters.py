@@ -2,7 +2,6 @@
 
 import copy
 import io
-import logging
 import pickle
 from multiprocessing.context import set_spawning_popen
 
@@ -24,17 +23,8 @@ from deepspeed.zero import (
     unregister_external_parameter,
 )
 from tests.harness import on_ranks, run_ranks
+from tests.harness.logged import logged
 from tests.zero.access.support import Model, batch, build, config, train
-
-
-class Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
 
 COMPUTING = {
     "sum": lambda p: p.sum(), "norm": lambda p: p.norm(), "index": lambda p: p[0], "add": lambda p: p + 1,
@@ -89,24 +79,21 @@ def test_computing_on_a_sharded_parameter_raises_and_names_the_remedy():
 def test_a_model_moved_as_a_whole_leaves_its_shards_with_the_engine():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from deepspeed.logging import logger
     from deepspeed.zero.address import _keeps_dtype
 
     engine = build(3)
     weight = dict(engine.module.named_parameters())["blocks.0.rise.weight"]
-    seen = Lines()
-    logger.addHandler(seen)
-    engine.module.cpu()
-    assert not seen.lines
-    with FakeTensorMode():  # a device that this machine need not have
-        there, there_in_half = torch.empty(0, device="cuda"), torch.empty(0, device="cuda", dtype=torch.half)
-    for _ in range(2):
-        assert _keeps_dtype(lambda empty: there, (weight,), {})
-    logger.removeHandler(seen)
+    with logged() as lines:
+        engine.module.cpu()
+        assert not lines
+        with FakeTensorMode():  # a device that this machine need not have
+            there, there_in_half = torch.empty(0, device="cuda"), torch.empty(0, device="cuda", dtype=torch.half)
+        for _ in range(2):
+            assert _keeps_dtype(lambda empty: there, (weight,), {})
     assert not _keeps_dtype(lambda empty: there_in_half, (weight,), {})
     if dist.get_rank() == 0:
-        assert len(seen.lines) == 1 and "moving the model to cuda:0" in seen.lines[0], seen.lines
-        assert "engine.destroy()" in seen.lines[0]
+        assert len(lines) == 1 and "moving the model to cuda:0" in lines[0], lines
+        assert "engine.destroy()" in lines[0]
     train(engine, dist.get_rank(), 1)
 
 
@@ -199,9 +186,7 @@ def test_ds_attributes(stage, threshold, ranks):
 @on_ranks(2)
 def test_state_dict_gives_placeholders_with_one_line():
     engine = build(3)
-    lines = Lines()
-    deepspeed.logger.addHandler(lines)
-    try:
+    with logged() as lines:
         state = engine.module.state_dict()
         engine.module.state_dict()
         kept = engine.module.state_dict(keep_vars=True)
@@ -222,14 +207,12 @@ def test_state_dict_gives_placeholders_with_one_line():
         with GatheredParameters(engine.module.parameters(), modifier_rank=0):
             if dist.get_rank() == 0:
                 engine.module.load_state_dict({name: value * 2 for name, value in full.items()})
-    finally:
-        deepspeed.logger.removeHandler(lines)
     assert all(value.numel() == 0 for value in state.values())
     assert all(kept[name] is parameter for name, parameter in engine.module.named_parameters())
     assert all(type(p) is nn.Parameter and p.numel() == 0 for p in whole.parameters())
     whole.state_dict()
     if dist.get_rank() == 0:
-        notices = [line for line in lines.lines if "placeholder" in line or "size 0" in line]
+        notices = [line for line in lines if "placeholder" in line or "size 0" in line]
         assert sum(line.startswith("state_dict()") for line in notices) == 1
         assert sum(line.startswith("starting a process") for line in notices) == 1
     for name, value in engine.iter_full("fp32"):

@@ -1,7 +1,7 @@
 """transformers' families from small configs against plain torch: other stages and rank counts, recomputation, adapters,
 generation, and policy, reference and reward models in one process.
 
-Training from files at stage 3 on two ranks is in ``tests/zero/construction/test_transformers.py``.
+Training from files at stage 3 on two ranks is in ``tests/zero/construction/test_model_files.py``.
 """
 
 import pytest

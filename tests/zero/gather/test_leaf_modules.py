@@ -1,6 +1,5 @@
 """Marking modules that are gathered whole: by class, by name, by the end of the name, and by the configuration."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.logging import logger
 from deepspeed.utils import z3_leaf_module as as_attribute
 from deepspeed.utils.z3_leaf_module import (
     get_z3_leaf_modules,
@@ -26,6 +24,7 @@ from deepspeed.utils.z3_leaf_module import (
 from deepspeed.zero.model_states import find_units
 from tests.engine.support import engine_of, inputs, rank
 from tests.harness import assert_states_equal, on_ranks
+from tests.harness.logged import logged
 from tests.harness.toy_models import Layer
 from tests.zero.gather.beside_torch import weights_of_torch
 from tests.zero.reading import full_masters
@@ -95,14 +94,10 @@ def test_by_the_configuration() -> None:
 
 @on_ranks(1)
 def test_a_call_that_is_too_late_raises() -> None:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
     model = Model()
     engine = engine_of(model, 3)
-    deepspeed.utils.set_z3_leaf_modules(model, [Mixture])
-    logger.removeHandler(handler)
+    with logged() as lines:
+        deepspeed.utils.set_z3_leaf_modules(model, [Mixture])
     assert engine.global_steps == 0
     assert any("mark leaf modules before deepspeed.initialize" in line for line in lines)
 

@@ -1,7 +1,6 @@
 """Values that travel as codes: what ranks compute with, what is kept of what is lost, and who keeps it."""
 
 import copy
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ from torch import nn
 
 import deepspeed
 from deepspeed.engine import DeepSpeedEngine
-from deepspeed.logging import logger
 from deepspeed.zero.storage import StorageKind
 from tests.engine.support import SHARDED, engine_of, inputs, rank, same_on_all_ranks
 from tests.harness import on_ranks, run_ranks
+from tests.harness.logged import logged
 from tests.harness.toy_models import tower
 from tests.zero.update.rounding import Rounding, rounded_transfers
 
@@ -269,29 +268,16 @@ def save(folder: str, stages: tuple[int, ...]) -> None:
         again.destroy()
 
 
-class _Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def load_elsewhere(folder: str, stages: tuple[int, ...]) -> None:
     for stage in stages:
         engine = make(3 if stage == 2 else stage, tower(seed=8))
         _train(engine, range(1), rank())
-        lines = _Lines()
-        logger.addHandler(lines)
-        path, _ = engine.load_checkpoint(f"{folder}/{stage}")
-        logger.removeHandler(lines)
+        with logged() as lines:
+            path, _ = engine.load_checkpoint(f"{folder}/{stage}")
         assert path is not None and engine.global_steps == 2
         if torch.distributed.get_world_size() > 1:
             assert not any(bool(one.any()) for one in _errors(engine))
-            assert rank() or sum("error feedback" in line for line in lines.texts) == 1
+            assert rank() or sum("error feedback" in line for line in lines) == 1
         _train(engine, range(2, 3), rank())
         engine.destroy()
 
