@@ -1,6 +1,5 @@
 """Pruning by SNIP with momentum: schedule, blocks and choice against loops in plain torch, at every stage."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,9 +11,10 @@ from deepspeed.compression.feature import compression_scheduler
 from deepspeed.compression.snip import SnipPlan
 from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
-from tests.engine.support import adamw, engine_of, rank
+from tests.engine.support import adamw
 from tests.harness import run_ranks
-from tests.harness.toy_models import NO_DROPOUT, causal_model
+from tests.harness.cases import Cell, train_and_resume
+from tests.harness.toy_models import tiny_gpt
 
 pytest.importorskip("transformers")
 
@@ -46,23 +46,13 @@ def test_density_falls_by_one_factor() -> None:
     assert plan.fits(8, 3) and not plan.fits(6, 3)
 
 
-def gpt() -> Any:
-    return causal_model(
-        "GPT2",
-        n_embd=12,
-        n_layer=2,
-        n_head=3,
-        vocab_size=20,
-        n_positions=16,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-        **NO_DROPOUT,
-    )
-
-
 def tokens(step: int, micro: int, of_rank: int) -> torch.Tensor:
     return torch.randint(20, (2, 9), generator=torch.Generator().manual_seed(100 * step + 10 * micro + of_rank))
+
+
+def loss_of(model: nn.Module, step: int, micro: int, of_rank: int) -> torch.Tensor:
+    batch = tokens(step, micro, of_rank)
+    return model(input_ids=batch, labels=batch).loss
 
 
 # -- plain torch, with loops -----------------------------------------------------------------------------------------
@@ -80,7 +70,7 @@ def blocks(matrix: torch.Tensor) -> dict[tuple[int, int], list[tuple[int, int]]]
 
 def plain(accumulation: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The first rank's losses of the last micro-batch, and the masks, ``[out, in]``."""
-    model = gpt()
+    model = tiny_gpt()
     optimizer = adamw(model)
     pruned = {name: p for name, p in model.named_parameters() if is_pruned(name)}
     ones = {name: torch.ones_like(p) for name, p in pruned.items()}
@@ -122,57 +112,32 @@ def plain(accumulation: int) -> tuple[list[float], dict[str, torch.Tensor]]:
 # -- the engine ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cell:
-    stage: int
-    precision: str = "fp32"
-    accumulation: int = 1
-    offload: bool = False
-
-
 CELLS = [Cell(0), Cell(3), Cell(3, "fp16", 2, offload=True), Cell(1, "fp32", 2)]
 
 
-def start(cell: Cell) -> Any:
-    sections: dict[str, Any] = {} if cell.precision == "fp32" else {cell.precision: {"enabled": True}}
-    if cell.precision == "fp16":
-        sections["fp16"]["initial_scale_power"] = 6
-    zero: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
-    if cell.offload:
-        zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    model = init_compression(gpt(), section())
-    return engine_of(model, cell.stage, zero=zero, accumulation=cell.accumulation, **sections, **section())
-
-
-def train(engine: Any, cell: Cell, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        for micro in range(cell.accumulation):
-            batch = tokens(step, micro, rank())
-            loss = engine(input_ids=batch, labels=batch).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-    return losses
+def masks_of(engine: Any) -> dict[str, torch.Tensor]:
+    named = engine.module.named_modules()
+    return {name: m.sparse_pruning_mask.clone() for name, m in named if hasattr(m, "sparse_pruning_mask")}
 
 
 def run(folder: Any) -> dict[Cell, tuple[list[float], dict[str, torch.Tensor]]]:
     found = {}
     for number, cell in enumerate(CELLS):
-        engine = start(cell)
-        losses = train(engine, cell, range(SAVED))
-        engine.save_checkpoint(folder / str(number))
-        losses += train(engine, cell, range(SAVED, STEPS))
-        named = engine.module.named_modules()
-        masks = {name: m.sparse_pruning_mask.clone() for name, m in named if hasattr(m, "sparse_pruning_mask")}
-        again = start(cell)
-        again.load_checkpoint(folder / str(number))
-        assert train(again, cell, range(SAVED, STEPS)) == losses[SAVED * cell.accumulation :], f"{cell}: resumed"
-        for name, mask in masks.items():
-            assert torch.equal(again.module.get_submodule(name).sparse_pruning_mask, mask)
+        masks: dict[str, torch.Tensor] = {}
+
+        def look(engine: Any, masks: Any = masks) -> Any:
+            masks.update(masks_of(engine))
+            return dict(masks)
+
+        losses = train_and_resume(
+            lambda cell=cell: cell.engine(init_compression(tiny_gpt(), section()), **section()),
+            loss_of,
+            folder / str(number),
+            steps=STEPS,
+            saved=SAVED,
+            look=look,
+        )
         found[cell] = losses, masks
-        engine.destroy()
-        again.destroy()
     return found
 
 
@@ -198,8 +163,7 @@ def test_every_stage_prunes_as_plain_torch_and_resumes(tmp_path: Any) -> None:
 def loop(model: nn.Module, scheduler: Any, steps: int) -> None:
     optimizer = adamw(model)
     for step in range(steps):
-        batch = tokens(step, 0, 0)
-        model(input_ids=batch, labels=batch).loss.backward()
+        loss_of(model, step, 0, 0).backward()
         scheduler.before_update()
         optimizer.step()
         optimizer.zero_grad()
@@ -207,7 +171,7 @@ def loop(model: nn.Module, scheduler: Any, steps: int) -> None:
 
 
 def test_a_loop_of_ones_own_and_cleaning() -> None:
-    model = init_compression(gpt(), section())
+    model = init_compression(tiny_gpt(), section())
     scheduler = compression_scheduler(model)
     loop(model, scheduler, 5)
     state = {layer.name: layer.kept for layer in compression_state(model)}
@@ -216,7 +180,7 @@ def test_a_loop_of_ones_own_and_cleaning() -> None:
     batch = tokens(9, 0, 0)
     model.eval()
     before = model(batch).logits
-    keys = set(gpt().state_dict())
+    keys = set(tiny_gpt().state_dict())
     small = redundancy_clean(model, section())
     torch.testing.assert_close(small(batch).logits, before)
     assert set(small.state_dict()) == keys
@@ -224,7 +188,7 @@ def test_a_loop_of_ones_own_and_cleaning() -> None:
 
 
 def test_tied_weights_have_one_mask() -> None:
-    model = init_compression(gpt(), section(excluded_modules=["attn", "mlp"]))
+    model = init_compression(tiny_gpt(), section(excluded_modules=["attn", "mlp"]))
     loop(model, compression_scheduler(model), 6)
     head, embedding = model.lm_head, model.transformer.wte
     assert head.weight is embedding.weight
@@ -233,14 +197,14 @@ def test_tied_weights_have_one_mask() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    scheduler = compression_scheduler(init_compression(gpt(), section()))
+    scheduler = compression_scheduler(init_compression(tiny_gpt(), section()))
     with pytest.raises(CallOrderError, match="before_update"):
         scheduler.step()
     with pytest.raises(DeepSpeedConfigError, match="lm_head, 20 x 12, cannot be divided into blocks of 8x1; set"):
-        init_compression(gpt(), section(block_pattern="8x1", excluded_modules=["attn", "mlp"]))
+        init_compression(tiny_gpt(), section(block_pattern="8x1", excluded_modules=["attn", "mlp"]))
     with pytest.raises(DeepSpeedConfigError, match="excludes all layers of the group 'all'"):
-        init_compression(gpt(), section(excluded_modules=["*"]))
-    frozen = gpt()
+        init_compression(tiny_gpt(), section(excluded_modules=["*"]))
+    frozen = tiny_gpt()
     frozen.transformer.h[0].requires_grad_(False)
     with pytest.raises(DeepSpeedConfigError, match=r"h\.0\.\S+ is frozen"):
         init_compression(frozen, section())

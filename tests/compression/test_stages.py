@@ -1,15 +1,15 @@
 """Every technique at once, at every stage, against plain torch with the formulas written out; resumed bit for bit."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from deepspeed.compression import compression_state, init_compression
-from tests.engine.support import adamw, engine_of, rank
+from tests.engine.support import adamw
 from tests.harness import run_ranks
-from tests.harness.toy_models import NO_DROPOUT, causal_model
+from tests.harness.cases import Cell, train_and_resume
+from tests.harness.toy_models import tiny_gpt
 
 pytest.importorskip("transformers")
 
@@ -42,23 +42,8 @@ SECTION = {
 }
 
 
-def gpt() -> Any:
-    return causal_model(
-        "GPT2",
-        n_embd=WIDTH,
-        n_layer=2,
-        n_head=HEADS,
-        vocab_size=VOCABULARY,
-        n_positions=16,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-        **NO_DROPOUT,
-    )
-
-
 def prepared() -> Any:
-    model = gpt()
+    model = tiny_gpt()
     torch.manual_seed(1)  # the scores
     return init_compression(model, {"compression_training": SECTION})
 
@@ -123,7 +108,7 @@ def round_tokens(module: Any, args: Any) -> Any:
 
 def plain() -> list[float]:
     """The first rank's losses in one process."""
-    model, trained = gpt(), prepared()
+    model, trained = tiny_gpt(), prepared()
     values = {name: p.detach().clone().requires_grad_() for name, p in trained.named_parameters()}
     fixed = {}
     for layer in range(2):
@@ -157,15 +142,6 @@ def plain() -> list[float]:
 # -- the engine ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cell:
-    stage: int
-    precision: str = "fp32"
-    accumulation: int = 1
-    offload: bool = False
-    recompute: bool = False
-
-
 CELLS = [
     Cell(1),
     Cell(2, "bf16", 2),
@@ -175,50 +151,27 @@ CELLS = [
 ]
 
 
-def start(cell: Cell) -> Any:
-    model = prepared()
-    if cell.recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    sections: dict[str, Any] = {} if cell.precision == "fp32" else {cell.precision: {"enabled": True}}
-    if cell.precision == "fp16":
-        sections["fp16"]["initial_scale_power"] = 6
-    zero: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
-    if cell.offload:
-        zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    config = {**sections, "compression_training": SECTION}
-    return engine_of(model, cell.stage, zero=zero, accumulation=cell.accumulation, **config)
-
-
-def train(engine: Any, cell: Cell, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        for micro in range(cell.accumulation):
-            batch = tokens(step, micro, rank())
-            loss = engine(input_ids=batch, labels=batch).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-    return losses
+def loss_of(model: Any, step: int, micro: int, of_rank: int) -> torch.Tensor:
+    batch = tokens(step, micro, of_rank)
+    return model(input_ids=batch, labels=batch).loss
 
 
 def run(cell: Cell, folder: Any) -> list[float]:
-    engine = start(cell)
-    losses = train(engine, cell, range(SAVED))
-    engine.save_checkpoint(folder)
-    rest = train(engine, cell, range(SAVED, STEPS))
-    assert engine.skipped_steps == 0
-    states = {state.name: state for state in compression_state(engine.module)}
-    assert states["transformer.wte"].bits == 4 and states["lm_head"].bits == 4
-    assert states["transformer.h.1.mlp.c_fc"].kept == {"row": 0.5}
-    assert states["transformer.h.0.attn.c_attn"].activation_bits == 8
-    assert engine.module.lm_head.weight is engine.module.transformer.wte.weight
-    again = start(cell)
-    again.load_checkpoint(folder)
-    assert again.compression_scheduler.training_steps == SAVED
-    assert train(again, cell, range(SAVED, STEPS)) == rest, f"{cell}: resumed"
-    engine.destroy()
-    again.destroy()
-    return losses + rest
+    def look(engine: Any) -> None:
+        assert engine.skipped_steps == 0
+        states = {state.name: state for state in compression_state(engine.module)}
+        assert states["transformer.wte"].bits == 4 and states["lm_head"].bits == 4
+        assert states["transformer.h.1.mlp.c_fc"].kept == {"row": 0.5}
+        assert states["transformer.h.0.attn.c_attn"].activation_bits == 8
+        assert engine.module.lm_head.weight is engine.module.transformer.wte.weight
+
+    def loaded(engine: Any) -> None:
+        assert engine.compression_scheduler.training_steps == SAVED
+
+    def start() -> Any:
+        return cell.engine(prepared(), compression_training=SECTION)
+
+    return train_and_resume(start, loss_of, folder, steps=STEPS, saved=SAVED, look=look, loaded=loaded)
 
 
 def run_all(folder: Any) -> dict[Cell, list[float]]:

@@ -4,7 +4,6 @@ Each cell trains, saves in the middle, resumes bit for bit, and has the losses o
 accumulation; stage 0 in fp32 is compared with plain torch.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,8 +15,9 @@ from deepspeed.data.curriculum import CurriculumScheduler
 from deepspeed.dropping import ProgressiveLayerDrop, RandomLTDScheduler, convert_to_random_ltd
 from deepspeed.dropping.layers import droppable_blocks
 from deepspeed.dropping.tokens import RandomLayerTokenDrop, TokenDrop
-from tests.engine.support import adamw, engine_of, rank
+from tests.engine.support import adamw, rank
 from tests.harness import run_ranks
+from tests.harness.cases import Cell, train_and_resume
 
 STEPS, SAVED = 6, 3
 LENGTH, WIDTH = 12, 8
@@ -84,30 +84,6 @@ def reader() -> Reader:
     return convert_to_random_ltd(model, Mixer)
 
 
-@dataclass(frozen=True)
-class Cell:
-    stage: int
-    precision: str
-    accumulation: int
-    offload: bool = False
-
-    def config(self) -> dict[str, Any]:
-        made: dict[str, Any] = dict(SECTIONS)
-        if self.precision != "fp32":
-            made[self.precision] = {"enabled": True}
-        if self.precision == "fp16":
-            made["fp16"]["initial_scale_power"] = 6
-        return made
-
-    def zero(self) -> dict[str, Any]:
-        made: dict[str, Any] = {"stage3_param_persistence_threshold": 0} if self.stage == 3 else {}
-        if self.offload:
-            made["offload_optimizer"] = {"device": "cpu"}
-            if self.stage == 3:
-                made["offload_param"] = {"device": "cpu"}
-        return made
-
-
 CELLS = [
     Cell(1, "fp32", 2),
     Cell(3, "fp32", 1),
@@ -124,34 +100,23 @@ def tokens(step: int, micro: int, of_rank: int) -> torch.Tensor:
     return torch.randint(16, (2, LENGTH), generator=dice)
 
 
-def start(cell: Cell) -> Any:
-    return engine_of(reader(), cell.stage, zero=cell.zero(), accumulation=cell.accumulation, **cell.config())
-
-
-def train(engine: Any, cell: Cell, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        for micro in range(cell.accumulation):
-            loss = engine(tokens(step, micro, rank()))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-    return losses
-
-
 def run(cell: Cell, folder: Any) -> list[float]:
-    engine = start(cell)
-    torch.manual_seed(40 + rank())  # what drops tokens draws from it, of each rank its own
-    losses = train(engine, cell, range(SAVED))
-    engine.save_checkpoint(folder)
-    rest = train(engine, cell, range(SAVED, STEPS))
-    assert engine.skipped_steps == 0 and engine.random_ltd_scheduler.get_current_seq() > 4
-    again = start(cell)
-    again.load_checkpoint(folder)
-    assert train(again, cell, range(SAVED, STEPS)) == rest, f"{cell}: resumed"
-    engine.destroy()
-    again.destroy()
-    return losses + rest
+    seeded = []
+
+    def start() -> Any:
+        engine = cell.engine(reader(), **SECTIONS)
+        if not seeded:
+            torch.manual_seed(40 + rank())  # what drops tokens draws from it, of each rank its own
+            seeded.append(True)
+        return engine
+
+    def look(engine: Any) -> None:
+        assert engine.skipped_steps == 0 and engine.random_ltd_scheduler.get_current_seq() > 4
+
+    def loss_of(model: Any, step: int, micro: int, of_rank: int) -> torch.Tensor:
+        return model(tokens(step, micro, of_rank))
+
+    return train_and_resume(start, loss_of, folder, steps=STEPS, saved=SAVED, look=look)
 
 
 def plain() -> list[float]:

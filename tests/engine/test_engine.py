@@ -34,6 +34,7 @@ from deepspeed.utils import (
 )
 from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, inputs, rank
 from tests.harness import assert_states_equal, on_ranks, run_ranks
+from tests.harness.cases import Plain
 from tests.harness.event_loops import LIBRARY
 from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
@@ -301,23 +302,16 @@ def test_interleaved(stages):
 @on_ranks(2)
 def test_one_loss_through_two_engines():
     """One loss through two engines: both see the backward, through whichever it was called."""
-    stages = (3, 3)
-    engines = [engine_of(tower(seed=seed), stage) for seed, stage in enumerate(stages)]
-    plain = [tower(seed=seed) for seed in range(2)]
-    optimizers = [adamw(model) for model in plain]
+    engines = [engine_of(tower(seed=seed), 3) for seed in range(2)]
+    plain = Plain(lambda: nn.ModuleList(tower(seed=seed) for seed in range(2)), ranks=1)
     for step in range(3):
         x = inputs(step)
         (engines[0](x) * engines[1](x)).backward()
         for engine in engines:
             engine.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        (plain[0](x) * plain[1](x)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    for engine, model in zip(engines, plain, strict=True):
-        for name, value in full_masters(engine).items():
-            torch.testing.assert_close(value, model.get_parameter(name).data, rtol=1e-5, atol=1e-6)
+        plain.step(lambda models, _, x=x: models[0](x) * models[1](x))
+    for engine, model in zip(engines, plain.model, strict=True):
+        assert_states_equal(full_masters(engine), dict(model.named_parameters()), rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)
@@ -345,21 +339,16 @@ def test_a_model_is_wrapped_again():
 @on_ranks(2)
 def test_a_frozen_teacher():
     """An engine without optimizer at stage 3 beside one that learns from it."""
-    teacher = engine_of(tower(seed=8), 3, optimizer=None)
-    student = engine_of(tower(), 3)
-    plain, wise = tower(), tower(seed=8)
-    optimizer = adamw(plain)
+    teacher, wise = engine_of(tower(seed=8), 3, optimizer=None), tower(seed=8)
+    student, plain = engine_of(tower(), 3), Plain(tower)
     for step in range(3):
         x = inputs(step)
         with torch.no_grad():
             goal = teacher(x)
         student.backward((student(x) - goal).square())
         student.step()
-        optimizer.zero_grad()
-        (plain(x) - wise(x).detach()).square().backward()
-        optimizer.step()
-    for name, value in full_masters(student).items():
-        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
+        plain.step(lambda model, _, x=x: (model(x) - wise(x).detach()).square())
+    plain.assert_masters(student)
     assert all(tuple(p.shape) == (0,) for p in teacher.module.parameters())
 
 

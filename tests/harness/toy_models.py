@@ -206,6 +206,12 @@ def causal_model(family: str = "Llama", *, seed: int = 0, head: str = "ForCausal
     return getattr(transformers, family.removesuffix("Text") + ending)(config)
 
 
+def tiny_gpt() -> Any:
+    """A GPT2 of two layers with three heads, 12 wide, over 20 tokens."""
+    sizes = {"n_embd": 12, "n_layer": 2, "n_head": 3, "vocab_size": 20, "n_positions": 16}
+    return causal_model("GPT2", **sizes, bos_token_id=0, eos_token_id=0, use_cache=False, **NO_DROPOUT)
+
+
 def masked_model(*, head: str = "ForMaskedLM", **sizes: Any) -> Any:
     """Returns a BERT without dropout; arguments are those of :func:`causal_model`."""
     return causal_model("Bert", head=head, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)

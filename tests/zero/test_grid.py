@@ -27,8 +27,9 @@ from deepspeed.zero.storage import StorageKind
 from tests.engine.matrix.cells import AXES, Cell
 from tests.engine.matrix.pairwise import pairwise
 from tests.engine.matrix.run import run_cells
-from tests.engine.support import SHARDED, adamw, engine_of, inputs, rank, same_on_all_ranks
+from tests.engine.support import SHARDED, engine_of, inputs, rank, same_on_all_ranks
 from tests.harness import on_ranks, run_ranks
+from tests.harness.cases import Plain, seeded
 from tests.harness.toy_models import Layer, RoutedTower, tower
 from tests.zero.reading import full_masters, full_params
 
@@ -226,23 +227,16 @@ def test_built_inside_the_context(kind):
     with deepspeed.zero.MiCS_Init(config_dict_or_path=config):
         model = Wide()
     engine = engine_of(model, 3, zero={**SHARDED, **KINDS[kind]})
-    torch.manual_seed(0)
-    plain = Wide()
-    optimizer = adamw(plain)
+    plain = Plain(Wide, seed=0)
     for name, value in full_params(engine).items():
-        assert torch.equal(value, plain.get_parameter(name).data), name
+        assert torch.equal(value, plain.model.get_parameter(name).data), name
     for step in range(3):
         engine.backward(engine(inputs(step, rank())))
         engine.step()
-        optimizer.zero_grad()
-        for other in range(4):
-            (plain(inputs(step, other)) / 4).backward()
-        optimizer.step()
-    for name, value in full_masters(engine).items():
-        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
+        plain.step(lambda model, of, step=step: model(inputs(step, of)))
+    plain.assert_masters(engine)
     second = engine_of(engine.module, 3, zero={**SHARDED, **KINDS[kind]})  # the model moves to another engine
-    for name, value in full_params(second).items():
-        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
+    plain.assert_masters(second)
 
 
 def _state(engine):
@@ -300,49 +294,26 @@ def test_masters_on_the_host():
 # -- control flow ----------------------------------------------------------------------------------------------------
 
 
-def _no_sync(kind):
-    """Two micro-batches without reduction, then the boundary; equal to plain torch over all of them."""
-    engine = engine_of(tower(), 3, zero=_zero(kind))
-    plain = tower()
-    optimizer = adamw(plain)
-    for step in range(2):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+def test_no_sync_and_groups_that_take_routes_of_their_own(kind):
+    engine, plain = engine_of(tower(), 3, zero=_zero(kind)), Plain(tower)
+    for step in range(2):  # two micro-batches without reduction, then the boundary
         with engine.no_sync():
             for micro in range(2):
                 engine.backward(engine(inputs(step, micro, rank())))
         engine.backward(engine(inputs(step, 2, rank())))
         engine.step()
-        optimizer.zero_grad()
-        for other in range(4):
-            for micro in range(3):
-                (plain(inputs(step, micro, other)) / 4).backward()
-        optimizer.step()
-    for name, value in full_masters(engine).items():
-        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
-
-
-def _groups_part(kind):
-    """Each group takes a route of its own, which no gather minds: gradients meet at the end."""
-    torch.manual_seed(3)
-    engine = engine_of(RoutedTower(), 3, zero=_zero(kind))
-    torch.manual_seed(3)
-    plain = RoutedTower()
-    optimizer = adamw(plain)
+        plain.step(lambda model, of, step=step: sum(model(inputs(step, micro, of)) for micro in range(3)))
+    plain.assert_masters(engine)
+    # Each group takes a route of its own, which no gather minds: gradients meet at the end.
+    engine, plain = engine_of(seeded(RoutedTower), 3, zero=_zero(kind)), Plain(RoutedTower)
     routes = [[0, 1, 3], [0, 1, 3], [0, 2, 3], [0, 2, 3]]
     for step in range(3):
         engine.backward(engine(inputs(step, rank()), routes[rank()]))
         engine.step()
-        optimizer.zero_grad()
-        for other, route in enumerate(routes):
-            (plain(inputs(step, other), route) / 4).backward()
-        optimizer.step()
-    for name, value in full_masters(engine).items():
-        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_sync_and_groups_that_take_routes_of_their_own(kind):
-    run_ranks(_no_sync, 4, kind)
-    run_ranks(_groups_part, 4, kind)
+        plain.step(lambda model, of, step=step: model(inputs(step, of), routes[of]))
+    plain.assert_masters(engine, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

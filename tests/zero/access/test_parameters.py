@@ -23,6 +23,7 @@ from deepspeed.zero import (
     unregister_external_parameter,
 )
 from tests.harness import on_ranks, run_ranks
+from tests.harness.cases import Plain, seeded
 from tests.harness.logged import logged
 from tests.zero.access.support import Model, batch, build, config, train
 
@@ -318,28 +319,20 @@ class Foreign(nn.Module):
 @pytest.mark.parametrize("zero", [{}, {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}])
 @on_ranks(2)
 def test_parameters_used_outside_their_module(rank, ranks, zero):
+    def decayed(model):
+        return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
+
     tokens = [torch.randint(0, 13, (2, 5), generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
-    torch.manual_seed(4)
-    plain = Foreign()
-    torch.manual_seed(4)
-    model = Foreign()
+    plain, model = Plain(Foreign, decayed), seeded(Foreign)
     register_external_parameter(model.head, model.blocks[0].weight)
     engine = deepspeed.initialize(model=model, config=config(3, zero=zero))[0]
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.01)
     for _ in range(3):
         loss = engine(tokens[rank])
         engine.backward(loss)
         engine.step()
-        optimizer.zero_grad()
-        for other in range(ranks):
-            wanted = plain(tokens[other])
-            (wanted / ranks).backward()
-            if other == rank:
-                torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
-        optimizer.step()
-    masters = dict(engine.iter_full("fp32"))
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(masters[name], parameter.detach(), rtol=1e-4, atol=1e-6)
+        expected = plain.step(lambda model, of: model(tokens[of]))
+        torch.testing.assert_close(loss, expected[rank], rtol=1e-5, atol=1e-6)
+    plain.assert_masters(engine, rtol=1e-4)
     listed = list(model.head.ds_external_parameters())
     assert [p for _, p in listed] == [model.blocks[0].weight] and not list(model.blocks[0].ds_external_parameters())
     assert {id(p) for _, p in model.head.all_parameters()} == {id(model.head.weight), id(model.blocks[0].weight)}

@@ -15,10 +15,10 @@ from deepspeed.comm.host.gloo import GlooTransport
 from deepspeed.errors import DivergenceError
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.ecosystem.support import needs_transformers
-from tests.engine.support import WIDTH, adamw, engine_of, inputs, rank
+from tests.engine.support import WIDTH, engine_of, inputs, rank
 from tests.harness import assert_states_equal, on_ranks, run_ranks
+from tests.harness.cases import LIMITS, Plain, seeded
 from tests.harness.toy_models import Layer, RoutedTower, Tower
-from tests.zero.gather.beside_torch import LIMITS, weights_of_torch
 from tests.zero.reading import full_masters
 
 # Ranks that run different units at stage 3: an error on every rank within seconds, never a hang, never garbage.
@@ -36,8 +36,7 @@ ROUTE_LIMITS = {
 
 def _diverge(limits, usual, strange, own_backward):
     """Three steps together, then the last rank takes another route. Returns how long the error took, and its text."""
-    torch.manual_seed(3)
-    engine = engine_of(RoutedTower(), 3, zero={"stage3_param_persistence_threshold": 0, **ROUTE_LIMITS[limits]})
+    engine = engine_of(seeded(RoutedTower), 3, zero={"stage3_param_persistence_threshold": 0, **ROUTE_LIMITS[limits]})
     for step in range(3):
         engine.backward(engine(inputs(step, rank()), usual))
         engine.step()
@@ -84,21 +83,14 @@ def test_a_unit_more_on_one_of_three_ranks(limits):
 
 def _own_route(limits, usual, strange):
     """From step 2 on rank 0 takes its own route through units of the agreed order; the reference does the same."""
-    torch.manual_seed(3)
-    engine = engine_of(RoutedTower(), 3, zero={"stage3_param_persistence_threshold": 0, **ROUTE_LIMITS[limits]})
-    torch.manual_seed(3)
-    plain = RoutedTower()
-    optimizer = adamw(plain)
+    zero = {"stage3_param_persistence_threshold": 0, **ROUTE_LIMITS[limits]}
+    engine, plain = engine_of(seeded(RoutedTower), 3, zero=zero), Plain(RoutedTower)
     for step in range(5):
         routes = [strange if step >= 2 else usual, usual]
         engine.backward(engine(inputs(step, rank()), routes[rank()]))
         engine.step()
-        optimizer.zero_grad()
-        for of_rank, route in enumerate(routes):
-            (plain(inputs(step, of_rank), route) / 2).backward()
-        optimizer.step()
-    for name, value in full_masters(engine).items():
-        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-4, atol=1e-5)
+        plain.step(lambda model, of, step=step, routes=routes: model(inputs(step, of), routes[of]))
+    plain.assert_masters(engine, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("limits", ROUTE_LIMITS)
@@ -128,13 +120,9 @@ def test_ranks_that_take_their_own_branches_may_be_served(ranks, stage, limits):
     What no rank has used has no gradient there (``None``), as under DDP with ``find_unused_parameters``.
     """
     seed = 10 * ranks + stage
-    torch.manual_seed(3)
     zero = {"stage3_param_persistence_threshold": 0, "agreement": "serve", **ROUTE_LIMITS[limits]} if stage == 3 else {}
-    engine = engine_of(RoutedTower(), stage, zero=zero, gradient_clipping=0.5)
-    torch.manual_seed(3)
-    plain = RoutedTower()
-    optimizer = adamw(plain)
-    ranks = dist.get_world_size()
+    engine = engine_of(seeded(RoutedTower), stage, zero=zero, gradient_clipping=0.5)
+    plain = Plain(RoutedTower)
     chance = random.Random(seed)  # all ranks know all routes, for the reference
     for step in range(8):
         routes = [[chance.randrange(4) for _ in range(chance.randrange(1, 5))] for _ in range(ranks)]
@@ -143,22 +131,17 @@ def test_ranks_that_take_their_own_branches_may_be_served(ranks, stage, limits):
         loss = engine(inputs(step, rank()), routes[rank()])
         loss.backward() if step % 2 else engine.backward(loss)
         engine.step()
-        optimizer.zero_grad()
-        for of_rank, route in enumerate(routes):
-            (plain(inputs(step, of_rank), route) / ranks).backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        optimizer.step()
+        plain.step(lambda model, of, step=step, routes=routes: model(inputs(step, of), routes[of]), clip=0.5)
         with torch.no_grad():
             mine = engine.eval()(inputs(step, rank()), routes[rank() - 1])
             engine.train()
-            torch.testing.assert_close(mine, plain(inputs(step, rank()), routes[rank() - 1]), rtol=1e-4, atol=1e-5)
-    for name, value in full_masters(engine).items():
-        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-4, atol=1e-5)
+            expected = plain.model(inputs(step, rank()), routes[rank() - 1])
+            torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+    plain.assert_masters(engine, rtol=1e-4, atol=1e-5)
 
 
 def _late(seconds):
-    torch.manual_seed(3)
-    engine = engine_of(RoutedTower(), 3)
+    engine = engine_of(seeded(RoutedTower), 3)
     for step in range(4):
         if step == 2 and rank() == 1:
             time.sleep(seconds)
@@ -183,19 +166,12 @@ def test_twenty_seconds_late_is_no_error(ranks):
 @on_ranks(2)
 def test_all_ranks_may_change_their_route_together():
     """All ranks change their route at once: recorded again, and right."""
-    torch.manual_seed(3)
-    engine = engine_of(RoutedTower(), 3)
-    torch.manual_seed(3)
-    plain = RoutedTower()
-    optimizer = adamw(plain)
+    engine, plain = engine_of(seeded(RoutedTower), 3), Plain(RoutedTower)
     for step, route in enumerate([[0, 1, 2], [0, 1, 2], [3, 1, 0], [0, 1, 2], [3, 3, 2], [0, 1, 2, 3]]):
         engine.backward(engine(inputs(step), route))
         engine.step()
-        optimizer.zero_grad()
-        plain(inputs(step), route).backward()
-        optimizer.step()
-    for name, value in full_masters(engine).items():
-        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
+        plain.step(lambda model, of, step=step, route=route: model(inputs(step), route))
+    plain.assert_masters(engine)
 
 
 @on_ranks(2)
@@ -270,13 +246,12 @@ def _loss(model, step, of_rank):
 
 
 def _train(stage, zero):
-    torch.manual_seed(3)
-    engine = engine_of(ChooserTower(), stage, zero=zero)
+    engine, plain = engine_of(seeded(ChooserTower), stage, zero=zero), Plain(ChooserTower)
     for step in range(5):
         engine.backward(_loss(engine, step, rank()))
         engine.step()
-    expected = weights_of_torch(ChooserTower, _loss, steps=5, ranks=dist.get_world_size())
-    assert_states_equal(full_masters(engine), expected, rtol=1e-4, atol=1e-5)
+        plain.step(lambda model, of, step=step: _loss(model, step, of))
+    plain.assert_masters(engine, rtol=1e-4, atol=1e-5)
 
 
 NOTHING_AHEAD = {
@@ -318,20 +293,21 @@ class RecomputedTower(ChooserTower):
 
 def _several_forwards(reentrant, zero):
     """All forwards of an update before its backwards, last first, as the schedules of pipelines run them."""
-    torch.manual_seed(3)
-    engine = engine_of(RecomputedTower(reentrant), 3, zero=zero, accumulation=2)
+
+    def both(model, of, step):
+        return sum(_loss(model, 2 * step + micro, of) for micro in range(2)) / 2
+
+    def make():
+        return RecomputedTower(reentrant)
+
+    engine, plain = engine_of(seeded(make), 3, zero=zero, accumulation=2), Plain(make)
     for step in range(5):
         losses = [_loss(engine, 2 * step + micro, rank()) for micro in range(2)]
         for loss in reversed(losses):
             engine.backward(loss)
             engine.step()
-    expected = weights_of_torch(
-        lambda: RecomputedTower(reentrant),
-        lambda model, step, of: sum(_loss(model, 2 * step + micro, of) for micro in range(2)) / 2,
-        steps=5,
-        ranks=dist.get_world_size(),
-    )
-    assert_states_equal(full_masters(engine), expected, rtol=1e-4, atol=1e-5)
+        plain.step(lambda model, of, step=step: both(model, of, step))
+    plain.assert_masters(engine, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("reentrant", [False, True, None])
@@ -449,14 +425,12 @@ def _in_turn(step: int, of: int) -> bool:
 
 
 def _compare(make: Callable[[], nn.Module], loss: Any, zero: dict[str, Any]) -> None:
-    torch.manual_seed(3)
-    engine = engine_of(make(), 3, zero=zero)
+    engine, plain = engine_of(seeded(make), 3, zero=zero), Plain(make)
     for step in range(5):
         engine.backward(loss(engine, step, rank()))
         engine.step()
-    expected = weights_of_torch(make, loss, steps=5, ranks=dist.get_world_size())
-    found = full_masters(engine)
-    assert_states_equal(found, {name: expected[name] for name in found}, rtol=1e-4, atol=1e-5)
+        plain.step(lambda model, of, step=step: loss(model, step, of))
+    plain.assert_masters(engine, rtol=1e-4, atol=1e-5)
 
 
 def _own(cases: list[tuple[str, Images, str]]) -> None:

@@ -14,8 +14,8 @@ from torch import nn
 from deepspeed.errors import DeepSpeedConfigError
 from tests.engine.support import WIDTH, engine_of, inputs, rank
 from tests.harness import on_ranks, run_ranks
+from tests.harness.cases import EVERY_STAGE, STAGE_3, Case, check
 from tests.harness.toy_models import Layer
-from tests.zero.gather.beside_torch import EVERY_STAGE, STAGE_3, compare
 
 
 class Net(nn.Module):
@@ -63,7 +63,7 @@ def _loss(model, step, of):
 
 def _before(backend, stages, make=Net):
     torch._dynamo.reset()
-    compare(make, _loss, stages=stages, prepare=lambda model: torch.compile(model, backend=backend))
+    check(Case("before", make, _loss, stages=stages, prepare=lambda model: torch.compile(model, backend=backend)))
 
 
 def _units_before(backend, stages):
@@ -75,7 +75,7 @@ def _units_before(backend, stages):
         return model
 
     torch._dynamo.reset()
-    compare(Net, _loss, stages=stages, prepare=prepare)
+    check(Case("units before", Net, _loss, stages=stages, prepare=prepare))
 
 
 def _engine(backend, stages, make=Net):
@@ -85,7 +85,7 @@ def _engine(backend, stages, make=Net):
         assert engine.is_compiled
 
     torch._dynamo.reset()
-    compare(make, _loss, stages=stages, ready=ready)
+    check(Case("engine", make, _loss, stages=stages, ready=ready))
 
 
 FORMS = {"before": _before, "units before": _units_before, "engine": _engine}

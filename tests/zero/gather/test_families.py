@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import deepspeed
-from tests.engine.support import adamw, engine_of
+from tests.engine.support import engine_of
 from tests.harness import on_ranks, run_ranks
+from tests.harness.cases import LIMITS, STAGE_3, Case, Plain, check, seeded
 from tests.zero.construction import pretrained as models
-from tests.zero.gather.beside_torch import LIMITS, STAGE_3, compare
 
 pytest.importorskip("transformers")
 
@@ -62,12 +61,14 @@ TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}  # AdamW divides tiny gradients by thei
 GROUPS = [(3, {**LIMITS["all sharded"], key: 2}) for key in ("zero_hpz_partition_size", "mics_shard_size")]
 
 
+def _case(name, stages, **more):
+    return Case(name, lambda: _model(name), _loss(name), steps=2, stages=stages, tolerance=TOLERANCE, **more)
+
+
 def _train(names, stages, reentrant=None):
     for name in names:
-        prepare = None if reentrant is None else _recompute(reentrant)
-        compare(
-            lambda n=name: _model(n), _loss(name), steps=2, stages=stages, prepare=prepare, tolerance=TOLERANCE
-        )  # fmt: skip
+        prepare = _recompute(reentrant) if reentrant is not None else lambda model: model
+        check(_case(name, stages, prepare=prepare))
 
 
 def test_every_family_on_three_ranks():
@@ -96,15 +97,12 @@ def test_recomputation(reentrant):
 @on_ranks(2, timeout=300)
 def test_compiled_as_a_whole(name, how):
     torch._dynamo.reset()
-    compare(
-        lambda: _model(name),
-        _loss(name),
-        steps=2,
-        stages=STAGE_3[:1],
-        tolerance=TOLERANCE,
-        prepare=(lambda model: torch.compile(model, backend="aot_eager")) if how == "before" else None,
-        ready=(lambda engine: engine.compile(backend="aot_eager")) if how == "engine" else None,
-    )
+    more = {}
+    if how == "before":
+        more["prepare"] = lambda model: torch.compile(model, backend="aot_eager")
+    else:
+        more["ready"] = lambda engine: engine.compile(backend="aot_eager")
+    check(_case(name, STAGE_3[:1], **more))
 
 
 @on_ranks(2)
@@ -116,7 +114,7 @@ def test_adapters_train_as_without_sharding():
         base = _model("llama")
         return peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
 
-    compare(make, _loss("llama"), steps=3, tolerance=TOLERANCE, stages=[(1, {}), *STAGE_3])
+    check(Case("adapters", make, _loss("llama"), tolerance=TOLERANCE, stages=[(1, {}), *STAGE_3]))
 
 
 @on_ranks(2)
@@ -124,69 +122,17 @@ def test_generation_between_steps():
     """Greedy generation in the middle of training, with prompts of another length on each rank."""
     names = ["gpt2", "llama", "t5", "mixtral"]
     for name in names:
-        torch.manual_seed(3)
-        plain = _model(name)
-        torch.manual_seed(3)
-        engine = engine_of(_model(name), 3, zero=LIMITS["all sharded"])
-        optimizer, loss = adamw(plain), _loss(name)
+        plain, loss = Plain(lambda name=name: _model(name)), _loss(name)
+        engine = engine_of(seeded(lambda name=name: _model(name)), 3, zero=LIMITS["all sharded"])
         for step in range(2):
             engine.backward(loss(engine, step, dist.get_rank()))
             engine.step()
-            optimizer.zero_grad()
-            for other in range(2):
-                (loss(plain, step, other) / 2).backward()
-            optimizer.step()
+            plain.step(lambda model, of, step=step, loss=loss: loss(model, step, of))
             prompt = models.tokens(5, batch=2, length=3)[:, : 2 + dist.get_rank()]
             settings = {"max_new_tokens": 2 + 2 * dist.get_rank(), "do_sample": False, "pad_token_id": 0}
             engine.eval()
-            plain.eval()
+            plain.model.eval()
             found = engine.module.generate(prompt, synced_gpus=True, **settings)
-            assert torch.equal(found, plain.generate(prompt, **settings)), name
+            assert torch.equal(found, plain.model.generate(prompt, **settings)), name
             engine.train()
-            plain.train()
-
-
-@on_ranks(2)
-def test_policy_reference_and_reward_in_one_process():
-    """A policy that trains, its frozen copy at stage 3 without optimizer, and a reward model at stage 2."""
-    made = {}
-    for name, seed in (("policy", 3), ("reference", 3), ("reward", 8)):
-        torch.manual_seed(seed)
-        plain = _model("gpt2")
-        torch.manual_seed(seed)
-        stage = 2 if name == "reward" else 3
-        zero = {} if stage == 2 else LIMITS["all sharded"]
-        engine = engine_of(_model("gpt2"), stage, zero=zero, optimizer=None if name == "reference" else adamw)
-        made[name] = (plain, engine)
-    optimizers = {name: adamw(made[name][0]) for name in ("policy", "reward")}
-
-    def losses(pick, step, of):
-        tokens = models.tokens(of + 10 * step)
-        policy, reference, reward = (made[name][pick] for name in ("policy", "reference", "reward"))
-        with torch.no_grad():
-            settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "synced_gpus": bool(pick)}
-            sampled = policy.generate(tokens[:, :3], **settings)
-            frozen = reference(input_ids=sampled).logits.log_softmax(-1)
-            score = reward(input_ids=sampled).logits.mean()
-        mine = policy(input_ids=sampled).logits.log_softmax(-1)
-        kl = (mine.exp() * (mine - frozen)).sum(-1).mean()
-        return kl - 0.1 * score * mine[..., 0].mean(), reward(input_ids=sampled, labels=sampled).loss
-
-    for step in range(2):
-        policy_loss, reward_loss = losses(1, step, dist.get_rank())
-        made["policy"][1].backward(policy_loss)
-        made["reward"][1].backward(reward_loss)
-        for name in ("policy", "reward"):
-            made[name][1].step()
-        for optimizer in optimizers.values():
-            optimizer.zero_grad()
-        for other in range(2):
-            for loss in losses(0, step, other):
-                (loss / 2).backward()
-        for optimizer in optimizers.values():
-            optimizer.step()
-        for name in ("policy", "reward"):
-            plain, engine = made[name]
-            for parameter, value in engine.iter_full("fp32"):
-                torch.testing.assert_close(value, plain.get_parameter(parameter).detach(), **TOLERANCE)
-    assert isinstance(made["reference"][1], deepspeed.DeepSpeedEngine)
+            plain.model.train()

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,11 +22,10 @@ from deepspeed.utils.z3_leaf_module import (
 )
 from deepspeed.zero.model_states import find_units
 from tests.engine.support import engine_of, inputs, rank
-from tests.harness import assert_states_equal, on_ranks
+from tests.harness import on_ranks
+from tests.harness.cases import Plain, seeded
 from tests.harness.logged import logged
 from tests.harness.toy_models import Layer
-from tests.zero.gather.beside_torch import weights_of_torch
-from tests.zero.reading import full_masters
 
 
 class Mixture(nn.Module):
@@ -157,21 +155,15 @@ LIMITS: dict[str, dict[str, Any]] = {
 )
 @on_ranks(2)
 def test_ranks_choose_different_parts_of_a_leaf_of_several_buckets(limits: str, tied: bool, recomputed: bool) -> None:
-    torch.manual_seed(3)
     zero = {"stage3_param_persistence_threshold": 0, "allgather_bucket_size": 200, **LIMITS[limits]}
-    engine = engine_of(Sparse(tied), 3, zero={**zero, "leaf_module": {"classes": ["Experts"]}})
+    zero["leaf_module"] = {"classes": ["Experts"]}
+    engine, plain = engine_of(seeded(lambda: Sparse(tied)), 3, zero=zero), Plain(lambda: Sparse(tied))
     assert sum(bucket.is_sharded for bucket in engine._runtime.buckets) >= 10
     for step in range(3):
         engine.backward(engine(inputs(step, rank()), step, rank(), recomputed))
         engine.step()
-    expected = weights_of_torch(
-        lambda: Sparse(tied),
-        lambda model, step, of_rank: model(inputs(step, of_rank), step, of_rank, False),
-        steps=3,
-        ranks=dist.get_world_size(),
-    )
-    assert_states_equal(full_masters(engine), expected, rtol=1e-4, atol=1e-5)
-    engine.destroy()
+        plain.step(lambda model, of, step=step: model(inputs(step, of), step, of, False))
+    plain.assert_masters(engine, rtol=1e-4, atol=1e-5)
 
 
 def test_mark_that_programs_read():

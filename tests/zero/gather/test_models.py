@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,10 +18,14 @@ from deepspeed.zero import GatheredParameters, Init
 from deepspeed.zero.address import State, address_of
 from tests.engine.support import WIDTH, engine_of, inputs, rank
 from tests.harness import on_ranks, run_ranks
+from tests.harness.cases import EVERY_STAGE, LIMITS, STAGE_3, Case, Plain, check, seeded
 from tests.harness.toy_models import Layer, tower
-from tests.zero.gather.beside_torch import EVERY_STAGE, LIMITS, STAGE_3, compare
 
 # Modules that return anything, run twice or not at all, see another shape each time, or change what they train.
+
+
+def _loss(model, step, of):
+    return model(inputs(step, of))
 
 
 Pair = collections.namedtuple("Pair", ["first", "second"])
@@ -75,7 +80,7 @@ class EveryForm(nn.Module):
 
 @on_ranks(2)
 def test_anything_may_be_returned_and_units_run_twice_or_never():
-    compare(EveryForm, lambda model, step, of: model(inputs(step, of)))
+    check(Case("forms", EveryForm, _loss))
 
 
 class Sequence(nn.Module):
@@ -101,7 +106,7 @@ def _lengths(model, step, of):
 
 @on_ranks(pytest.param(2, marks=pytest.mark.slow), 3)
 def test_shapes_that_change():
-    compare(Sequence, _lengths, steps=4)
+    check(Case("lengths", Sequence, _lengths, steps=4))
 
 
 # -- frozen and unfrozen between steps -------------------------------------------------------------------------------
@@ -127,7 +132,7 @@ def _thaw(model, step):
 
 
 def _frozen(stages):
-    compare(_begins_frozen, lambda model, step, of: model(inputs(step, of)), steps=6, stages=stages, change=_thaw)
+    check(Case("frozen", _begins_frozen, _loss, steps=6, stages=stages, change=_thaw))
 
 
 def _frozen_in_bf16():
@@ -207,11 +212,12 @@ class Outputs(nn.Module):
 @on_ranks(2)
 def test_losses_with_many_elements_and_outputs():
     """A loss with many elements through ``gradient=``, and one through two of the model's outputs."""
-    torch.manual_seed(3)
-    plain = Outputs()
-    torch.manual_seed(3)
-    engine = engine_of(Outputs(), 3)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-5, weight_decay=0.1)
+    plain, engine = Plain(Outputs), engine_of(seeded(Outputs), 3)
+
+    def expected(model, of, step):
+        a, b = model(inputs(step, of))
+        return (a.square() * 0.5).sum() + (0 if step % 2 else 0.1 * b.sum())
+
     for step in range(3):
         a, b = engine(inputs(step, rank()))
         if step % 2:
@@ -219,14 +225,8 @@ def test_losses_with_many_elements_and_outputs():
         else:
             torch.autograd.backward([a.square(), b.sum()], [torch.full_like(a, 0.5), torch.tensor(0.1)])
         engine.step()
-        optimizer.zero_grad()
-        for other in range(2):
-            a, b = plain(inputs(step, other))
-            loss = (a.square() * 0.5).sum() + (0 if step % 2 else 0.1 * b.sum())
-            (loss / 2).backward()
-        optimizer.step()
-        for name, value in engine.iter_full("fp32"):
-            torch.testing.assert_close(value, plain.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+        plain.step(lambda model, of, step=step: expected(model, of, step))
+        plain.assert_masters(engine)
     with pytest.raises(deepspeed.errors.CallOrderError, match="one element"):
         engine.backward(engine(inputs(9, rank()))[0])
     engine.backward(sum(out.sum() for out in engine(inputs(9, rank()))))
@@ -268,21 +268,15 @@ class Inside(nn.Module):
         return x
 
 
-def _inside(autocast, transforms):
-    for transform in transforms:
-        compare(
-            lambda name=transform: Inside(autocast=autocast, transform=name),
-            lambda model, step, of: model(inputs(step, of)),
-            stages=STAGE_3 if transform else EVERY_STAGE,
-        )
+TRANSFORMS = ("vmap", "grad", "jvp", "jacrev", "functional_call")  # which see no parameters
 
 
-def test_autocast_and_no_grad_inside_forward():
-    run_ranks(_inside, 2, True, [""])
-
-
-def test_function_transforms_that_see_no_parameters():
-    run_ranks(_inside, 2, False, ["vmap", "grad", "jvp", "jacrev", "functional_call"])
+@on_ranks(2)
+def test_autocast_no_grad_and_function_transforms_inside_forward():
+    check(
+        Case("autocast", lambda: Inside(autocast=True), _loss),
+        *(Case(name, lambda name=name: Inside(transform=name), _loss, stages=STAGE_3) for name in TRANSFORMS),
+    )
 
 
 class Experts(nn.Module):
@@ -321,20 +315,15 @@ def _mixture(leaf):
         return model(inputs(step, of), routes)
 
     # Without the mark a unit is what is small enough, which under the first limits is each expert by itself.
-    compare(Mixture, loss, steps=4, stages=STAGE_3 if leaf else STAGE_3[1:], prepare=prepare)
+    return Case(f"marked {leaf}", Mixture, loss, steps=4, stages=STAGE_3 if leaf else STAGE_3[1:], prepare=prepare)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_may_pick_different_experts_inside_a_unit(ranks):
-    run_ranks(_mixture, ranks, True)
-    run_ranks(_mixture, ranks, False)
+@on_ranks(2, pytest.param(4, marks=pytest.mark.slow))
+def test_ranks_may_pick_different_experts_inside_a_unit():
+    check(_mixture(True), _mixture(False))
 
 
 # Models that do odd things with their parameters, against plain torch; what cannot be right is refused by name.
-
-
-def _loss(model, step, of):
-    return model(inputs(step, of))
 
 
 # -- dtypes ----------------------------------------------------------------------------------------------------------
@@ -359,11 +348,13 @@ class Turned(nn.Module):
 
 @on_ranks(2)
 def test_unusual_dtypes_stay_as_they_are_and_complex_ones_are_not_trained():
-    def check(engine):
+    def ready(engine):
         for name, counted, formula, _ in engine.memory_report():
             assert counted == formula, name
 
-    compare(lambda: Turned(False), _loss, stages=[(1, {}), *STAGE_3], ready=check, tolerance={"rtol": 1e-4})
+    check(
+        Case("dtypes", lambda: Turned(False), _loss, stages=[(1, {}), *STAGE_3], ready=ready, tolerance={"rtol": 1e-4})
+    )
     for stage in (0, 3):
         with pytest.raises(
             DeepSpeedConfigError, match=r"parameter 'turn' \(param group 0\) is torch.complex64; expected"
@@ -378,12 +369,12 @@ def test_unusual_dtypes_stay_as_they_are_and_complex_ones_are_not_trained():
 @on_ranks(2)
 def test_attention_evaluates():
     """Fast paths of attention in evaluation read all parameters of a block at once."""
-    torch.manual_seed(3)
-    kind = nn.TransformerEncoderLayer(12, 2, 16, dropout=0.0, batch_first=True)
-    plain = nn.TransformerEncoder(kind, 2, enable_nested_tensor=False)
-    torch.manual_seed(3)
-    kind = nn.TransformerEncoderLayer(12, 2, 16, dropout=0.0, batch_first=True)
-    engine = engine_of(nn.TransformerEncoder(kind, 2, enable_nested_tensor=False), 3)
+
+    def make():
+        kind = nn.TransformerEncoderLayer(12, 2, 16, dropout=0.0, batch_first=True)
+        return nn.TransformerEncoder(kind, 2, enable_nested_tensor=False)
+
+    plain, engine = seeded(make), engine_of(seeded(make), 3)
     x = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(rank()))
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -468,8 +459,7 @@ class Parametrized(nn.Module):
 
 @on_ranks(2)
 def test_borrowed_hooked_and_parametrized_weights():
-    for make in (Borrowing, Hooked, Parametrized):
-        compare(make, _loss)
+    check(*(Case(make.__name__, make, _loss) for make in (Borrowing, Hooked, Parametrized)))
 
 
 class Writing(nn.Module):
@@ -492,7 +482,7 @@ class Writing(nn.Module):
 
 @on_ranks(2)
 def test_what_a_forward_writes_is_kept():
-    compare(Writing, _loss)
+    check(Case("writing", Writing, _loss))
     engine = engine_of(Writing(), 3, bf16={"enabled": True}, zero=LIMITS["all sharded"])
     weight = engine.module.bounded.weight
     before = safe_get_full_fp32_param(weight)
@@ -515,15 +505,12 @@ def test_what_a_forward_writes_is_kept():
 def test_what_a_forward_writes_is_kept_by_groups_and_in_files(tmp_path):
     folder = str(tmp_path)
     tiers = {"device": "nvme", "nvme_path": folder}
-    compare(
-        Writing,
-        _loss,
-        steps=2,
-        stages=[
-            (3, {**LIMITS["all sharded"], "zero_hpz_partition_size": 2}),
-            (3, {**LIMITS["all sharded"], "offload_param": tiers, "offload_optimizer": tiers}),
-        ],
-    )
+    sharded = LIMITS["all sharded"]
+    stages = [
+        (3, {**sharded, "zero_hpz_partition_size": 2}),
+        (3, {**sharded, "offload_param": tiers, "offload_optimizer": tiers}),
+    ]
+    check(Case("writing", Writing, _loss, steps=2, stages=stages))
 
 
 def _penalized(model, step, of):
@@ -534,22 +521,9 @@ def _penalized(model, step, of):
     return loss + gradient.square().sum()
 
 
-class Layered(nn.Module):
-    """Layers whose second derivatives need weights again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 @on_ranks(2)
 def test_a_gradient_penalty():
-    compare(Layered, _penalized)
+    check(Case("penalty", tower, _penalized))
 
 
 # Weights computed from others: weight_norm and spectral_norm, old forms and parametrizations; and pruned ones.
@@ -613,25 +587,14 @@ def _loss_parametrized(model, step, of):
     return model(inputs(step, of))
 
 
-def _train(names, stages):
-    for name in names:
-        compare(lambda name=name: Net(CHANGES[name]), _loss_parametrized, stages=stages)
+def _computed(names, stages):
+    return [Case(name, lambda name=name: Net(CHANGES[name]), _loss_parametrized, stages=stages) for name in names]
 
 
-def _built_sharded():
-    def build(model, change):
-        torch.manual_seed(3)
-        with Init():
-            return Net(change)
-
-    for name in ("weight_norm", "old weight_norm"):
-        change = CHANGES[name]
-        compare(
-            lambda change=change: Net(change),
-            _loss_parametrized,
-            stages=STAGE_3[:1],
-            prepare=lambda model, change=change: build(model, change),
-        )
+def _built_sharded(change):
+    torch.manual_seed(3)
+    with Init():
+        return Net(change)
 
 
 class Probe(nn.Module):
@@ -661,12 +624,13 @@ def _held():
 
 @on_ranks(2)
 def test_weights_that_are_computed_train_at_stage_3():
-    _train(CHANGES, STAGE_3[:1])
-    _built_sharded()
+    check(*_computed(CHANGES, STAGE_3[:1]))
+    for case in _computed(("weight_norm", "old weight_norm"), STAGE_3[:1]):
+        check(replace(case, prepare=lambda model, name=case.name: _built_sharded(CHANGES[name])))
     _held()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_weights_that_are_computed_train_at_every_stage(ranks):
-    run_ranks(_train, ranks, list(CHANGES), EVERY_STAGE, timeout=180)
+@on_ranks(2, 3, timeout=180)
+def test_weights_that_are_computed_train_at_every_stage():
+    check(*_computed(CHANGES, EVERY_STAGE))
