@@ -87,6 +87,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; this machine has none"))
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """The test's own folder as a text, as configurations and checkpoints have it."""
+    return str(tmp_path)
+
+
 @pytest.fixture(autouse=True)
 def _no_process_group_is_left() -> Iterator[None]:
     """A test that needs a group runs in the harness: one that stays in this process would change the next test."""

@@ -317,4 +317,3 @@ def test_attributes_of_programs_go_with_the_copies() -> None:
     assert model.first.weight.is_shared is former.is_shared
     assert address_of(former) is not None and address_of(model.first.weight) is None
     assert not any(name.startswith(("ds_", "_ds_")) for name in vars(model.first.weight))
-    engine.destroy()

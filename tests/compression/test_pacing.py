@@ -203,7 +203,6 @@ def test_one_process_has_the_eigenvalue_of_both_batches() -> None:
     engine.backward(engine(both))
     engine.step()
     assert engine.compression_scheduler.pace.eigenvalues == pytest.approx(expected, rel=2e-3)
-    engine.destroy()
 
 
 @on_ranks(1)
@@ -231,4 +230,3 @@ def test_compression_training_is_paced_too_and_fused_attention_is_named() -> Non
         engine.step()
     assert len(engine.compression_scheduler.pace.eigenvalues) == 1
     assert [state.bits for state in compression_state(model)] == [7]
-    engine.destroy()

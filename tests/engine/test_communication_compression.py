@@ -118,7 +118,6 @@ def test_one_rank_logs_that_nothing_is_sent() -> None:
         engine = compressed(2, {"gradients": "int4"})
     assert len(lines.about("nothing is sent")) == 1
     run_step(engine, 0)
-    engine.destroy()
 
 
 def test_contradictions_are_refused_by_name() -> None:

@@ -245,7 +245,6 @@ def test_an_engine_leaves_nothing_behind() -> None:
         engine.backward(engine(inputs(step).to(dtype)))
         assert engine.module.last.bias.grad.dtype == dtype
         engine.step()
-    engine.destroy()
 
 
 class Halves(nn.Module):
@@ -392,9 +391,8 @@ def test_engines_come_and_go() -> None:
 
 
 @on_ranks(2, fresh=True)
-def test_saves_beside_training_and_loaders_leave_it_alone(tmp_path) -> None:
+def test_saves_beside_training_and_loaders_leave_it_alone(folder: str) -> None:
     """Which threads use mail while a checkpoint is written beside training, from a loader with processes of its own."""
-    folder = str(tmp_path)
     used = set()
     for name in ("post", "take"):
         plain = getattr(MessageQueue, name)

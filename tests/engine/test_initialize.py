@@ -303,7 +303,6 @@ def test_rank_0_gives_buffers_of_any_strides(tmp_path: Path) -> None:
         assert torch.equal(buffer, expected[name]), name
     engine.backward(engine(inputs(0)))
     engine.step()
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -313,7 +312,6 @@ def test_the_first_island_gives_buffers_of_any_strides() -> None:
     engine = engine_of(Strided(100.0 * dist.get_rank()), 1, communication_compression={"islands": islands})
     for name, buffer in engine.module.named_buffers():
         assert torch.equal(buffer, expected[name]), name
-    engine.destroy()
 
 
 class Rotated(nn.Module):
@@ -490,4 +488,3 @@ def test_what_cannot_be_taken_back_raises() -> None:
     with mock.patch.object(runtime, "warn_once", lambda key, message, ranks: texts.append(message)):
         engine(inputs(0))
     assert len(texts) == 1 and "'first.bias' was replaced by another one, of shape (1,)" in texts[0]
-    engine.destroy()

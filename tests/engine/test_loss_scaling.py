@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
+from deepspeed.config import parse
 from deepspeed.engine import initialize
 from deepspeed.errors import CallOrderError, NonFiniteError
 from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, inputs, rank
@@ -18,55 +19,30 @@ from tests.zero.reading import full_masters, full_params, full_states
 # The fp16 loss scale: torch's sequence, hysteresis, the floor, and the forgotten engine.scale.
 
 
-SCRIPT = [0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
+TENTH = {"initial_scale_power": 10}
 
 
-def _scales(stage, script, **fp16):
+@pytest.mark.parametrize(
+    ("stage", "script", "expected", "fp16"),
+    [
+        (2, [0, 0, 0, 1, 1, 0], [1024, 1024, 2048, 1024, 512, 512], {**TENTH, "loss_scale_window": 3, "hysteresis": 1}),
+        (1, [1, 0, 1, 1], [1024, 1024, 512, 256], {**TENTH, "hysteresis": 2}),  # forgives one overflow
+        # a good step refills what is forgiven
+        (1, [1, 0, 1, 0, 1, 1], [1024] * 5 + [512], {**TENTH, "hysteresis": 2, "consecutive_hysteresis": True}),
+        (2, [0, 1, 0, 1], [64] * 4, {"loss_scale": 64}),
+    ],
+)
+@on_ranks(1, 2)
+def test_scales_follow_the_keys(stage, script, expected, fp16):
+    """The scaler alone is compared with torch's (tests/precision/test_loss_scaler.py)."""
     engine = engine_of(Poisoned(), stage, fp16={"enabled": True, **fp16})
     scales = []
     for step, overflow in enumerate(script):
-        poison = float("inf") if overflow and rank() == 0 else 1.0
-        engine.backward(engine(inputs(step, rank()), poison))
+        engine.backward(engine(inputs(step, rank()), float("inf") if overflow and rank() == 0 else 1.0))
         engine.step()
         assert engine.optimizer.overflow is bool(overflow)
         scales.append(engine.optimizer.loss_scale)
-    return scales
-
-
-def _torch_scales(script, init, window):
-    scaler = torch.amp.GradScaler("cpu", init, growth_interval=window)
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    scales = []
-    for overflow in script:
-        scaler.scale(torch.zeros(()))
-        parameter.grad = torch.tensor([float("inf") if overflow else 1.0])
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_hysteresis_1_follows_torch(stage):
-    expected = _torch_scales(SCRIPT, 2.0**10, 3)
-    for found in run_ranks(_scales, 2, stage, SCRIPT, initial_scale_power=10, loss_scale_window=3, hysteresis=1):
-        assert found == expected
-
-
-def test_hysteresis_2_forgives_one_overflow():
-    script = [1, 0, 1, 1]
-    assert run_ranks(_scales, 1, 1, script, initial_scale_power=10, hysteresis=2) == [[1024, 1024, 512, 256]]
-
-
-def test_consecutive_hysteresis_is_refilled_by_a_good_step():
-    script = [1, 0, 1, 0, 1, 1]
-    found = run_ranks(_scales, 1, 1, script, initial_scale_power=10, hysteresis=2, consecutive_hysteresis=True)
-    assert found == [[1024, 1024, 1024, 1024, 1024, 512]]
-
-
-def test_a_static_scale_stays():
-    assert run_ranks(_scales, 1, 2, [0, 1, 0, 1], loss_scale=64) == [[64, 64, 64, 64]]
+    assert scales == expected
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -281,12 +257,7 @@ def test_zero_means_never():
 
 
 def test_a_hundred_by_default():
-    def default() -> int:
-        from deepspeed.config import parse
-
-        return parse({"train_batch_size": 1}, dp_world_size=1).root.max_consecutive_skipped_steps
-
-    assert default() == 100
+    assert parse({"train_batch_size": 1}, dp_world_size=1).root.max_consecutive_skipped_steps == 100
 
 
 @on_ranks(2)

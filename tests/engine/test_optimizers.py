@@ -248,7 +248,6 @@ def test_step_hooks_are_called() -> None:
         engine.backward(engine(inputs(step)))
         engine.step()
     assert calls == ["before", "after"] * 2
-    engine.destroy()
 
 
 # What cannot work is refused at initialize, with the reason and the remedy, and the model is left as it was.
@@ -416,8 +415,7 @@ def test_classes_that_programs_check_optimizers_for() -> None:
 
 
 @on_ranks(1)
-def test_loaders_whose_position_no_checkpoint_has(tmp_path) -> None:
-    folder = str(tmp_path)
+def test_loaders_whose_position_no_checkpoint_has(folder: str) -> None:
     data = list(range(8))
     with logged(logging.WARNING) as texts:
         engine = engine_of(tower(), 1)

@@ -483,9 +483,8 @@ CALLS = {
 
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
-def test_any_call_may_come_after_a_failed_backward(stage, tmp_path):
+def test_any_call_may_come_after_a_failed_backward(stage, folder):
     """A failed backward before every step, with another call between the two; none of them is in the result."""
-    folder = str(tmp_path)
 
     def train(calls):
         torch.manual_seed(3)
@@ -509,8 +508,7 @@ def test_any_call_may_come_after_a_failed_backward(stage, tmp_path):
 
 
 @on_ranks(2)
-def test_a_save_after_one_rank_alone_failed_is_refused_everywhere(tmp_path):
-    folder = str(tmp_path)
+def test_a_save_after_one_rank_alone_failed_is_refused_everywhere(folder):
     engine = engine_of(model := FusedTower(), 3, zero=_ZERO)
     engine.backward(engine(inputs(0, rank())))
     engine.step()
@@ -523,9 +521,8 @@ def test_a_save_after_one_rank_alone_failed_is_refused_everywhere(tmp_path):
 
 
 @on_ranks(1)
-def test_calls_inside_a_backward_are_refused(tmp_path):
+def test_calls_inside_a_backward_are_refused(folder):
     """What runs is not dropped, and a forward in it is recomputation, through the engine too."""
-    folder = str(tmp_path)
     engine, plain = engine_of(tower(), 3), tower()
     refused = []
 

@@ -177,9 +177,8 @@ def test_files_of_more_families(tmp_path):
 
 
 @on_ranks(2)
-def test_a_file_that_cannot_be_written_raises_on_all_ranks(tmp_path):
+def test_a_file_that_cannot_be_written_raises_on_all_ranks(folder):
     """A rank cannot write one of its files, as a folder has its name."""
-    folder = str(tmp_path)
     for rank, name in ((1, "tp_01_00.safetensors"), (0, "ds_inference_config.json")):
         path = f"{folder}/{rank}"
         if dist.get_rank() == rank:

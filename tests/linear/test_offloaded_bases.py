@@ -129,8 +129,7 @@ def of_a_model_that_was_built_sharded() -> None:
 
 
 @on_ranks(2)
-def test_ranks_train_as_without(tmp_path: Path) -> None:
-    folder = str(tmp_path)
+def test_ranks_train_as_without(folder: str) -> None:
     same_as_without([(0, 1, None, 0.5), (1, 2, 8, 0.0), (3, 1, None, 0.25)], folder)
     of_a_model_that_was_built_sharded()
 

@@ -196,8 +196,7 @@ def refused():
 
 
 @on_ranks(2)
-def test_bases_that_ranks_share(tmp_path):
-    folder = str(tmp_path)
+def test_bases_that_ranks_share(folder):
     shared([(0, 2, False), (1, 2, True), (3, 1, True)], folder)
     refused()
 

@@ -57,8 +57,7 @@ def chunks_of(device: str, folder: str, sub_group_size: int) -> tuple[list[int],
 
 
 @on_ranks(2)
-def test_sub_group_size_bounds_the_chunks(tmp_path: Path) -> None:
-    folder = str(tmp_path)
+def test_sub_group_size_bounds_the_chunks(folder: str) -> None:
     for device in ("cpu", "nvme"):
         whole, expected = chunks_of(device, folder, 10**9)
         small, masters = chunks_of(device, folder, 5000)

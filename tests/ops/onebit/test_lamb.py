@@ -26,7 +26,6 @@ def make(stage: int, seed: int = 3, **settings: Any) -> DeepSpeedEngine:
 @pytest.mark.parametrize(("ranks", "stages"), [(1, (0,)), (2, (0, 2)), (3, (0, 1))])
 @on_ranks()
 def test_equals_the_publication_step_by_step(ranks: int, stages: tuple[int, ...]) -> None:
-    ranks = torch.distributed.get_world_size()
     for stage in stages:
         for accumulation, clip in ((1, 0.0), (2, 0.05)):
             engine = make(stage, accumulation=accumulation, gradient_clipping=clip)

@@ -327,4 +327,3 @@ def test_neither_16_bit_dtype_is_squeezed_into_the_other() -> None:
     values = values_of(engine)
     assert float(values["0.weight"][0, 0]) == 1 + 2**-10  # the master; bf16 rounds it
     assert engine.module[1].weight[0, 0].item() > 9e19
-    engine.destroy()

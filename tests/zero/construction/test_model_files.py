@@ -68,8 +68,7 @@ def settings(**more):
 
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(2, timeout=180)
-def test_load_build_and_train(name, tmp_path):
-    folder = str(tmp_path)
+def test_load_build_and_train(name, folder):
     from transformers.trainer_pt_utils import get_model_param_count
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -133,8 +132,7 @@ def test_load_build_and_train(name, tmp_path):
 
 
 @on_ranks(2)
-def test_half_precision_keeps_rotary_tables(tmp_path):
-    folder = str(tmp_path)
+def test_half_precision_keeps_rotary_tables(folder):
     kind, config = _case("llama")
     torch.manual_seed(0)
     saved = kind.from_config(config, dtype=torch.bfloat16)
@@ -156,8 +154,7 @@ def test_half_precision_keeps_rotary_tables(tmp_path):
 
 
 @on_ranks(2)
-def test_missing_keys_and_resized_embeddings(tmp_path):
-    folder = str(tmp_path)
+def test_missing_keys_and_resized_embeddings(folder):
     import transformers
 
     rank = dist.get_rank()
@@ -190,9 +187,8 @@ def test_missing_keys_and_resized_embeddings(tmp_path):
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_models_that_gather_single_tensors(tmp_path):
+def test_models_that_gather_single_tensors(folder):
     """Models whose code gathers one tensor at a time to fill in a table of positions."""
-    folder = str(tmp_path)
     import transformers
 
     kinds = {
@@ -347,8 +343,7 @@ def test_the_values_are_those_of_an_unsharded_model():
 
 
 @on_ranks(2)
-def test_weights_under_weight_norm_load_and_train(rank, ranks, tmp_path):
-    folder = str(tmp_path)
+def test_weights_under_weight_norm_load_and_train(rank, ranks, folder):
     kind, config = Wav2Vec2ForSequenceClassification, models.wav2vec2_config()
     torch.manual_seed(0)
     saved = kind(config)
@@ -451,8 +446,7 @@ def _build(name):
 
 
 @on_ranks(2)
-def test_buffers_of_any_strides_are_loaded_on_every_rank(tmp_path):
-    folder = str(tmp_path)
+def test_buffers_of_any_strides_are_loaded_on_every_rank(folder):
     import transformers
 
     class Strided(transformers.PreTrainedModel):
@@ -478,8 +472,7 @@ def test_buffers_of_any_strides_are_loaded_on_every_rank(tmp_path):
 
 
 @on_ranks(2, timeout=180)
-def test_families_with_conversions_load_as_at_stage_0(tmp_path):
-    folder = str(tmp_path)
+def test_families_with_conversions_load_as_at_stage_0(folder):
     for name in FAMILIES:
         kind, config = _build(name)
         place = os.path.join(folder, name)
@@ -508,8 +501,7 @@ def test_families_with_conversions_load_as_at_stage_0(tmp_path):
 
 
 @on_ranks(2)
-def test_files_that_do_not_fit_are_an_error_on_every_rank(tmp_path):
-    folder = str(tmp_path)
+def test_files_that_do_not_fit_are_an_error_on_every_rank(folder):
     from safetensors.torch import load_file, save_file
     from transformers import LlamaForCausalLM, MixtralForCausalLM
 

@@ -103,8 +103,7 @@ def test_what_cannot_be_made_small_has_a_reason():
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 @on_ranks(2, timeout=3600)
-def test_every_family_loads_as_at_stage_0(part, tmp_path):
-    folder = str(tmp_path)
+def test_every_family_loads_as_at_stage_0(part, folder):
     families = small_families(_types_of(part))
     outcome = {
         n: "unsaveable" if place is None else _difference(kind, place) for n, kind, place in _saved(folder, families)
@@ -155,8 +154,7 @@ def _cut(what: str, kind: Any, place: str) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 @on_ranks(2, timeout=3600)
-def test_every_family_comes_out_of_every_cut_as_it_was_stored(part, tmp_path):
-    folder = str(tmp_path)
+def test_every_family_comes_out_of_every_cut_as_it_was_stored(part, folder):
     kinds = ("ForCausalLM", "ForConditionalGeneration")
     families = (one for one in small_families(_types_of(part)) if one[1].__name__.endswith(kinds))
     outcome = {}

@@ -159,9 +159,8 @@ def test_unfreezing_in_bf16_and_in_groups():
 
 
 @on_ranks(2)
-def test_what_is_unfrozen_is_counted_and_saved(tmp_path):
+def test_what_is_unfrozen_is_counted_and_saved(folder):
     """What is unfrozen is counted, saved, and restored into an engine that begins with it."""
-    folder = str(tmp_path)
     engine = engine_of(_begins_frozen(), 3)
     for step in range(3):
         _thaw(engine.module, step)
@@ -502,8 +501,7 @@ def test_what_a_forward_writes_is_kept():
 
 
 @on_ranks(4)
-def test_what_a_forward_writes_is_kept_by_groups_and_in_files(tmp_path):
-    folder = str(tmp_path)
+def test_what_a_forward_writes_is_kept_by_groups_and_in_files(folder):
     tiers = {"device": "nvme", "nvme_path": folder}
     sharded = LIMITS["all sharded"]
     stages = [

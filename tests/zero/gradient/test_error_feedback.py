@@ -113,7 +113,6 @@ def check_private(engine: DeepSpeedEngine, reference: Reference) -> None:
 @pytest.mark.parametrize(("ranks", "stages"), [(1, (0, 3)), (2, (0, 1, 2, 3)), (3, (0, 2, 3))])
 @on_ranks()
 def test_equals_the_sum_by_hand(ranks: int, stages: tuple[int, ...]) -> None:
-    ranks = torch.distributed.get_world_size()
     for stage in stages:
         for accumulation, clip in ((1, 0.0), (2, 0.05)):
             reference = Reference(stage, ranks, accumulation, clip)
@@ -191,7 +190,6 @@ def test_everybody_computes_with_the_decoded_values() -> None:
     with deepspeed.zero.GatheredParameters(list(module.parameters())):
         assert torch.equal(module.inner.weight, expected)
     assert torch.equal(_values(engine), expected)
-    engine.destroy()
 
 
 @on_ranks(2)
@@ -226,7 +224,6 @@ def test_an_overflow_is_seen() -> None:
     engine.optimizer.override_loss_scale(2 * engine.optimizer.loss_scale)
     for one, gradients in zip(kept, engine._runtime.reducer.buckets, strict=True):
         assert torch.equal(2 * one, gradients.feedback.tensor)
-    engine.destroy()
 
 
 def _train(engine: DeepSpeedEngine, steps: range, seed: int) -> None:

@@ -38,7 +38,6 @@ def test_the_keys_in_checkpoints_keep_their_spelling() -> None:
 
 @on_ranks(1, 2, 3)
 def test_equals_the_publication_step_by_step(ranks: int) -> None:
-    ranks = torch.distributed.get_world_size()
     for accumulation, clip, published in ((1, 0.0, True), (2, 0.05, False)):
         engine = make(accumulation=accumulation, gradient_clipping=clip, published=published)
         simulation = simulated.ZeroOneAdam(
@@ -203,9 +202,8 @@ def mean(values: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @on_ranks(2)
-def test_a_save_between_exchanges_loses_nothing(tmp_path: Path) -> None:
+def test_a_save_between_exchanges_loses_nothing(folder: str) -> None:
     """Saves after 1, 8 and 15 of 16 steps."""
-    folder = str(tmp_path)
     found = []
     for saves in ((), (1, 8, 15)):
         params = {"betas": [0.9, 0.999], **LATE}
@@ -231,9 +229,8 @@ def test_a_save_between_exchanges_loses_nothing(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_weights_loaded_alone_count(tmp_path: Path) -> None:
+def test_weights_loaded_alone_count(folder: str) -> None:
     """Weights that are loaded without states are where the next step begins, in an interval and between two."""
-    folder = str(tmp_path)
     for at in (7, 8):
         engine = make()
         for step in range(at):

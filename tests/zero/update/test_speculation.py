@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -162,8 +161,7 @@ INTERFERENCES = ("master", "gradient", "state", "rate", "parameter", "zero_grad"
 
 @pytest.mark.parametrize(("stage", "precision"), [pytest.param(1, "fp32", marks=pytest.mark.slow), (3, "bf16")])
 @on_ranks(2)
-def test_what_a_program_does_after_backward_counts(stage: int, precision: str, tmp_path: Path) -> None:
-    folder = str(tmp_path)
+def test_what_a_program_does_after_backward_counts(stage: int, precision: str, folder: str) -> None:
     kinds = INTERFERENCES
     for what in kinds:
         found = []
