@@ -104,16 +104,13 @@ def test_what_is_sharded_and_why_not(ranks, stage, zero, expected):
     assert run_ranks(_sharding, ranks, stage, **zero)[0] == [expected]
 
 
-def _warnings(native):
+@pytest.mark.parametrize("native", [True, False])
+@on_ranks(1, fresh=True)
+def test_fp16_that_the_processor_emulates(native):
     cpu.cpu_has_fp16 = lambda: native
     cpu.cpu_has_bf16 = lambda: True
     twice = [*_first_lines(fp16={"enabled": True}), *_first_lines(fp16={"enabled": True})]
-    return [line for line in twice if line.startswith("fp16.enabled: ")]
-
-
-@pytest.mark.parametrize("native", [True, False])
-def test_fp16_that_the_processor_emulates(native):
-    found = run_ranks(_warnings, 1, native, fresh=True)[0]
+    found = [line for line in twice if line.startswith("fp16.enabled: ")]
     assert found == (
         []
         if native
@@ -223,8 +220,10 @@ def test_every_form_trains_as_plain_torch_does(tmp_path):
         torch.testing.assert_close(weights, wanted, rtol=1e-5, atol=1e-6, msg=lambda text, form=form: f"{form}: {text}")
 
 
-def _profiled(folder):
+@on_ranks(1)
+def test_profile_step_of_0_is_the_first_and_of_minus_1_none(tmp_path):
     """The number of profiles that were written in two steps, by ``profile_step``."""
+    folder = str(tmp_path)
     counts = {}
     for step in (-1, 0, 1, 2):
         file = f"{folder}/{step}.txt"
@@ -242,11 +241,6 @@ def _profiled(folder):
                 written.append(False)
         counts[step] = written
         engine.destroy()
-    return counts
-
-
-def test_profile_step_of_0_is_the_first_and_of_minus_1_none(tmp_path):
-    (counts,) = run_ranks(_profiled, 1, str(tmp_path))
     assert counts == {-1: [False, False], 0: [True, True], 1: [True, True], 2: [False, True]}
 
 

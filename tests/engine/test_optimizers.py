@@ -355,18 +355,15 @@ def test_unknown_optimizers_with_consent_and_at_stage_0():
     run_ranks(_allowed, 2, 3, _own_step)
 
 
-def _foreign():
+@on_ranks(1)
+def test_what_is_not_an_optimizer_of_this_model():
     model, other = tower(), tower()
     messages = []
     for optimizer in (adamw(other), object(), lambda params: "no optimizer"):
         with pytest.raises(DeepSpeedConfigError) as caught:
             initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})
         messages.append(str(caught.value))
-    return messages
-
-
-def test_what_is_not_an_optimizer_of_this_model():
-    foreign, no_optimizer, wrong_callable = run_ranks(_foreign, 1)[0]
+    foreign, no_optimizer, wrong_callable = messages
     assert "not a parameter of the model" in foreign
     assert "expected a torch.optim.Optimizer" in no_optimizer
     assert "callable returned str" in wrong_callable

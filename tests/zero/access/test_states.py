@@ -11,7 +11,7 @@ from deepspeed.utils import set_z3_leaf_modules
 from deepspeed.zero.access import states as access
 from deepspeed.zero.access import whole_buckets
 from tests.engine.support import engine_of, same_on_all_ranks
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.zero.access.support import Model, batch, build, reference, reference_backward, train
 
 # safe_get_* and safe_set_*: master weights, gradients and optimizer states of single parameters.
@@ -323,7 +323,8 @@ class _Adapted(nn.Module):
         return self.trained(self.frozen(x))
 
 
-def _read_ahead() -> list[int]:
+@on_ranks(1)
+def test_nothing_read_is_kept_back() -> None:
     """Values that had been read and not yielded, at each value of a walk."""
     engine = engine_of(nn.Sequential(*(_Adapted() for _ in range(4))), 3, zero={})
     read: list[str] = []
@@ -343,9 +344,4 @@ def _read_ahead() -> list[int]:
     finally:
         whole_buckets._walk = walk
     assert yielded == 8
-    return kept
-
-
-def test_nothing_read_is_kept_back():
-    (kept,) = run_ranks(_read_ahead, 1)
     assert max(kept) == 0, kept
