@@ -7,8 +7,9 @@ these to the first rank of the job, which assembles the logical parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.roster import Listed, Roster, roster
 from deepspeed.checkpoint.run_state import RunState
+from deepspeed.checkpoint.weight_formats import WeightInfo, in_format, info_of
 from deepspeed.checkpoint.weights_file import TensorEntry, WeightsWriter
 from deepspeed.comm.transports.transport import TensorTransfer
 from deepspeed.zero.access.whole_buckets import bucket_source, tile_windows, walk_full
@@ -96,30 +98,72 @@ def iter_weights(
     run_state: RunState,
     exchange: Exchange,
     *,
-    dtype: torch.dtype | None,
+    form: torch.dtype | str | None,
+    rounded: Collection[str],
+    rename: Callable[[str], str | None],
     exclude_frozen: bool,
+    everywhere: bool,
     gathered_bytes: int = GATHERED_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Streams the full parameters and saved buffers, one at a time. Every rank must go through it.
 
     Args:
-        dtype: The dtype of floating parameters; None: their compute dtype.
+        form: See ``weight_formats.in_format``; buffers stay as they are.
+        rounded: The weights that a format rounds.
+        rename: Returns the name to yield; None leaves a tensor out.
+        everywhere: Yield on every rank, with the bits of rank 0; else on rank 0 only.
         gathered_bytes: Most bytes that are gathered at once; a larger tensor is gathered alone.
 
     Yields:
-        On rank 0 ``(name, values)``, a copy; tied parameters once. Nothing on other ranks.
+        ``(name, values)``, a copy; tied parameters once.
     """
     listed = roster(run_state, exchange)
     buffers = _all_buffers(run_state, listed, exchange)
-    walk = _walk(run_state, listed, buffers, exclude_frozen=exclude_frozen, gathered_bytes=gathered_bytes)
+    everyone = exchange if everywhere else None
+    walk = _walk(
+        run_state, listed, buffers, exclude_frozen=exclude_frozen, gathered_bytes=gathered_bytes, everyone=everyone
+    )
     for names, values in walk:
-        if exchange.rank != 0:
-            continue
-        is_cast = values.is_floating_point() and names[0] not in buffers
-        wanted = dtype if is_cast and dtype is not None else values.dtype
-        # The walk yields views of the model's memory, or of memory that the next tensors overwrite.
-        yield names[0], values.detach().to(wanted, copy=True)
+        wanted = rename(names[0])
+        if wanted is not None and (everywhere or exchange.rank == 0):
+            # The walk yields views of the model's memory, or of memory that the next tensors overwrite.
+            for name, copied in in_format(names[0], values, None if names[0] in buffers else form, rounded):
+                yield _renamed(name, names[0], wanted), copied
         del values  # a view of what was gathered, which must be free before more is
+
+
+def weight_infos(
+    run_state: RunState,
+    exchange: Exchange,
+    *,
+    form: torch.dtype | str | None,
+    rounded: Collection[str],
+    rename: Callable[[str], str | None],
+    exclude_frozen: bool,
+) -> list[WeightInfo]:
+    """Returns what :func:`iter_weights` yields, without values.
+
+    Communicates only where ranks hold different parts of the model; every rank must call it then.
+    """
+    listed = roster(run_state, exchange)
+    buffers = _all_buffers(run_state, listed, exchange)
+    infos = []
+    for entry in _entries(listed, buffers, exclude_frozen):
+        wanted = rename(entry.name)
+        if wanted is None or entry.same_as is not None:
+            continue
+        own_form = None if entry.name in buffers else form
+        for info in info_of(entry.name, entry.dtype, entry.shape, own_form, rounded):
+            infos.append(info._replace(name=_renamed(info.name, entry.name, wanted)))
+    return infos
+
+
+def _renamed(name: str, weight: str, wanted: str) -> str:
+    """Returns the name of a weight, or of the scales beside it, where the weight is called ``wanted``."""
+    if name == weight:
+        return wanted
+    module, of_module = weight.rpartition(".")[0], wanted.rpartition(".")[0]
+    return of_module + name.removeprefix(module)
 
 
 def _all_buffers(run_state: RunState, listed: Roster, exchange: Exchange) -> dict[str, torch.Tensor]:
@@ -142,27 +186,46 @@ def _walk(
     *,
     exclude_frozen: bool,
     gathered_bytes: int = GATHERED_BYTES,
+    everyone: Exchange | None = None,
 ) -> Iterator[tuple[list[str], torch.Tensor]]:
     """Yields ``(all names, values)`` of each parameter and buffer, valid until the next.
 
     Every rank must iterate to the end.
 
-    If not all ranks have the whole model, only the first rank of the job yields anything.
+    If not all ranks have the whole model, only the first rank of the job yields anything; with ``everyone``, the
+    exchange between all, every rank does.
     """
     tied = _tied(listed)
-    for name, values in _parameters(run_state, listed, exclude_frozen, gathered_bytes):
+    for name, values in _parameters(run_state, listed, exclude_frozen, gathered_bytes, everyone is not None):
         yield [name, *tied.get(name, ())], values
         del values
-    if run_state.is_one_part or run_state.runtime.groups.job.rank == 0:
+    job = run_state.runtime.groups.job
+    if everyone is not None and job.size > 1:
+        own = [(name, str(buffer.dtype), list(buffer.shape)) for name, buffer in buffers.items()]
+        for name, dtype, shape in everyone.gather(own if job.rank == 0 else [], "the buffers of rank 0")[0]:
+            place = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            yield [name, *tied.get(name, ())], _from_first(run_state, buffers[name] if job.rank == 0 else place)
+    elif run_state.is_one_part or job.rank == 0:
         for name, buffer in buffers.items():
             yield [name, *tied.get(name, ())], buffer
 
 
+def _from_first(run_state: RunState, values: torch.Tensor) -> torch.Tensor:
+    """Returns the values of the job's first rank on every rank, on the training device; others pass the shape."""
+    on_device = values.detach().to(run_state.runtime.device).contiguous()
+    if on_device.numel():
+        transfer = TensorTransfer(0, None, on_device.view(-1).view(torch.uint8))
+        run_state.runtime.groups.job.move([transfer], label="the weights of rank 0")
+    return on_device
+
+
 def _parameters(
-    run_state: RunState, listed: Roster, exclude_frozen: bool, gathered_bytes: int
+    run_state: RunState, listed: Roster, exclude_frozen: bool, gathered_bytes: int, everywhere: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     if not run_state.is_one_part or any(entry.layout.has_parts for entry in listed.listed):
-        yield from walk_job(run_state, listed, exclude_frozen=exclude_frozen, gathered_bytes=gathered_bytes)
+        yield from walk_job(
+            run_state, listed, exclude_frozen=exclude_frozen, gathered_bytes=gathered_bytes, everywhere=everywhere
+        )
         return
     frozen = {name for parameter, name in run_state.runtime.param_names.items() if not parameter.requires_grad}
     left_out = frozen if exclude_frozen else ()
@@ -245,13 +308,22 @@ def _windows(entry: Listed, limit: int) -> list[list[int]]:
 
 @torch.no_grad()
 def walk_job(
-    run_state: RunState, listed: Roster, *, exclude_frozen: bool, gathered_bytes: int = GATHERED_BYTES
+    run_state: RunState,
+    listed: Roster,
+    *,
+    exclude_frozen: bool,
+    gathered_bytes: int = GATHERED_BYTES,
+    everywhere: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields ``(logical name, values)``, on the job's first rank alone. Every rank must iterate to the end."""
+    """Yields ``(logical name, values)``, on the job's first rank alone unless ``everywhere``.
+
+    Every rank must iterate to the end.
+    """
     runtime = run_state.runtime
     job, device = runtime.groups.job, runtime.device
     by_index = {bucket.index: bucket for bucket in runtime.buckets}
     wholes: dict[str, torch.Tensor] = {}
+    everyones = partial(_from_first, run_state) if everywhere else torch.Tensor.detach
     for steps in rounds(listed, exclude_frozen=exclude_frozen, gathered_bytes=gathered_bytes):
         if not steps:
             continue
@@ -278,12 +350,16 @@ def walk_job(
             arrived.append(values)
         job.move(transfers, label="the parameters of all ranks")
         if job.rank:
+            for step in steps if everywhere else ():
+                if step.tile.part is None or step.completes:
+                    dtype, shape = getattr(torch, step.listed.layout.dtype), step.tile.global_shape
+                    yield step.tile.logical, _from_first(run_state, torch.empty(shape, dtype=dtype, device=device))
             continue
         for step, values in zip(steps, arrived, strict=True):
             assert values is not None
             tile = step.tile
             if tile.part is None:
-                yield tile.logical, values.view(tile.shape)
+                yield tile.logical, everyones(values.view(tile.shape))
                 continue
             whole = wholes.get(tile.logical)
             if whole is None:
@@ -291,5 +367,5 @@ def walk_job(
             for region in tile.regions:
                 whole[region.in_whole] = values.view(tile.shape)[region.in_tile].to(whole.device)
             if step.completes:
-                yield tile.logical, wholes.pop(tile.logical)
+                yield tile.logical, everyones(wholes.pop(tile.logical))
         del arrived, transfers, values  # before the next round gathers

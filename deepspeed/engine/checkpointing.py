@@ -6,19 +6,22 @@ from collections.abc import Callable, Iterator, Mapping
 from logging import WARNING
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from deepspeed.checkpoint.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
-from deepspeed.checkpoint.export import GATHERED_BYTES, full_state_dict, iter_weights, write_weights
+from deepspeed.checkpoint.export import GATHERED_BYTES, full_state_dict, iter_weights, weight_infos, write_weights
 from deepspeed.checkpoint.load import LoadOptions, LoadResult, load, load_by, load_state_dict
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.save import SaveOptions, Saver
+from deepspeed.checkpoint.weight_formats import FORMATS, WeightInfo, products_of
 from deepspeed.checkpoint.weights_file import parse_size
 from deepspeed.engine.batches import Batches
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
+from deepspeed.models.adapters import adapter_names
+from deepspeed.models.anatomy import output_head, unwrapped
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.root import Root
@@ -288,36 +291,95 @@ class EngineCheckpoints:
 
     def export_weights(
         self,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         *,
+        ranks: Literal["all", 0] = 0,
+        adapters: Literal["only"] | None = None,
+        names: Callable[[str], str | None] | None = None,
         exclude_frozen_parameters: bool = False,
         bucket_bytes: int = GATHERED_BYTES,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Streams the full weights by name, for an inference server. Every rank must go through all of it.
 
-        Besides its own part a rank never holds more than ``bucket_bytes`` of them, or one tensor; rank 0 holds the copy
-        that it yields too. Works at every stage, with tensor and expert parallelism; the names are those of the model.
-        A pipeline's layers have the names of its checkpoints.
+        Besides its own part a rank never holds more than ``bucket_bytes`` of them, or one tensor, and the copy that it
+        yields. Works at every stage, with tensor and expert parallelism; the names are those of the model. A pipeline's
+        layers have the names of its checkpoints.
 
         Args:
-            dtype: The dtype of floating parameters; None: the compute dtype.
+            dtype: The dtype of floating parameters; None: the compute dtype. Or a name, for the weights of linear
+                layers but the head and for stacks of experts: ``"float8_block128"`` (blocks of 128 x 128, after each
+                weight its ``weight_scale_inv``) or ``"int8"`` (rows, with ``weight_scale``).
+            ranks: The ranks that get the weights: rank 0, or all, with the same bits in the same order.
+            adapters: ``"only"`` leaves out all but PEFT's adapters, which get the names that PEFT saves.
+            names: Returns the name to yield; None leaves a tensor out. The same on all ranks.
             exclude_frozen_parameters: Leave parameters without gradient out (the base under an adapter).
             bucket_bytes: Most bytes gathered at once; a larger tensor is gathered alone. 1 gathers one at a time.
 
         Yields:
-            ``(name, tensor)`` on rank 0, where the tensor is a copy that belongs to the caller; a tied parameter comes
-            once, and saved buffers come last. Nothing on the other ranks.
+            ``(name, tensor)``, where the tensor is a copy that belongs to the caller; a tied parameter comes once, and
+            saved buffers come last. With ``ranks=0`` nothing on the other ranks.
+
+        Raises:
+            DeepSpeedConfigError: An argument has another value, or a format of eight bits in a pipeline.
         """
+        how = self._export_settings(dtype, ranks, adapters, names, exclude_frozen_parameters)
         self._runtime.leave_backward("export_weights")
         self._runtime.refuse_offloaded("export_weights", "lp_params")
-        run_state = self._settled_run_state()
         yield from iter_weights(
-            run_state,
+            self._settled_run_state(),
             self._saver.exchange,
-            dtype=dtype,
-            exclude_frozen=exclude_frozen_parameters,
+            everywhere=ranks == "all",
             gathered_bytes=bucket_bytes,
+            **how,
         )
+
+    def weight_metadata(
+        self,
+        dtype: torch.dtype | str | None = None,
+        *,
+        ranks: Literal["all", 0] = 0,
+        adapters: Literal["only"] | None = None,
+        names: Callable[[str], str | None] | None = None,
+        exclude_frozen_parameters: bool = False,
+    ) -> list[WeightInfo]:
+        """Returns name, dtype, shape and bytes of what :meth:`export_weights` yields, in its order, without weights.
+
+        The arguments are those of :meth:`export_weights`. Communicates only where ranks hold different parts of the
+        model (pipelines, tensor and expert parallelism); every rank must call it then.
+
+        Raises:
+            DeepSpeedConfigError: As :meth:`export_weights`.
+        """
+        how = self._export_settings(dtype, ranks, adapters, names, exclude_frozen_parameters)
+        return weight_infos(self._settled_run_state(), self._saver.exchange, **how)
+
+    def _export_settings(
+        self, dtype: Any, ranks: Any, adapters: Any, names: Callable[[str], str | None] | None, exclude_frozen: bool
+    ) -> dict[str, Any]:
+        """Returns the common arguments of ``iter_weights`` and ``weight_infos``; raises for values they do not know."""
+        model = self._parts.model
+        is_format, has_stages = isinstance(dtype, str), bool(getattr(model, "is_pipeline", False))
+        for name, value, is_known, instead in (
+            ("dtype", dtype, not is_format or dtype in FORMATS, f"a torch.dtype, None or {' or '.join(FORMATS)}"),
+            ("dtype", dtype, not (is_format and has_stages), "a torch.dtype or None in a pipeline"),
+            ("ranks", ranks, ranks == "all" or (ranks == 0 and ranks is not False), '0 or "all"'),
+            ("adapters", adapters, adapters in (None, "only"), 'None or "only"'),
+            ("names", names, names is None or callable(names), "None or a callable from a name to a name"),
+        ):
+            if not is_known:
+                raise DeepSpeedConfigError(f"export_weights({name}={value!r}): expected {instead}; pass one of them")
+        saved = adapter_names(model) if adapters == "only" else None
+
+        def rename(name: str) -> str | None:
+            own = name if saved is None else saved.get(name)
+            return None if own is None else (names or str)(own)
+
+        return {
+            "form": dtype,
+            "rounded": products_of(model, output_head(unwrapped(model))) if is_format else (),
+            "rename": rename,
+            "exclude_frozen": exclude_frozen,
+        }
 
     def save_fp16_model(self, save_dir: str | PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
         """Old name of :meth:`save_16bit_model`."""

@@ -265,6 +265,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
     wait_for_checkpoint = forwarded("_checkpoints", EngineCheckpoints.wait_for_checkpoint)
     save_16bit_model = forwarded("_checkpoints", EngineCheckpoints.save_16bit_model)
     export_weights = forwarded("_checkpoints", EngineCheckpoints.export_weights)
+    weight_metadata = forwarded("_checkpoints", EngineCheckpoints.weight_metadata)
     save_fp16_model = forwarded("_checkpoints", EngineCheckpoints.save_fp16_model)
     load_module_state_dict = forwarded("_checkpoints", EngineCheckpoints.load_module_state_dict)
     _zero3_consolidated_16bit_state_dict = forwarded(
