@@ -43,9 +43,6 @@ class AgreedSetup:
 def start_ranks(distributed_port: int, dist_init_required: bool | None) -> Job:
     """Returns the job of the process group, which is started if there is none. Every rank must call it.
 
-    Args:
-        dist_init_required: False: a process group must exist already.
-
     Raises:
         DeepSpeedConfigError: ``dist_init_required`` is False, and no process group exists.
     """
@@ -62,9 +59,6 @@ def start_ranks(distributed_port: int, dist_init_required: bool | None) -> Job:
 
 def agree(job: Job, client: Client, config: Any) -> AgreedSetup:
     """Reads the configuration, lays out the ranks, and checks what is requested. Every rank must call it.
-
-    Args:
-        config: Dict, path or base64.
 
     Raises:
         DeepSpeedConfigError: The configuration is wrong, differs between ranks, or requests what cannot be done.

@@ -39,11 +39,7 @@ _BUCKET = (1 << 15) - 1  # a number that no bucket has
 
 
 def compressed(groups: Groups, setup: EngineSetup, precision: PrecisionPolicy, *, has_warm_up: bool) -> Groups:
-    """Returns the groups with the codecs that the configuration requests. Every rank must call it.
-
-    Args:
-        has_warm_up: Gradients are sent in the warm-up of the optimizer only.
-    """
+    """Returns the groups with the codecs that the configuration requests. Every rank must call it."""
     if ROWS in groups.by_name and setup.device.type != "meta":  # a plan has no row numbers: it counts whole gradients
         rows = replace(groups[ROWS], reduces_rows=True)
         groups = replace(groups, by_name={**groups.by_name, ROWS: rows})

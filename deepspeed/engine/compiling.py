@@ -15,11 +15,7 @@ from deepspeed.zero.placement import Placement
 
 
 class EngineCompile:
-    """Compiles the model of one engine.
-
-    Args:
-        gathers_between: Whether there are gathers between compiled graphs, see :func:`gathers_between_graphs`.
-    """
+    """Compiles the model of one engine."""
 
     def __init__(self, module: nn.Module, gathers_between: bool) -> None:
         self._module = module
@@ -37,7 +33,6 @@ class EngineCompile:
 
         Args:
             backend: The backend of ``torch.compile``; None is torch's default.
-            compile_kwargs: Further arguments.
             schedule: DeepCompile schedule; not supported.
             compiled_autograd_enabled: Compiled autograd; not supported.
 

@@ -430,11 +430,7 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
             yield
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Updates the parameters and advances the schedule at the boundary; otherwise only counts.
-
-        Args:
-            lr_kwargs: Arguments for the schedule's ``step``.
-        """
+        """Updates the parameters and advances the schedule at the boundary; otherwise only counts."""
         if self._train_step.update() is not None:
             self._end_step(lr_kwargs)
 

@@ -179,11 +179,7 @@ class FeatureSet:
         return exchanged, groups
 
     def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Groups, batch_size: int) -> FeatureHooks:
-        """Returns what the features do in the steps of an engine.
-
-        Args:
-            batch_size: Samples of an update, over all ranks.
-        """
+        """Returns what the features do in the steps of an engine."""
         made = {name: feature.hooks(setup, runtime, groups, batch_size) for name, feature in self._features.items()}
         return FeatureHooks({name: hooks for name, hooks in made.items() if hooks is not None})
 

@@ -90,11 +90,7 @@ def initialize(
 def build_parts(
     client: Client, config: Any, distributed_port: int = 29500, dist_init_required: bool | None = None
 ) -> EngineParts:
-    """Builds everything below the engine. Every rank must call it.
-
-    Args:
-        dist_init_required: False: a process group must exist already.
-    """
+    """Builds everything below the engine. Every rank must call it."""
     job = start_ranks(distributed_port, dist_init_required)
     agreed = agree(job, client, config)
     root, features, setup, model = agreed.parsed.root, agreed.features, agreed.setup, client.model

@@ -40,11 +40,7 @@ class EngineLoading:
             patch_accelerate()
 
     def resume(self, step: int, restored: Any) -> None:
-        """Records that a checkpoint was loaded, and warns of training data that start from the beginning.
-
-        Args:
-            restored: The loader whose position checkpoints contain, or None.
-        """
+        """Records that a checkpoint was loaded, and warns of training data that start from the beginning."""
         self._resumed_at = 0 if restored is not None else step
         if restored is None and self._made:
             self._warn(step, "a loader that deepspeed_io made is")
@@ -111,10 +107,8 @@ def make_loader(
     """Makes a loader that gives each rank its share of ``dataset``.
 
     Args:
-        batch_size: Samples of a micro-batch on a rank.
         route: ``train`` and ``pipeline`` take the configured sampler; ``train`` shuffles without one.
         pin_memory: Keep batches in pinned memory, where ``on_device``.
-        collate_fn: Makes a batch of samples; None: torch's.
         workers: Processes that load; None: the configured number.
 
     Raises:

@@ -48,9 +48,6 @@ class LossCounter:
     def begin_sum(self, count: Any, micro_batches: int) -> float:
         """Returns the divisor of a loss that is a sum, before its backward. Every rank must call it alike.
 
-        Args:
-            count: Tokens in this rank's loss, as :func:`checked_count` returns them.
-
         Raises:
             CallOrderError: Another loss of the update is a mean.
             DeepSpeedConfigError: The count of some rank is negative or not finite; the same on every rank.

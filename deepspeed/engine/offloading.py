@@ -54,11 +54,7 @@ class EngineOffload:
         self._mover().offload(include, pin=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Brings back what :meth:`offload_states` moved, if anything.
-
-        Args:
-            non_blocking: Queue the copies without waiting for each one; they are over when this method returns.
-        """
+        """Brings back what :meth:`offload_states` moved, if anything."""
         self._mover().reload(non_blocking=non_blocking)
 
     def _mover(self) -> StateTransfer:

@@ -151,10 +151,6 @@ def check_loss(loss: Any, gradient: Any) -> None:
 def paired_roots(outputs: Any, gradients: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns the outputs that need a gradient, and their gradients.
 
-    Args:
-        outputs: A tensor or a sequence of tensors.
-        gradients: As many; None where an output got none.
-
     Raises:
         CallOrderError: Their numbers or shapes differ, or there is nothing to go through.
     """

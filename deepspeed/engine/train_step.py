@@ -38,8 +38,6 @@ class TrainStep:
     :meth:`update_parameters` and :meth:`zero_grad`.
 
     Args:
-        hooks: What the engine's features do in a step.
-        checks_rows: Warn if the first training batch has another number of rows than the micro-batch.
         is_scheduled: A schedule runs backwards and updates, as in a pipeline; the program, which has no call between
             them, does not see gradients in ``parameter.grad``.
     """
@@ -231,9 +229,6 @@ class TrainStep:
 
     def begin_loss(self, count: Any, micro_batches: int) -> float:
         """Returns the divisor of a loss before its backward: 1 for a mean.
-
-        Args:
-            count: Tokens that it is a sum over, as :func:`checked_count` returns them; None: it is a mean.
 
         Raises:
             CallOrderError: Some losses of the update are sums with a count, and others are means.

@@ -283,11 +283,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
 
 def _follow_zero_grad(optimizer: torch.optim.Optimizer, discard: Callable[[], None]) -> Callable[..., None]:
-    """Makes ``optimizer.zero_grad`` discard the engine's gradients too; returns what is in its place.
-
-    Args:
-        discard: A bound method; its object is not kept alive.
-    """
+    """Makes ``optimizer.zero_grad`` discard the engine's gradients too; returns what is in its place."""
     original, own = type(optimizer).zero_grad, weakref.WeakMethod(discard)
 
     @wraps(original)

@@ -69,11 +69,7 @@ class BucketGroup:
 
     @classmethod
     def over(cls, gather: Transport, reduce: Transport | None = None, *, name: str = DATA) -> BucketGroup:
-        """Returns the ranks that share everything: parameters, gradients and masters.
-
-        Args:
-            reduce: Carries gradients; None: ``gather`` does.
-        """
+        """Returns the ranks that share everything: parameters, gradients and masters."""
         return cls(name, gather, reduce or gather, gather, divisor=gather.size)
 
     def parameter_transport(self, *, trainable: bool) -> Transport:

@@ -356,9 +356,6 @@ def first_values(
     an earlier engine. Only parts that change their owner are sent, all of a bucket in one round; no rank ever holds
     more of a sharded bucket than its slice.
 
-    Args:
-        cut: Whether this rank needs its slice only, or everything.
-
     Returns:
         1-D, this rank's slice or the whole buffer, in the narrowest dtype that holds all values that the parameters
         have now (masters are made from it); padding is zero.

@@ -132,17 +132,7 @@ class Placement:
         spread_master: bool = False,
         speculates: bool = False,
     ) -> Placement:
-        """Returns the row of the table for ``stage`` (0, 1, 2 or 3), with other tiers for what that stage shards.
-
-        Args:
-            param_tier: See the class; stage 3 only.
-            master_tier: See the class; from stage 1 on.
-            offloaded_share: See the class.
-            max_host_params: See the class.
-            shard_ranks: See the class; stage 3 only.
-            spread_master: See the class.
-            speculates: See the class.
-        """
+        """Returns the row of the table for ``stage`` (0, 1, 2 or 3), with other tiers for what that stage shards."""
         return cls(
             stage=stage,
             shard_params=stage >= 3,
@@ -199,9 +189,6 @@ class Placement:
         """Returns the placements after a frozen bucket starts to be trained; the others do not change.
 
         Its master leaves the device if those that are there have not reached their share.
-
-        Args:
-            layout: The layout in which it is already trainable.
         """
         trained = moved = 0
         for bucket, at in zip(layout.buckets, placed, strict=True):

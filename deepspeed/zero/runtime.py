@@ -143,12 +143,7 @@ class ZeroRuntime:
     def begin_backward(
         self, micro_batch: MicroBatch, *, sync: bool, unit: GradientUnit | None = None, is_by_program: bool = False
     ) -> None:
-        """Opens a backward: gradients are collected and sharded parameters gathered on demand until it ends.
-
-        Args:
-            unit: The unit of the gradients that the program sees in ``.grad``; None: it sees none.
-            is_by_program: Whether the program has called torch's backward, not the engine's.
-        """
+        """Opens a backward: gradients are collected and sharded parameters gathered on demand until it ends."""
         require_state(not self.in_backward, self, "no open backward at the begin of one")
         self.take_unfrozen()
         now = self.passes.begin(ModelPhase.BACKWARD)
@@ -306,9 +301,6 @@ class ZeroRuntime:
 
     def refuse_offloaded(self, call: str, *kinds: str) -> None:
         """Checks that the states that ``call`` works on are not on the host.
-
-        Args:
-            *kinds: The kinds that it needs; none: all.
 
         Raises:
             CallOrderError: Some of these states are on the host.

@@ -80,11 +80,7 @@ class Source:
 
 
 def bucket_source(runtime: ZeroRuntime, bucket: Bucket, kind: str, dtype: torch.dtype | None = None) -> Source | None:
-    """Returns this rank's part of one quantity of a bucket, or None where the bucket has none on any rank.
-
-    Args:
-        dtype: Dtype of a state, for ranks that own nothing of it.
-    """
+    """Returns this rank's part of one quantity of a bucket, or None where the bucket has none on any rank."""
     label = f"{kind} of {bucket.label}"
     master = runtime.master_of(bucket)
     if kind == "param" or (kind == "fp32" and master is None):

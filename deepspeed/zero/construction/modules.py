@@ -63,11 +63,7 @@ class Patch:
 
 
 class Construction:
-    """Holds how one ``zero.Init`` context shards modules.
-
-    Args:
-        dtype: The dtype of floating parameters; None keeps each one's own.
-    """
+    """Holds how one ``zero.Init`` context shards modules."""
 
     def __init__(
         self,
@@ -158,9 +154,6 @@ class Construction:
 
     def gather(self, parameter: torch.nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
         """Makes a parameter full, in its own shape, for code of the model. Every rank runs that code.
-
-        Args:
-            together: All parameters that the running operation needs; others are resharded first.
 
         Returns:
             False if that is not allowed: after the context has ended, except inside :func:`serving_all_ranks`.

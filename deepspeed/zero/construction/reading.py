@@ -24,11 +24,7 @@ _indices = itertools.count(1 << 24)  # apart from those of zero.Init and of engi
 
 
 class SlicesFromFiles:
-    """Replaces parameters on the meta device by slices on all ranks, without communication.
-
-    Args:
-        on_host: Whether slices stay in host memory until ``initialize``.
-    """
+    """Replaces parameters on the meta device by slices on all ranks, without communication."""
 
     def __init__(self, dtype: torch.dtype, *, on_host: bool) -> None:
         if not comm.is_initialized():
@@ -68,11 +64,7 @@ class SlicesFromFiles:
         return made
 
     def take(self, parameter: torch.nn.Parameter, first: int, numel: int, read: Read) -> None:
-        """Reads the part of an interval of the flattened parameter that lies in this rank's slice.
-
-        Args:
-            first: Element of the parameter at which the interval begins.
-        """
+        """Reads the part of an interval of the flattened parameter that lies in this rank's slice."""
         address = address_of(parameter)
         assert address is not None
         fragment = address.bucket.fragment(address.tile)

@@ -94,9 +94,6 @@ class Agreement:
     def compare(self, knowledge: int) -> PassMode:
         """Compares the records of all ranks at the start of the open pass. All of them call it.
 
-        Args:
-            knowledge: Checksum of this rank's records (below 2**32).
-
         Returns:
             Whether this rank follows its record, records the pass, or takes part in an evaluation of other ranks first
             and then calls it again.

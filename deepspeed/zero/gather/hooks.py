@@ -303,9 +303,6 @@ class ForwardHooks:
         """Hooks the outputs of a training forward, so that a backward through them is opened, whoever calls it.
 
         So its entry is known before the first weight is needed.
-
-        Args:
-            entry: Number of the module among those that may be called by themselves; 0 is the model.
         """
 
         def reached(_gradient: torch.Tensor) -> None:

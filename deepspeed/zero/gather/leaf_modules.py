@@ -37,11 +37,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def z3_leaf_parameter(model: torch.nn.Parameter) -> bool:
-    """Returns whether a parameter is gathered together with a leaf module; known after ``initialize``.
-
-    Args:
-        model: The parameter; upstream calls it so.
-    """
+    """Returns whether a parameter is gathered together with a leaf module; known after ``initialize``."""
     address = model.__dict__.get("_ds_address")
     owner = None if address is None else address.bucket.owner
     return owner is not None and model in owner.leaf_parameters()
@@ -56,10 +52,6 @@ def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Marks every module of the given classes.
-
-    Args:
-        leaf_module_classes: Classes, names of classes, or their paths.
-        raise_if_not_found: No such module is an error.
 
     Returns:
         The modules, in model order.
@@ -81,10 +73,6 @@ def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Marks modules by their names in ``named_modules()``.
-
-    Args:
-        flag: False removes the mark.
-        raise_if_not_found: None found is an error.
 
     Returns:
         ``(modules, names that no module has)``.

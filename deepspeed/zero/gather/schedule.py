@@ -65,8 +65,6 @@ class GatherSchedule:
     """Makes buckets FULL on demand, in one order on all ranks.
 
     Args:
-        buckets: The sharded buckets of the model, in model order.
-        leaves: The buckets that each leaf module uses.
         units: For each unit, the indices of its buckets, sharded or not; a bucket in none is a unit by itself.
     """
 
@@ -325,11 +323,7 @@ class GatherSchedule:
             bucket.abandon_gather()
 
     def _serve(self, now: Pass, request: int) -> bool:
-        """Gathers what all ranks want now; returns whether any does. All ranks must come here.
-
-        Args:
-            request: Index of the bucket that this rank wants, or ``END_OF_PASS``.
-        """
+        """Gathers what all ranks want now; returns whether any does. All ranks must come here."""
         wanted = self._agreement.collect(len(now.issued), request)
         for index in wanted:
             if index == request:
@@ -434,11 +428,7 @@ class LearnedOrder:
         return [index for index in self.order if index not in skipped]
 
     def learn(self, order: Sequence[int], skipped: AbstractSet[int], *, falls: bool) -> None:
-        """Merges a recorded pass.
-
-        Args:
-            falls: Whether bucket numbers fall along the order, as in a backward.
-        """
+        """Merges a recorded pass."""
         known, merged = self.order, list(order)
         for position, index in enumerate(known):
             if index in skipped and index not in merged:

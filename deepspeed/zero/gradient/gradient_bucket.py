@@ -253,19 +253,11 @@ class GradientBucket:
         self._before = self.sum.mark()
 
     def is_mixed(self, *, reduced: bool) -> bool:
-        """Returns whether this backward's gradient has been added to a sum that was there before it.
-
-        Args:
-            reduced: Whether the backward reduces; others change only this rank's own sum.
-        """
+        """Returns whether this backward's gradient has been added to a sum that was there before it."""
         return self.sum.is_mixed_since(self._before, reduced=reduced)
 
     def drop_backward(self, *, reduced: bool, with_sum: bool) -> None:
-        """Discards what a backward delivered, after an exception in it.
-
-        Args:
-            with_sum: Discard the sum of earlier micro-batches too.
-        """
+        """Discards what a backward delivered, after an exception in it."""
         for parameter in self.bucket.params:
             parameter.grad = None
         if reduced and (with_sum or (self._before.is_empty and self.sum.has_grown_since(self._before))):

@@ -95,11 +95,7 @@ class GradientSum:
         return self._additions > mark.additions
 
     def is_mixed_since(self, mark: GradientSumState, *, reduced: bool) -> bool:
-        """Returns whether a backward has been added to a sum that was there before it.
-
-        Args:
-            reduced: Whether the backward reduces; others change only the local sum.
-        """
+        """Returns whether a backward has been added to a sum that was there before it."""
         had = not mark.is_empty if reduced else mark.has_local
         return had and self.has_grown_since(mark)
 
@@ -237,11 +233,7 @@ class GradientSum:
     # -- undoing -----------------------------------------------------------------------------------------------------
 
     def undo_local(self, mark: GradientSumState, *, with_sum: bool) -> None:
-        """Removes a backward that began at ``mark`` from the local sum and from the used flags.
-
-        Args:
-            with_sum: Remove the earlier sum too.
-        """
+        """Removes a backward that began at ``mark`` from the local sum and from the used flags."""
         if self.local is not None and (with_sum or not mark.has_local):
             self.take_local().free()
         self.used = [False] * len(self.used) if self.is_empty else list(mark.used)
@@ -396,10 +388,6 @@ def clip_factor(norm: float, limit: float) -> float:
 
 
 def gradient_factor(norm: float, *, scale: float, clip_grad: float) -> float | None:
-    """Returns what the update multiplies gradients by; None for exactly 1.
-
-    Args:
-        norm: Unscaled, over all ranks.
-    """
+    """Returns what the update multiplies gradients by; None for exactly 1."""
     factor = 1.0 / scale * clip_factor(norm, clip_grad)
     return None if factor == 1.0 else factor

@@ -62,9 +62,7 @@ class GradientReducer:
     buckets with repeated arrivals, everything is reduced at the end of the backward.
 
     Args:
-        buckets: Trainable buckets in model order.
         needs_one_order: Gathers run during backward, and all ranks must issue them and reductions in one order.
-        runs: The gradients of the runs that the torch optimizer's groups list; None without an optimizer.
     """
 
     def __init__(
@@ -174,14 +172,7 @@ class GradientReducer:
         closes: Set[int],
         unit: GradientUnit | None = None,
     ) -> None:
-        """Prepares the reductions of a backward that begins. All ranks must pass the same.
-
-        Args:
-            reaches: Positions of the buckets whose parameters it may reach.
-            reduces: Those whose gradients are to be reduced (at the boundary, or sharded gradients outside
-                ``no_sync``); what reaches the others is added to the local sum.
-            closes: Those that no later backward reaches before the update.
-        """
+        """Prepares the reductions of a backward that begins. All ranks must pass the same."""
         require_state(not self.is_open, self, "no open backward")
         self.stop_reading()
         self.program.apply()
@@ -232,9 +223,6 @@ class GradientReducer:
         A peer with unused parameters in a bucket sends it only at the end of its backward, and may need gathers from
         this rank before. So during backward this waits only for reductions that all peers are known to have started. If
         a device runs the transfers, only their completion shows that; the host waits a limited time for it.
-
-        Args:
-            is_over: Whether this rank's backward has ended, so that peers need only reductions from it.
         """
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
             # with all gathers issued that its peers need, this rank may wait for their part of a reduction
@@ -515,11 +503,7 @@ class GradientReducer:
             gradients.commit()
 
     def end_update(self, number: int) -> None:
-        """Called when an update is over, or was skipped.
-
-        Args:
-            number: Number of the update, from 1; equal on all ranks, also after a checkpoint was loaded.
-        """
+        """Called when an update is over, or was skipped."""
         if self.policy.forget_every and number % self.policy.forget_every == 0:
             self.scale_feedback(0.0)
 

@@ -115,11 +115,7 @@ class MemoryFormula:
         return total, f"{size} x Psi / {self.owners}" if self.placement.shard_master else f"{size} x Psi"
 
     def master_tensors(self, state_itemsizes: Sequence[int], tier: Tier) -> list[tuple[int, int]]:
-        """Returns ``(elements, bytes per element)`` of masters and states of a tier.
-
-        Args:
-            state_itemsizes: For every state, its bytes per fp32 element.
-        """
+        """Returns ``(elements, bytes per element)`` of masters and states of a tier."""
         found = []
         for bucket, placed in self._trained():
             if placed.master_tier is tier:

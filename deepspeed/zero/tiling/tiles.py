@@ -60,11 +60,7 @@ class TilePart:
 
     @classmethod
     def cut(cls, name: str, global_shape: tuple[int, ...], dim: int, intervals: Sequence[tuple[int, int]]) -> TilePart:
-        """Returns the part of a tile that holds, one after the other along ``dim``, some intervals of it.
-
-        Args:
-            intervals: First and last-plus-one index; empty ones are left out.
-        """
+        """Returns the part of a tile that holds, one after the other along ``dim``, some intervals of it."""
         regions, place = [], 0
         for low, high in intervals:
             if low < high and 0 not in global_shape:

@@ -164,8 +164,6 @@ class ChunkUpdater:
         """Updates masters.
 
         Args:
-            work: Masters with a gradient, their gradients, and which of their tiles got one.
-            publish: Called when a master and its compute tensor are complete.
             store: For masters with an update computed earlier: applies it.
             number: The number of the update, equal on all ranks; decides how 16 bits are rounded.
         """

@@ -342,9 +342,6 @@ def cut_state(state: dict[str, Any], of: int, offset: int, numel: int) -> dict[s
 def fragment_tables(masters: list[MasterBucket], other_parts: Axis | None = None) -> list[FragmentTable]:
     """Returns which parts of which parameters every run holds, for optimizers that need whole-tensor information.
 
-    Args:
-        other_parts: The ranks that hold other parts of some parameters; None where none do.
-
     Returns:
         A table for the masters that are cut over the same ranks, in the same order on all ranks: usually one, and
         further ones for parameters in groups of their own, such as experts.
@@ -420,9 +417,6 @@ def move_to_runs(optimizer: torch.optim.Optimizer, masters: list[MasterBucket]) 
 
     The optimizer and its group dicts stay the same objects, so that schedulers built on them keep working; only the
     ``params`` lists are replaced.
-
-    Args:
-        optimizer: The torch optimizer; its groups still list the model's parameters.
     """
     parameters = [parameter for master in masters for parameter in master.bucket.params]
     states = {id(parameter): optimizer.state.pop(parameter, None) for parameter in parameters}

@@ -38,11 +38,7 @@ class OuterState:
 
 
 class OuterStep(UpdateDriver):
-    """Adds the outer step of islands to the exchange inside an island.
-
-    Args:
-        across: The ranks with the same place on their islands.
-    """
+    """Adds the outer step of islands to the exchange inside an island."""
 
     def __init__(self, inner: UpdateDriver, section: Islands, across: Transport) -> None:
         self.inner = inner  # exchanges inside this rank's island

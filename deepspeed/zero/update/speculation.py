@@ -212,11 +212,7 @@ class SpeculativeUpdate:
     def is_right(
         self, factor: float | None, used: list[bool], optimizer: torch.optim.Optimizer, *, why: list[str]
     ) -> bool:
-        """Returns whether no input has changed since the speculative update read it.
-
-        Args:
-            used: By tile, whether it got a gradient on any rank.
-        """
+        """Returns whether no input has changed since the speculative update read it."""
         master = self.shadow.master
         if factor != self.factor:
             why.append(f"gradients are multiplied by {factor or 1.0:.6g}, not {self.factor or 1.0:.6g}")
@@ -345,9 +341,6 @@ class SpeculativeUpdater:
         """Returns the updates to keep, by position; discards the others.
 
         Updates that the worker has not started are left to the caller, which updates in place.
-
-        Args:
-            used: By bucket and tile, whether it got a gradient on any rank.
         """
         started = {position: one for position, one in self._open.items() if not one.job.cancel()}
         kept: dict[int, SpeculativeUpdate] = {}

@@ -168,9 +168,6 @@ class Updater:
 
         Every rank must call it, with no parameter gathered.
 
-        Args:
-            exchanged: What :meth:`exchange` returned for these gradients.
-
         Raises:
             NonFiniteError: Too many skipped steps in a row, or an overflow at the minimum loss scale.
         """
@@ -383,9 +380,6 @@ class Updater:
 
 def refuse_changed_groups(optimizer: torch.optim.Optimizer, runs: int) -> None:
     """Raises if parameters were added to a group or taken from it, or if a group with parameters was added.
-
-    Args:
-        runs: Number of this rank's runs, which are all that its groups may list.
 
     Raises:
         CallOrderError: The groups list something else, which would never be trained.
