@@ -349,8 +349,8 @@ class GatheredBlock:
         if replicas is not None and not self._group.spans_stages and self._transport.rank == modifier:
             # the modifier's values go to the rank of the same number in each other group that shares them
             edited = [parameter.data.view(-1) for parameter, _ in [*self._present, *self._loaned]]
-            transfers = [TensorTransfer(copy, None, values) for values in edited]
-            replicas.move(transfers, label=f"the changes of {_label(self._entries)}")
+            copies = [TensorTransfer(copy, None, values) for values in edited]
+            replicas.move(copies, label=f"the changes of {_label(self._entries)}")
         for parameter, address in [*self._present, *self._loaned]:
             bucket, values = address.bucket, parameter.data.view(-1)
             if self._stays_full(address):
