@@ -257,6 +257,8 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
 
     offload_states = forwarded("_offloading", EngineOffload.offload_states)
     reload_states = forwarded("_offloading", EngineOffload.reload_states)
+    sleep = forwarded("_offloading", EngineOffload.sleep)
+    wake = forwarded("_offloading", EngineOffload.wake)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import Self
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import CallOrderError
@@ -15,6 +16,24 @@ from deepspeed.zero.runtime import ZeroRuntime
 
 if TYPE_CHECKING:
     from deepspeed.engine.parts import EngineParts
+
+
+class SleepReport:
+    """What ``engine.sleep`` freed. Leaving it as a context wakes the engine.
+
+    Attributes:
+        freed_bytes: Bytes of this rank that left the device; on a CPU they went from host memory to host memory.
+    """
+
+    def __init__(self, freed_bytes: int, wake: Callable[[], None]) -> None:
+        self.freed_bytes = freed_bytes
+        self._wake = wake
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wake()
 
 
 class EngineOffload:
@@ -56,6 +75,40 @@ class EngineOffload:
     def reload_states(self, non_blocking: bool = False) -> None:
         """Brings back what :meth:`offload_states` moved, if anything."""
         self._mover().reload(non_blocking=non_blocking)
+
+    def sleep(self, keep: Iterable[Any] = ()) -> SleepReport:
+        """Moves every state but some kinds to the host until :meth:`wake`; does nothing where the engine sleeps.
+
+        A call that needs a moved state raises meanwhile and says to wake the engine; checkpoints can be saved.
+
+        Args:
+            keep: Kinds of :meth:`offload_states` that stay on the device.
+
+        Returns:
+            What was freed; as a context manager it wakes the engine at its end.
+
+        Raises:
+            ValueError: An unknown kind.
+            CallOrderError: A forward or backward is running.
+        """
+        if self._parts.runtime.offloaded:
+            return SleepReport(0, lambda: None)
+        kept = [str(getattr(kind, "value", kind)) for kind in keep]
+        if unknown := [kind for kind in kept if kind not in KINDS]:
+            raise ValueError(f"sleep(keep=...): expected kinds of {list(KINDS)}, found {unknown}; leave them out")
+        before = self._device_bytes()
+        self.offload_states([kind for kind in KINDS if kind not in kept])
+        return SleepReport(before - self._device_bytes(), self.wake)
+
+    def wake(self) -> None:
+        """Brings back what :meth:`sleep` moved, if anything."""
+        self.reload_states()
+
+    def _device_bytes(self) -> int:
+        runtime = self._parts.runtime
+        if runtime.updater is not None:
+            runtime.updater.count_state()
+        return runtime.memory_tracker.live_at(Tier.DEVICE)
 
     def _mover(self) -> StateTransfer:
         return StateTransfer(self._parts.runtime, self._parts.torch_optimizer)

@@ -310,7 +310,8 @@ class ZeroRuntime:
         missing = sorted(self.offloaded.intersection(kinds) if kinds else self.offloaded)
         if missing:
             raise CallOrderError(
-                f"{call}: offload_states has moved {', '.join(missing)} to the host; call engine.reload_states() first"
+                f"{call}: offload_states has moved {', '.join(missing)} to the host; call engine.reload_states(), or "
+                "engine.wake() after engine.sleep(), first"
             )
 
     def refuse_open_blocks(self, call: str) -> None:

@@ -126,6 +126,38 @@ def test_pending_gradients(ranks: int) -> None:
     run_ranks(pending_gradients, ranks, config(3, precision="bf16", accumulation=2))
 
 
+@on_ranks(2)
+def test_sleep() -> None:
+    """Freed bytes are those of the formula; twice, with a save, in any order; training is that of a twin."""
+    settings = config(3, precision="bf16")
+    plain = make_engine(settings)
+    expected = collect(plain, train_some(plain, range(4)))
+    plain.destroy()
+    engine = make_engine(settings)
+    norms = train_some(engine, range(2))
+    padded = sum(master.flat.numel() for master in engine._runtime.masters)
+    of_optimizer = 4 * padded + engine.optimizer.count_state()  # an unused parameter has no moments
+    with engine.sleep() as report:
+        # Weights in bf16, masters, and two moments; small parameters are whole on each rank.
+        assert of_optimizer + 2 * padded <= report.freed_bytes <= 1.02 * of_optimizer + 4 * padded
+        with engine.sleep() as second:
+            assert second.freed_bytes == 0
+        with pytest.raises(CallOrderError, match=r"engine\.wake\(\)"):
+            engine.step()
+    engine.wake()
+    kept = engine.sleep(keep=["lp_params"])
+    assert kept.freed_bytes == of_optimizer < report.freed_bytes
+    with torch.no_grad():
+        engine(make_batch(0, 0, dist.get_rank()))
+    engine.wake()
+    got = collect(engine, norms + train_some(engine, range(2, 4)))
+    for part in ("norms", "compute", "masters", "states"):
+        assert_states_equal(getattr(got, part), getattr(expected, part))
+    with pytest.raises(ValueError, match="found \\['weights'\\]"):
+        engine.sleep(keep=["weights"])
+    engine.destroy()
+
+
 @on_ranks(1)
 def test_wrong_arguments() -> None:
     engine = make_engine(config(2))
