@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from deepspeed.engine import DeepSpeedEngine
 from tests.engine.support import engine_of, inputs
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks
 from tests.harness.toy_models import tower
 
 
@@ -22,24 +22,22 @@ def masters(engine: DeepSpeedEngine) -> list[torch.Tensor]:
     return [master.flat.clone() for master in engine._runtime.masters]
 
 
-def rolled_back(folder: Path, stages: tuple[int, ...]) -> None:
+@on_ranks(2)
+def test_pending_gradients_do_not_survive_a_load(tmp_path: Path) -> None:
     """Gradients that wait for an update when a checkpoint is loaded are those of other weights."""
+    stages = (0, 2, 3)
     for stage in stages:
         engine = engine_of(tower(), stage, accumulation=2)
         steps(engine, 0)
-        engine.save_checkpoint(folder, tag=f"stage{stage}")
+        engine.save_checkpoint(tmp_path, tag=f"stage{stage}")
         steps(engine, 1)
         expected = masters(engine)
         engine.backward(engine(inputs(7, dist.get_rank())))
         engine.step()  # the first of two micro-batches
-        engine.load_checkpoint(folder, tag=f"stage{stage}")
+        engine.load_checkpoint(tmp_path, tag=f"stage{stage}")
         steps(engine, 1)
         assert_states_equal(masters(engine), expected)
         engine.destroy()
-
-
-def test_pending_gradients_do_not_survive_a_load(tmp_path: Path) -> None:
-    run_ranks(rolled_back, 2, tmp_path, (0, 2, 3))
 
 
 def updates(engine: DeepSpeedEngine, count: int) -> list[int]:
@@ -54,19 +52,16 @@ def updates(engine: DeepSpeedEngine, count: int) -> list[int]:
     return found
 
 
-def other_accumulation(folder: Path) -> None:
+@on_ranks(2)
+def test_accumulation_steps_may_change(tmp_path: Path) -> None:
     """Every update has all its micro-batches, also the first after the accumulation steps have changed."""
     engine = engine_of(tower(), 1, accumulation=3)
     steps(engine, 0)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     engine.destroy()
     engine = engine_of(tower(), 1, accumulation=4)
-    engine.load_checkpoint(folder)
+    engine.load_checkpoint(tmp_path)
     assert updates(engine, 9) == [3, 7]
     engine.set_train_batch_size(2 * dist.get_world_size() * 3)
     assert updates(engine, 5) == [1, 4], "the micro-step since the last update counts"
     engine.destroy()
-
-
-def test_accumulation_steps_may_change(tmp_path: Path) -> None:
-    run_ranks(other_accumulation, 2, tmp_path)

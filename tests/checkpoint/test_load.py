@@ -16,7 +16,7 @@ from tests.checkpoint.training import Net, config, fragments, groups, joined
 from tests.checkpoint.training import engine as saved_engine
 from tests.checkpoint.training import train as train_steps
 from tests.engine.support import SHARDED, engine_of, inputs
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.toy_models import tower
 
 
@@ -34,32 +34,30 @@ def train(engine: DeepSpeedEngine, *steps: int) -> list[torch.Tensor]:
     return [master.flat.clone() for master in engine._runtime.masters]
 
 
-def resumed(folder: Path) -> None:
+@on_ranks(2)
+def test_parameters_unfrozen_before_a_load(tmp_path: Path) -> None:
     for stage, device in ((0, "none"), (3, "none"), (3, "cpu")):
         engine = make(stage, device)
         train(engine, 0)
         engine.module.first.requires_grad_(True)
         train(engine, 1, 2)
-        engine.save_checkpoint(folder, tag=f"{stage}{device}")
+        engine.save_checkpoint(tmp_path, tag=f"{stage}{device}")
         expected = train(engine, 3)
         engine.destroy()
         engine = make(stage, device)
         engine.module.first.requires_grad_(True)
-        engine.load_checkpoint(folder, tag=f"{stage}{device}")  # before any backward
+        engine.load_checkpoint(tmp_path, tag=f"{stage}{device}")  # before any backward
         assert_states_equal(train(engine, 3), expected)
         engine.destroy()
         engine = make(stage, device)
         with mock.patch.object(load, "log_dist") as logged:
-            engine.load_checkpoint(folder, tag=f"{stage}{device}")
+            engine.load_checkpoint(tmp_path, tag=f"{stage}{device}")
         assert "2 parameters have saved masters" in logged.call_args.args[0]
         engine.destroy()
 
 
-def test_parameters_unfrozen_before_a_load(tmp_path: Path) -> None:
-    run_ranks(resumed, 2, tmp_path)
-
-
-def frozen_group(folder: Path) -> None:
+@on_ranks(2)
+def test_a_param_group_that_is_frozen_at_a_load_keeps_its_learning_rate(tmp_path: Path) -> None:
     """Loads into a model in which a whole param group is frozen; its learning rate is the saved one."""
     rates = {}
     for is_frozen in (False, True):
@@ -69,19 +67,15 @@ def frozen_group(folder: Path) -> None:
         optimizer = torch.optim.SGD(groups, lr=0.2)
         engine = engine_of(model, 1, optimizer=lambda _, made=optimizer: made)
         if is_frozen:
-            engine.load_checkpoint(folder)
+            engine.load_checkpoint(tmp_path)
         else:
             for group in optimizer.param_groups:
                 group["lr"] /= 4
             train(engine, 0)
-            engine.save_checkpoint(folder)
+            engine.save_checkpoint(tmp_path)
         rates[is_frozen] = [group["lr"] for group in engine.optimizer.param_groups]
         engine.destroy()
     assert rates[True] == rates[False] == [0.025, 0.05]
-
-
-def test_a_param_group_that_is_frozen_at_a_load_keeps_its_learning_rate(tmp_path: Path) -> None:
-    run_ranks(frozen_group, 2, tmp_path)
 
 
 class Reordered(Net):
@@ -168,22 +162,19 @@ def test_a_mismatch_is_one_table_and_nothing_is_loaded(tmp_path):
         assert "(9, 24)" in shapes and "(9, 23)" in shapes
 
 
-def without_states(folder: Path) -> None:
+@on_ranks(1)
+def test_an_optimizer_without_states_misses_none(tmp_path: Path) -> None:
     def make(momentum: float = 0.0) -> DeepSpeedEngine:
         return engine_of(tower(), 2, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=momentum))
 
     engine = make()
     train(engine, 0)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     for momentum, count in ((0.0, 0), (0.9, 1)):
         other = make(momentum)
         with mock.patch.object(load, "log_dist") as logged:
-            other.load_checkpoint(folder)
+            other.load_checkpoint(tmp_path)
         assert sum("no optimizer state" in call.args[0] for call in logged.call_args_list) == count
-
-
-def test_an_optimizer_without_states_misses_none(tmp_path: Path) -> None:
-    run_ranks(without_states, 1, tmp_path)
 
 
 def continue_with_saved_momentum(folder: str, momentum: float, other: float):
@@ -205,30 +196,27 @@ def test_states_follow_the_restored_hyperparameters(momentum, other, tmp_path):
         assert found == expected
 
 
-def with_amsgrad(folder: Path) -> None:
+@on_ranks(1)
+def test_an_option_that_the_optimizer_does_not_have_is_not_restored(tmp_path: Path) -> None:
     def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
 
     engine = engine_of(tower(), 1, optimizer=amsgrad)
     train(engine, 0, 1)
-    engine.save_checkpoint(folder, tag="with")
+    engine.save_checkpoint(tmp_path, tag="with")
     engine.destroy()
     engine = engine_of(tower(), 1)  # its update on flat runs has no amsgrad
     with mock.patch.object(load, "log_dist") as logged:
-        engine.load_checkpoint(folder, tag="with")
+        engine.load_checkpoint(tmp_path, tag="with")
     notes = "\n".join(call.args[0] for call in logged.call_args_list)
     assert "param group 0 was saved with amsgrad=True, which this AdamW was built without" in notes
     assert not engine.optimizer.param_groups[0]["amsgrad"]
-    engine.save_checkpoint(folder, tag="without")
+    engine.save_checkpoint(tmp_path, tag="without")
     engine.destroy()
     engine = engine_of(tower(), 1, optimizer=amsgrad)
-    engine.load_checkpoint(folder, tag="without")
+    engine.load_checkpoint(tmp_path, tag="without")
     train(engine, 2)  # the group asks for no state that the checkpoint has not
     engine.destroy()
-
-
-def test_an_option_that_the_optimizer_does_not_have_is_not_restored(tmp_path: Path) -> None:
-    run_ranks(with_amsgrad, 1, tmp_path)
 
 
 def filled_by_a_function(folder: Path) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 
 class Gated(nn.Module):
@@ -71,11 +71,14 @@ def _save_universal(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
 _SAVE = {"stage 0": _save_stage_0, "universal": _save_universal}
 
 
-def _continued(folder: Path, layout: str, stage: int) -> None:
+@pytest.mark.parametrize("layout", _SAVE)
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(1)
+def test_training_continues_with_the_moments_of_a_scalar(tmp_path: Path, layout: str, stage: int) -> None:
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     _train(model, optimizer, range(2))
-    _SAVE[layout](folder / "tag", model, optimizer)
+    _SAVE[layout](tmp_path / "tag", model, optimizer)
     _train(model, optimizer, range(2, 4))
     fresh = _model()
     engine, *_ = deepspeed.initialize(
@@ -83,15 +86,9 @@ def _continued(folder: Path, layout: str, stage: int) -> None:
         optimizer=torch.optim.AdamW(fresh.parameters(), lr=0.1),
         config={"train_batch_size": 2, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}},
     )
-    engine.load_checkpoint(folder, tag="tag")
+    engine.load_checkpoint(tmp_path, tag="tag")
     for step in range(2, 4):
         engine.backward(engine(_input(step)))
         engine.step()
     for (name, expected), found in zip(model.named_parameters(), engine.module.parameters(), strict=True):
         torch.testing.assert_close(found, expected, msg=name)
-
-
-@pytest.mark.parametrize("layout", _SAVE)
-@pytest.mark.parametrize("stage", [0, 2])
-def test_training_continues_with_the_moments_of_a_scalar(layout: str, stage: int, tmp_path: Path) -> None:
-    run_ranks(_continued, 1, tmp_path, layout, stage)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.examples.support import EXAMPLES, run_script
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 FOLDER = EXAMPLES / "quickstart"
 CHECK = """
@@ -28,14 +28,11 @@ assert len(generate.write(model, b"def", 2 * train.CONTEXT)) == 3 + 2 * train.CO
 """
 
 
-def _check(folder):
-    script = folder / "check.py"
+@on_ranks(1)
+def test_the_text_is_that_of_the_model_without_a_cache(tmp_path) -> None:
+    script = tmp_path / "check.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\n{CHECK}")
     run_script(script)
-
-
-def test_the_text_is_that_of_the_model_without_a_cache(tmp_path):
-    run_ranks(_check, 1, tmp_path)
 
 
 def _printed(*arguments):

@@ -351,8 +351,11 @@ def test_a_number_of_ranks_below_one_is_refused(size):
         _register(nn.Linear(2, 2), size)
 
 
-def _registered_by_name(folder, order):
+@on_ranks(2)
+def test_models_registered_by_name_keep_their_settings(tmp_path) -> None:
     """Two models registered with different settings, in the order in which engines take them."""
+    folder = str(tmp_path)
+    order = ["first", "second"]
     rank = dist.get_rank()
     names = {}
     for number, name in enumerate(("first", "second")):
@@ -373,10 +376,6 @@ def _registered_by_name(folder, order):
         model = AutoModelForCausalLM.from_pretrained(names[name])
         deepspeed.initialize(model=model, config=config)[0].destroy()
         assert sharing_of(model).disable_in_eval == (name == "first")
-
-
-def test_models_registered_by_name_keep_their_settings(tmp_path):
-    run_ranks(_registered_by_name, 2, str(tmp_path), ["first", "second"])
 
 
 def test_positions_with_several_axes_are_refused():

@@ -11,7 +11,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.sequence.cross_entropy import VocabParallelCrossEntropyLoss
 from deepspeed.sequence.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from deepspeed.sequence.vocab_parallel_ops import vocab_parallel_entropy, vocab_parallel_kl_div, vocab_parallel_logprobs
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 BATCH, TOKENS, WIDTH, VOCABULARY = 2, 6, 8, 22
 
@@ -28,7 +28,8 @@ def _own(whole, low, high, dim=0):
     return whole.detach().narrow(dim, low, high - low).clone().requires_grad_()
 
 
-def _over_two_ranks():
+@on_ranks(2)
+def test_over_two_ranks() -> None:
     rank, group = dist.get_rank(), dist.group.WORLD
     hidden, weight, labels = _whole()
     logits = hidden @ weight.t()
@@ -95,7 +96,3 @@ def _over_two_ranks():
     for wrong in ({"backend": "triton"}, {"reduction": "max"}):
         with pytest.raises(DeepSpeedConfigError, match="expected one of"):
             VocabParallelCrossEntropyLoss(**wrong)
-
-
-def test_over_two_ranks():
-    run_ranks(_over_two_ranks, 2)

@@ -55,7 +55,11 @@ def _train(model, size: int, stage: int, expected, **arguments):
     return engine
 
 
-def _stages(stages: tuple[int, ...], size: int, folder: str):
+@pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.slow)])
+@on_ranks(4)
+def test_parallelize_module(stages: tuple[int, ...], tmp_path) -> None:
+    size = 2
+    folder = str(tmp_path)
     expected = plain_run(llama(**SIZES), STEPS, dist.get_world_size() // size)
     for stage in stages:
         model = _parallelized(size)
@@ -71,11 +75,6 @@ def _stages(stages: tuple[int, ...], size: int, folder: str):
         if full is not None:
             assert_weights_equal(full, expected.state)
         again.destroy()
-
-
-@pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.slow)])
-def test_parallelize_module(tmp_path, stages):
-    run_ranks(_stages, 4, stages, 2, str(tmp_path))
 
 
 class _Skips(torch.nn.Module):
@@ -134,7 +133,11 @@ def _qwen():
     return model
 
 
-def _planned(stages: tuple[int, ...], folder: str):
+@needs_transformers
+@on_ranks(2)
+def test_a_plan_of_transformers(tmp_path) -> None:
+    stages = (1, 3)
+    folder = str(tmp_path)
     from transformers import AutoModelForCausalLM
 
     for made, place in ((llama(**SIZES), "llama"), (_qwen(), "qwen")):
@@ -145,11 +148,6 @@ def _planned(stages: tuple[int, ...], folder: str):
         for stage in stages:
             model = AutoModelForCausalLM.from_pretrained(f"{folder}/{place}", tp_plan="auto")
             _train(model, 2, stage, expected).destroy()
-
-
-@needs_transformers
-def test_a_plan_of_transformers(tmp_path):
-    run_ranks(_planned, 2, (1, 3), str(tmp_path))
 
 
 def _sharded_by_transformers(folder, sizes):
