@@ -6,6 +6,7 @@ CPU) and the Trainer's look for a GPU that knows bf16.
 """
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -66,13 +67,15 @@ def forget_runs() -> None:
 
 
 def on_cpu_ranks(body: Body) -> Body:
-    """Decorates a function for ``run_ranks``: it runs inside :func:`cpu_ranks`."""
+    """Decorates a function for ``run_ranks``, or a test below ``on_ranks``: it runs inside :func:`cpu_ranks`."""
 
     @functools.wraps(body)
     def inside(*args: Any, **kwargs: Any) -> Any:
         with cpu_ranks():
             return body(*args, **kwargs)
 
+    del inside.__wrapped__  # type: ignore[attr-defined]  # what ranks unwrap ends here
+    inside.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
     return inside  # type: ignore[return-value]
 
 

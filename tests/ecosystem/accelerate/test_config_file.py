@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.ecosystem.accelerate import loops
 from tests.ecosystem.support import forget_runs, needs_transformers, on_cpu_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 pytestmark = needs_transformers
 
@@ -54,8 +54,13 @@ def _warm_up_and_decay(step, ranks):
     return loops.LR * max(0.0, (total - step) / (total - WARM_UP))
 
 
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(3, False), (2, True), *[pytest.param(s, False, marks=pytest.mark.slow) for s in range(3)]]
+)
+@on_ranks(2)
 @on_cpu_ranks
-def _combinations(stage, offload, folder):
+def test_four_combinations_of_dummies(stage, offload, tmp_path) -> None:
+    folder = str(tmp_path)
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import DummyOptim, DummyScheduler
 
@@ -106,15 +111,9 @@ def _combinations(stage, offload, folder):
             accelerator.free_memory()
 
 
-@pytest.mark.parametrize(
-    ("stage", "offload"), [(3, False), (2, True), *[pytest.param(s, False, marks=pytest.mark.slow) for s in range(3)]]
-)
-def test_four_combinations_of_dummies(stage, offload, tmp_path):
-    run_ranks(_combinations, 2, stage, offload, str(tmp_path))
-
-
+@on_ranks(2)
 @on_cpu_ranks
-def _own_schedule():
+def test_a_schedule_of_this_package() -> None:
     """A schedule object of this package: accelerate knows it by its class name and leaves its steps to the engine."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -139,7 +138,3 @@ def _own_schedule():
     parts = [loops.accelerated(accelerator, engine, optimizer, batches, schedule) for _ in range(2)]
     both = (sum((getattr(part, name) for part in parts), []) for name in ("losses", "norms", "rates"))
     loops.assert_same(loops.Record(*both), expected)
-
-
-def test_a_schedule_of_this_package():
-    run_ranks(_own_schedule, 2)

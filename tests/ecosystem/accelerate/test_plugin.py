@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.ecosystem.accelerate import loops
 from tests.ecosystem.support import forget_runs, mean_over_ranks, needs_transformers, on_cpu_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 pytestmark = needs_transformers
 
@@ -37,8 +37,10 @@ def _trains(accelerator, engine, optimizer, batches):
     return kinds
 
 
+@on_ranks(2)
 @on_cpu_ranks
-def _numbers(folder):
+def test_stage_clipping_accumulation_and_offload(tmp_path) -> None:
+    folder = str(tmp_path)
     from accelerate import DeepSpeedPlugin
 
     # Nothing given: stage 2, clipping at 1.0, everything else off.
@@ -97,12 +99,10 @@ def _numbers(folder):
     assert "optimizer state (host)" in _trains(accelerator, engine, optimizer, batches)
 
 
-def test_stage_clipping_accumulation_and_offload(tmp_path):
-    run_ranks(_numbers, 2, str(tmp_path))
-
-
+@on_ranks(2)
 @on_cpu_ranks
-def _sources(folder):
+def test_config_as_dict_file_text_and_environment(tmp_path) -> None:
+    folder = str(tmp_path)
     from accelerate import DeepSpeedPlugin
 
     config = {
@@ -138,12 +138,10 @@ def _sources(folder):
     assert engine.zero_gather_16bit_weights_on_model_save()
 
 
-def test_config_as_dict_file_text_and_environment(tmp_path):
-    run_ranks(_sources, 2, str(tmp_path))
-
-
+@pytest.mark.parametrize("flag", [True, pytest.param(False, marks=pytest.mark.slow)])
+@on_ranks(2)
 @on_cpu_ranks
-def _construction(flag):
+def test_construction_under_zero_init(flag) -> None:
     """``zero3_init_flag``: this accelerate hands it to nobody; transformers shards while it builds in any case."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from transformers import AutoModelForCausalLM
@@ -163,11 +161,6 @@ def _construction(flag):
         accelerator.backward(loss)
         losses.append(mean_over_ranks(loss))
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("flag", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_construction_under_zero_init(flag):
-    run_ranks(_construction, 2, flag)
 
 
 def _switch_config():

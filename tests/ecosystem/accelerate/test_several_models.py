@@ -9,13 +9,14 @@ import torch.nn.functional as F
 
 from tests.ecosystem.accelerate import loops
 from tests.ecosystem.support import needs_transformers, on_cpu_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 pytestmark = needs_transformers
 
 
+@on_ranks(2)
 @on_cpu_ranks
-def _student_and_teacher():
+def test_student_and_teacher() -> None:
     """A trained model at stage 2 and one at stage 3 that only runs, each under its own plugin."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -62,8 +63,9 @@ def _student_and_teacher():
         plain.zero_grad()
 
 
+@on_ranks(2)
 @on_cpu_ranks
-def _two_trained_models():
+def test_two_trained_models() -> None:
     """Two Accelerators share the state; each trains its own model, at different stages."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -97,9 +99,11 @@ def _two_trained_models():
         loops.assert_same(loops.Record(*both), expected)
 
 
+@on_ranks(2)
 @on_cpu_ranks
-def _saved_together(folder):
+def test_models_that_are_saved_together(tmp_path) -> None:
     """Two engines of one Accelerator: ``save_state`` writes a checkpoint of each, ``load_state`` reads both."""
+    folder = str(tmp_path)
     from accelerate import Accelerator, DeepSpeedPlugin
 
     plugins = {str(stage): loops.shard_everything(DeepSpeedPlugin(zero_stage=stage)) for stage in (3, 2)}
@@ -119,8 +123,9 @@ def _saved_together(folder):
     assert [loops.accelerated(accelerator, *objects) for objects in prepared] == expected
 
 
+@on_ranks(2)
 @on_cpu_ranks
-def _only_run():
+def test_a_model_that_is_only_run() -> None:
     """``prepare(model)`` without an optimizer: stage 3 shards and runs; the results are those of the model."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -138,19 +143,3 @@ def _only_run():
     if accelerator.is_main_process:
         assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
     accelerator.free_memory()
-
-
-def test_student_and_teacher():
-    run_ranks(_student_and_teacher, 2)
-
-
-def test_two_trained_models():
-    run_ranks(_two_trained_models, 2)
-
-
-def test_models_that_are_saved_together(tmp_path):
-    run_ranks(_saved_together, 2, str(tmp_path))
-
-
-def test_a_model_that_is_only_run():
-    run_ranks(_only_run, 2)

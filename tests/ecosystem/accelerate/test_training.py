@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.ecosystem.accelerate import loops
 from tests.ecosystem.support import forget_runs, mean_over_ranks, needs_transformers, on_cpu_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 pytestmark = needs_transformers
 
@@ -33,8 +33,22 @@ OPTIMIZERS = {
 }
 
 
+CASES = [(stage, None, "adamw") for stage in range(4)] + [(2, "cpu", "adamw"), (3, "cpu", "adamw")]
+RARE = [
+    (1, None, "sgd"),
+    (3, None, "adam"),
+    (3, None, "adagrad"),
+    (1, "cpu", "adam"),
+    (2, "cpu", "adagrad"),
+    (3, "cpu", "adagrad"),
+]
+
+
+@pytest.mark.parametrize(("stage", "offload", "name"), CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in RARE])
+@on_ranks(2)
 @on_cpu_ranks
-def _train_save_resume(stage, offload, name, folder):
+def test_training_saving_and_resuming(stage, offload, name, tmp_path) -> None:
+    folder = str(tmp_path)
     from accelerate import Accelerator
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -89,25 +103,12 @@ def _train_save_resume(stage, offload, name, folder):
     accelerator.free_memory()
 
 
-CASES = [(stage, None, "adamw") for stage in range(4)] + [(2, "cpu", "adamw"), (3, "cpu", "adamw")]
-RARE = [
-    (1, None, "sgd"),
-    (3, None, "adam"),
-    (3, None, "adagrad"),
-    (1, "cpu", "adam"),
-    (2, "cpu", "adagrad"),
-    (3, "cpu", "adagrad"),
-]
-
-
-@pytest.mark.parametrize(("stage", "offload", "name"), CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in RARE])
-def test_training_saving_and_resuming(stage, offload, name, tmp_path):
-    run_ranks(_train_save_resume, 2, stage, offload, name, str(tmp_path))
-
-
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+@on_ranks(2)
 @on_cpu_ranks
-def _new_process_resumes(stage, folder):
+def test_a_new_process_resumes(stage, tmp_path) -> None:
     """What ``load_state`` finds in a process that has trained nothing."""
+    folder = str(tmp_path)
     from accelerate import Accelerator
 
     from tests.ecosystem.support import forget_runs
@@ -130,13 +131,13 @@ def _new_process_resumes(stage, folder):
     assert loops.accelerated(accelerator, *objects) == expected
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_new_process_resumes(stage, tmp_path):
-    run_ranks(_new_process_resumes, 2, stage, str(tmp_path))
-
-
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(3, "bf16"), (2, "fp16"), *[pytest.param(s, p, marks=pytest.mark.slow) for s, p in
+    [(0, "bf16"), (1, "bf16"), (2, "bf16"), (0, "fp16"), (1, "fp16"), (3, "fp16")]]],
+)  # fmt: skip
+@on_ranks(2)
 @on_cpu_ranks
-def _half(stage, precision):
+def test_half_precision(stage, precision) -> None:
     from accelerate import Accelerator
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -155,16 +156,9 @@ def _half(stage, precision):
         assert all(value.dtype == dtype for value in state.values())
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(3, "bf16"), (2, "fp16"), *[pytest.param(s, p, marks=pytest.mark.slow) for s, p in
-    [(0, "bf16"), (1, "bf16"), (2, "bf16"), (0, "fp16"), (1, "fp16"), (3, "fp16")]]],
-)  # fmt: skip
-def test_half_precision(stage, precision):
-    run_ranks(_half, 2, stage, precision)
-
-
+@on_ranks(2)
 @on_cpu_ranks
-def _overflow():
+def test_skipped_updates_are_reported() -> None:
     """Updates that the loss scale skips: the optimizer reports it and no schedule advances."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -193,40 +187,9 @@ def _overflow():
     assert mean_over_ranks(rates[-1]) == pytest.approx(rates[-1])
 
 
-def test_skipped_updates_are_reported():
-    run_ranks(_overflow, 2)
-
-
+@on_ranks(2)
 @on_cpu_ranks
-def _without_consolidation():
-    """Stage 3 without ``zero3_save_16bit_model``: accelerate refuses, and names the two ways out."""
-    from accelerate import Accelerator, DeepSpeedPlugin
-
-    accelerator = Accelerator(deepspeed_plugin=loops.shard_everything(DeepSpeedPlugin(zero_stage=3)))
-    net = loops.Net()
-    engine, _, _ = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loops.loader())
-    assert not engine.zero_gather_16bit_weights_on_model_save()
-    with pytest.raises(ValueError, match="stage3_gather_16bit_weights_on_model_save"):
-        accelerator.get_state_dict(engine)
-
-
-@on_cpu_ranks
-def _compiled():
-    """``dynamo_backend``: the engine's model is compiled in place."""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(deepspeed_plugin=_plugin(2), dynamo_backend="eager")
-    net = loops.Net()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    _, expected = loops.plain(net, lambda p: torch.optim.AdamW(p, lr=loops.LR), rank, ranks)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=loops.LR)
-    engine, optimizer, batches = accelerator.prepare(net, optimizer, loops.loader())
-    assert engine.is_compiled
-    loops.assert_same(loops.accelerated(accelerator, engine, optimizer, batches), expected)
-
-
-@on_cpu_ranks
-def _optimizer_with_a_mode():
+def test_optimizer_with_a_mode() -> None:
     """``train`` and ``eval`` of schedule-free optimizers reach the client's own through both wrappers."""
     from accelerate import Accelerator
 
@@ -252,14 +215,32 @@ def _optimizer_with_a_mode():
         forget_runs()
 
 
-def test_optimizer_with_a_mode():
-    run_ranks(_optimizer_with_a_mode, 2)
+@on_ranks(2)
+@on_cpu_ranks
+def test_refused_consolidation() -> None:
+    """Stage 3 without ``zero3_save_16bit_model``: accelerate refuses, and names the two ways out."""
+    from accelerate import Accelerator, DeepSpeedPlugin
 
-
-def test_refused_consolidation():
-    run_ranks(_without_consolidation, 2)
+    accelerator = Accelerator(deepspeed_plugin=loops.shard_everything(DeepSpeedPlugin(zero_stage=3)))
+    net = loops.Net()
+    engine, _, _ = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loops.loader())
+    assert not engine.zero_gather_16bit_weights_on_model_save()
+    with pytest.raises(ValueError, match="stage3_gather_16bit_weights_on_model_save"):
+        accelerator.get_state_dict(engine)
 
 
 @pytest.mark.slow
-def test_compiled():
-    run_ranks(_compiled, 2)
+@on_ranks(2)
+@on_cpu_ranks
+def test_compiled() -> None:
+    """``dynamo_backend``: the engine's model is compiled in place."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(deepspeed_plugin=_plugin(2), dynamo_backend="eager")
+    net = loops.Net()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    _, expected = loops.plain(net, lambda p: torch.optim.AdamW(p, lr=loops.LR), rank, ranks)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=loops.LR)
+    engine, optimizer, batches = accelerator.prepare(net, optimizer, loops.loader())
+    assert engine.is_compiled
+    loops.assert_same(loops.accelerated(accelerator, engine, optimizer, batches), expected)

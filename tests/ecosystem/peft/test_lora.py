@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.ecosystem.support import forget_runs, needs_transformers, on_cpu_ranks, same_on_all_ranks
 from tests.ecosystem.transformers import runs
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.zero.construction.pretrained import tokens
 
 pytestmark = needs_transformers
@@ -47,8 +47,20 @@ def _logits(model):
         return model(input_ids=tokens(3)).logits.detach().clone()
 
 
+CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+NON_REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [(3, CHECKPOINTED), (2, {}),
+     *(pytest.param(*cell, marks=pytest.mark.slow)
+       for cell in ((3, {}), (3, NON_REENTRANT), (0, {}), (1, CHECKPOINTED)))],
+)  # fmt: skip
+@on_ranks(2)
 @on_cpu_ranks
-def _trained(stage, more, folder):
+def test_train_save_reload_resume(stage, more, tmp_path) -> None:
+    folder = str(tmp_path)
     import peft
 
     place = runs.save_pretrained(folder)
@@ -87,20 +99,6 @@ def _trained(stage, more, folder):
     resumed = _trainer(out, place, config, _lora(modules_to_save=["lm_head"]), **more)
     resumed.train(resume_from_checkpoint=os.path.join(out, "checkpoint-3"))
     assert runs.log(resumed)["loss"] == straight
-
-
-CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-NON_REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-
-
-@pytest.mark.parametrize(
-    ("stage", "more"),
-    [(3, CHECKPOINTED), (2, {}),
-     *(pytest.param(*cell, marks=pytest.mark.slow)
-       for cell in ((3, {}), (3, NON_REENTRANT), (0, {}), (1, CHECKPOINTED)))],
-)  # fmt: skip
-def test_train_save_reload_resume(stage, more, tmp_path):
-    run_ranks(_trained, 2, stage, more, str(tmp_path))
 
 
 @on_cpu_ranks
@@ -160,9 +158,11 @@ def test_frozen_weights_own_no_gradient_and_no_state(stage, accumulation):
         assert counted["tensors of the optimizer"] == counted["optimizer state"]
 
 
+@on_ranks(2)
 @on_cpu_ranks
-def _accelerated(folder):
+def test_accelerate_loop(tmp_path) -> None:
     """The loop of PEFT's documentation: accelerate, stage 3, the adapter taken from the consolidated dict."""
+    folder = str(tmp_path)
     import peft
     from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -191,7 +191,3 @@ def _accelerated(folder):
     forget_runs()
     plain = peft.PeftModel.from_pretrained(runs.new_model(place), os.path.join(folder, "adapter"))
     torch.testing.assert_close(_logits(plain), logits, rtol=1e-5, atol=1e-5)
-
-
-def test_accelerate_loop(tmp_path):
-    run_ranks(_accelerated, 2, str(tmp_path))

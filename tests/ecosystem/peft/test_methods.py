@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.ecosystem.support import forget_runs, needs_transformers, on_cpu_ranks
 from tests.ecosystem.transformers import runs
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.zero.construction.pretrained import tokens
 
 pytestmark = needs_transformers
@@ -34,8 +34,13 @@ METHODS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "name", [n if n in ("dora", "prompt") else pytest.param(n, marks=pytest.mark.slow) for n in METHODS]
+)
+@on_ranks(2)
 @on_cpu_ranks
-def _method(name, folder):
+def test_method_under_stage_3(name, tmp_path) -> None:
+    folder = str(tmp_path)
     import peft
     from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -97,10 +102,3 @@ def _method(name, folder):
         assert name == "adalora" or shapes == expected_shapes
         assert sum(map(torch.Size.numel, shapes.values())) > 0
     forget_runs()
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in ("dora", "prompt") else pytest.param(n, marks=pytest.mark.slow) for n in METHODS]
-)
-def test_method_under_stage_3(name, tmp_path):
-    run_ranks(_method, 2, name, str(tmp_path))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.ecosystem.support import forget_runs, needs_transformers, on_cpu_ranks
 from tests.ecosystem.transformers import runs
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 pytestmark = needs_transformers
 
@@ -19,8 +19,18 @@ def _trainer(folder, place, config, **more):
     return runs.trainer(runs.new_model(place), given)
 
 
+@pytest.mark.parametrize(
+    ("stage", "in_config"),
+    [
+        (3, True),
+        (2, False),
+        *[pytest.param(s, c, marks=pytest.mark.slow) for s, c in ((0, True), (1, True), (3, False))],
+    ],
+)
+@on_ranks(2)
 @on_cpu_ranks
-def _saved(stage, in_config, folder):
+def test_evaluation_best_model_and_resume(stage, in_config, tmp_path) -> None:
+    folder = str(tmp_path)
     place = runs.save_pretrained(folder)
     config = runs.ds_config(stage, optimizer=in_config, scheduler=in_config)
     more = {
@@ -56,18 +66,6 @@ def _saved(stage, in_config, folder):
     assert resumed.deepspeed.global_steps == runs.STEPS
 
 
-@pytest.mark.parametrize(
-    ("stage", "in_config"),
-    [
-        (3, True),
-        (2, False),
-        *[pytest.param(s, c, marks=pytest.mark.slow) for s, c in ((0, True), (1, True), (3, False))],
-    ],
-)
-def test_evaluation_best_model_and_resume(stage, in_config, tmp_path):
-    run_ranks(_saved, 2, stage, in_config, str(tmp_path))
-
-
 @on_cpu_ranks
 def _trained(stage, folder, resume):
     """What a job that starts anew sees: nothing but the directory."""
@@ -87,9 +85,12 @@ def test_resume_with_another_number_of_ranks(stage, tmp_path):
     assert resumed[:3] == straight[:3] and len(resumed) == runs.STEPS
 
 
+@pytest.mark.slow
+@on_ranks(2)
 @on_cpu_ranks
-def _on_each_node(folder):
+def test_save_on_each_node(tmp_path) -> None:
     """``save_on_each_node``: both ranks are of one node here, which then has all that it needs."""
+    folder = str(tmp_path)
     place = runs.save_pretrained(folder)
     config = runs.ds_config(3, scheduler=True)
     more = {"save_on_each_node": True, "save_strategy": "steps", "save_steps": 3}
@@ -101,13 +102,11 @@ def _on_each_node(folder):
     assert runs.log(resumed)["loss"] == runs.log(straight)["loss"]
 
 
-@pytest.mark.slow
-def test_save_on_each_node(tmp_path):
-    run_ranks(_on_each_node, 2, str(tmp_path))
-
-
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+@on_ranks(2)
 @on_cpu_ranks
-def _only_the_model(stage, folder):
+def test_save_only_model(stage, tmp_path) -> None:
+    folder = str(tmp_path)
     place = runs.save_pretrained(folder)
     out = os.path.join(folder, "out")
     trainer = _trainer(out, place, runs.ds_config(stage), save_strategy="steps", save_steps=3, save_only_model=True)
@@ -122,14 +121,11 @@ def _only_the_model(stage, folder):
     assert all(torch.equal(weights[name], parameter) for name, parameter in plain.named_parameters())
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
-def test_save_only_model(stage, tmp_path):
-    run_ranks(_only_the_model, 2, stage, str(tmp_path))
-
-
+@on_ranks(2)
 @on_cpu_ranks
-def _not_consolidated(folder):
+def test_final_save_without_consolidation(tmp_path) -> None:
     """Stage 3 without consolidation: the Trainer writes a checkpoint instead, from which the weights come back."""
+    folder = str(tmp_path)
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     place = runs.save_pretrained(folder)
@@ -146,13 +142,11 @@ def _not_consolidated(folder):
     assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
-def test_final_save_without_consolidation(tmp_path):
-    run_ranks(_not_consolidated, 2, str(tmp_path))
-
-
+@on_ranks(2)
 @on_cpu_ranks
-def _evaluated_only(folder):
+def test_evaluation_without_training(tmp_path) -> None:
     """``evaluate`` and ``predict`` of a run that has trained nothing, at stage 3, with a training configuration."""
+    folder = str(tmp_path)
     place = runs.save_pretrained(folder)
     plain = runs.trainer(runs.new_model(place), runs.arguments(folder))
     expected = plain.evaluate()["eval_loss"]
@@ -169,7 +163,3 @@ def _evaluated_only(folder):
     trainer = _trainer(folder, place, runs.ds_config(2))
     with pytest.raises(ValueError, match="ZeRO inference only makes sense with ZeRO Stage 3"):
         trainer.evaluate()
-
-
-def test_evaluation_without_training(tmp_path):
-    run_ranks(_evaluated_only, 2, str(tmp_path))

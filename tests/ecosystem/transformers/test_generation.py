@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.ecosystem.support import forget_runs, needs_transformers, on_cpu_ranks
 from tests.ecosystem.transformers import runs
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.zero.construction.pretrained import t5_config
 
 pytestmark = needs_transformers
@@ -40,8 +40,11 @@ def _seq2seq(folder, config, place):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("stages", [[3], pytest.param([0, 1, 2], marks=pytest.mark.slow)])
+@on_ranks(2)
 @on_cpu_ranks
-def _trained(stages, folder):
+def test_predict_with_generate(stages, tmp_path) -> None:
+    folder = str(tmp_path)
     from transformers import AutoModelForSeq2SeqLM
 
     place = f"{folder}/pretrained"
@@ -66,8 +69,3 @@ def _trained(stages, folder):
         mine = trainer.model.generate(prompt, synced_gpus=stage == 3, **arguments)
         assert torch.equal(mine, expected.model.generate(prompt, **arguments))
         trainer.accelerator.free_memory()
-
-
-@pytest.mark.parametrize("stages", [[3], pytest.param([0, 1, 2], marks=pytest.mark.slow)])
-def test_predict_with_generate(stages, tmp_path):
-    run_ranks(_trained, 2, stages, str(tmp_path))

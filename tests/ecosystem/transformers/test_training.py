@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.ecosystem.support import forget_runs, needs_transformers, on_cpu_ranks
 from tests.ecosystem.transformers import runs
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 pytestmark = needs_transformers
 
@@ -90,9 +90,12 @@ def test_stages_at_one_rank(tmp_path):
     run_ranks(_stages, 1, STAGES + OFFLOAD + CHECKPOINTED, str(tmp_path), timeout=240)
 
 
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@on_ranks(2)
 @on_cpu_ranks
-def _config_file(stage, folder):
+def test_config_file_with_a_schedule(stage, tmp_path) -> None:
     """A file; the schedule in it; values that contradict the arguments."""
+    folder = str(tmp_path)
     place = runs.save_pretrained(folder)
     path = os.path.join(folder, f"config-{dist.get_rank()}.json")
     with open(path, "w") as file:
@@ -113,13 +116,14 @@ def _config_file(stage, folder):
         _run(folder, place, wrong)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_config_file_with_a_schedule(stage, tmp_path):
-    run_ranks(_config_file, 2, stage, str(tmp_path))
+ALL_HALF = [(stage, precision) for stage in range(4) for precision in ("bf16", "fp16")]
 
 
+@pytest.mark.parametrize("cases", [[(3, "bf16"), (2, "fp16")], pytest.param(ALL_HALF, marks=pytest.mark.slow)])
+@on_ranks(2, timeout=240)
 @on_cpu_ranks
-def _half(folder, cases):
+def test_half_precision(tmp_path, cases) -> None:
+    folder = str(tmp_path)
     place = runs.save_pretrained(folder)
     expected, _ = _reference(folder, place)
     for stage, precision in cases:
@@ -135,17 +139,12 @@ def _half(folder, cases):
         finished.accelerator.free_memory()
 
 
-ALL_HALF = [(stage, precision) for stage in range(4) for precision in ("bf16", "fp16")]
-
-
-@pytest.mark.parametrize("cases", [[(3, "bf16"), (2, "fp16")], pytest.param(ALL_HALF, marks=pytest.mark.slow)])
-def test_half_precision(cases, tmp_path):
-    run_ranks(_half, 2, str(tmp_path), cases, timeout=240)
-
-
+@pytest.mark.parametrize(("first", "second"), [(3, 3), pytest.param(2, 2, marks=pytest.mark.slow)])
+@on_ranks(2)
 @on_cpu_ranks
-def _trained_twice(first, second, folder):
+def test_training_twice(first, second, tmp_path) -> None:
     """A second Trainer, with a new engine, on the model that the first one has trained."""
+    folder = str(tmp_path)
     place = runs.save_pretrained(folder)
     trainer = runs.trainer(runs.new_model(place), runs.arguments(folder, runs.ds_config(first)))
     trainer.train()
@@ -158,14 +157,11 @@ def _trained_twice(first, second, folder):
     assert any(not torch.equal(value, kept[name]) for name, value in runs.full_weights(again.deepspeed).items())
 
 
-@pytest.mark.parametrize(("first", "second"), [(3, 3), pytest.param(2, 2, marks=pytest.mark.slow)])
-def test_training_twice(first, second, tmp_path):
-    run_ranks(_trained_twice, 2, first, second, str(tmp_path))
-
-
+@on_ranks(2)
 @on_cpu_ranks
-def _smaller_batches(folder):
+def test_smaller_batches_after_running_out_of_memory(tmp_path) -> None:
     """``auto_find_batch_size``: after running out of memory the engine is built again with half the batch."""
+    folder = str(tmp_path)
     from transformers import TrainerCallback
 
     class OutOfMemory(TrainerCallback):
@@ -181,13 +177,11 @@ def _smaller_batches(folder):
     assert trainer._train_batch_size == 2 and trainer.deepspeed.global_steps == runs.STEPS
 
 
-def test_smaller_batches_after_running_out_of_memory(tmp_path):
-    run_ranks(_smaller_batches, 2, str(tmp_path))
-
-
+@on_ranks(2)
 @on_cpu_ranks
-def _padded(folder):
+def test_the_mean_over_all_tokens_of_an_update(tmp_path) -> None:
     """One update of four samples with 1, 3, 5 and 7 labels, over ranks and accumulation; beside plain torch."""
+    folder = str(tmp_path)
     from transformers import Trainer
 
     place = runs.save_pretrained(folder)
@@ -208,7 +202,3 @@ def _padded(folder):
     found = runs.full_weights(finished.deepspeed)
     for name, value in expected.named_parameters():
         torch.testing.assert_close(found[name], value.detach(), rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_the_mean_over_all_tokens_of_an_update(tmp_path):
-    run_ranks(_padded, 2, str(tmp_path))

@@ -10,13 +10,15 @@ from tests.ecosystem.support import forget_runs, needs_transformers, on_cpu_rank
 from tests.ecosystem.transformers import runs as trainer_runs
 from tests.ecosystem.trl import runs
 from tests.ecosystem.trl.test_trainers import _sft
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 pytestmark = needs_transformers
 
 
+@on_ranks(2)
 @on_cpu_ranks
-def _generated(folder):
+def test_generation_with_gathered_parameters(tmp_path) -> None:
+    folder = str(tmp_path)
     from trl.models.utils import unwrap_model_for_generation
 
     place = trainer_runs.save_pretrained(folder)
@@ -44,13 +46,11 @@ def _generated(folder):
     assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-3)
 
 
-def test_generation_with_gathered_parameters(tmp_path):
-    run_ranks(_generated, 2, str(tmp_path))
-
-
+@on_ranks(2)
 @on_cpu_ranks
-def _prepared_for_reference(folder):
+def test_reference_model_with_dotted_keys(tmp_path) -> None:
     """What ``prepare_deepspeed`` sends, dotted keys included: each is named in one line and changes nothing."""
+    folder = str(tmp_path)
     from accelerate import Accelerator, DeepSpeedPlugin
     from trl.models.utils import prepare_deepspeed
 
@@ -86,10 +86,6 @@ def _prepared_for_reference(folder):
             engine.destroy()
     finally:
         logger.removeHandler(handler)
-
-
-def test_reference_model_with_dotted_keys(tmp_path):
-    run_ranks(_prepared_for_reference, 2, str(tmp_path))
 
 
 def _length(completions, **_others):
