@@ -106,13 +106,8 @@ def test_a_late_process_learns_whose_rendezvous_it_was(monkeypatch):
     for outcome in [here.comes(process(rank, "run x")) for rank in range(2)]:
         outcome.result(60)
     reason = refused(here.comes(process(1, "run y", 55)))
-    assert (
-        part in reason
-        for part in (
-            "another run has used this address already, that of process 100",
-            "its rank 1 is process 101",
-        )
-    )
+    for part in ("another run has used this address already, that of process 100", "its rank 1 is process 101"):
+        assert part in reason
 
 
 def test_another_job_of_this_machine_is_a_stranger_where_nobody_names_the_run(warnings):
