@@ -11,7 +11,7 @@ scores; there recomputation saves the output of the attention only.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,13 +114,48 @@ class _RecomputedBlock(nn.Module):
     """Mixin in front of a block's class: its forward saves only its inputs while ``recomputes`` is true."""
 
     recomputes: bool
+    context_fn: Any  # chooses what is kept; None: only the inputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         from torch.utils.checkpoint import checkpoint
 
         if not self.recomputes:
             return super().forward(*args, **kwargs)
-        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+        more = {} if self.context_fn is None else {"context_fn": self.context_fn}
+        return checkpoint(super().forward, *args, use_reentrant=False, **more, **kwargs)
+
+
+_KEPT = (
+    "mm addmm bmm baddbmm _grouped_mm _scaled_mm _scaled_grouped_mm _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_cudnn_attention _flash_attention_forward _efficient_attention_forward"
+).split()
+"""Operations whose results cost much time and little memory: products and attention."""
+
+
+def keeping(names: Sequence[str]) -> Any:
+    """Returns torch's contexts for recomputation of everything but some operations.
+
+    Args:
+        names: Operations such as ``aten.mm``; none: products, grouped products and attention.
+
+    Raises:
+        DeepSpeedConfigError: Torch has no operation of a name.
+    """
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    kept = []
+    for name in names or [f"aten.{each}" for each in _KEPT]:
+        space, _, operation = name.removeprefix("torch.ops.").partition(".")
+        packet = getattr(getattr(torch.ops, space), operation.partition(".")[0], None) if operation else None
+        if packet is None and names:
+            raise DeepSpeedConfigError(
+                f'activation_checkpointing.keep: expected operations of torch such as "aten.mm", found {name!r}; '
+                "correct the name"
+            )
+        if packet is not None:
+            kept += [getattr(packet, overload) for overload in packet.overloads() if not overload.endswith("out")]
+    return functools.partial(create_selective_checkpoint_contexts, kept)
 
 
 class BlockCheckpointing:
@@ -128,12 +163,15 @@ class BlockCheckpointing:
 
     A model of Transformers has methods for that; in other models the children of each ``ModuleList`` are the blocks.
 
+    Args:
+        context_fn: Chooses what is kept beside the inputs (:func:`keeping`); None: nothing.
+
     Raises:
         DeepSpeedConfigError: There is no repeated block.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, context_fn: Any = None) -> None:
+        self._model, self._context_fn = model, context_fn
         self._blocks: list[nn.Module] = []
         if switch_of(model, "enable") is not None:
             return
@@ -155,7 +193,8 @@ class BlockCheckpointing:
             self._call_own("enable")
             return
         for block in self._blocks:
-            give_base(block, _RecomputedBlock).recomputes = True
+            recomputed = give_base(block, _RecomputedBlock)
+            recomputed.recomputes, recomputed.context_fn = True, self._context_fn
 
     def off(self) -> None:
         """Restores the model to its state before :meth:`on`.
@@ -174,7 +213,10 @@ class BlockCheckpointing:
         try:
             if method is None:
                 raise AttributeError(f"it has no gradient_checkpointing_{verb}")
-            method()
+            if verb == "enable" and self._context_fn is not None:
+                method({"use_reentrant": False, "context_fn": self._context_fn})
+            else:
+                method()
         except Exception as error:  # the model's own code may raise anything
             raise DeepSpeedConfigError(
                 f"activation checkpointing: {type(self._model).__name__}.gradient_checkpointing_{verb}() "
@@ -187,7 +229,12 @@ def _is_on(setup: EngineSetup) -> bool:
 
 
 def _has_blocks(setup: EngineSetup) -> bool:
-    return setup.root.activation_checkpointing.blocks
+    return bool(setup.root.activation_checkpointing.blocks)
+
+
+def _blocks(setup: EngineSetup) -> BlockCheckpointing:
+    section = setup.root.activation_checkpointing
+    return BlockCheckpointing(setup.model, keeping(section.keep) if section.blocks == "selective" else None)
 
 
 class SelectiveCheckpointing(EngineFeature):
@@ -223,12 +270,12 @@ class SelectiveCheckpointing(EngineFeature):
             raise DeepSpeedConfigError(
                 f"{BLOCKS} and {KEY}: whole blocks are recomputed already; leave one of the two out"
             )
-        BlockCheckpointing(setup.model)
+        _blocks(setup)
 
     @override
     def reshape(self, setup: EngineSetup) -> Mapping[int, nn.Parameter]:
         if _has_blocks(setup):
-            BlockCheckpointing(setup.model).on()
+            _blocks(setup).on()
         return {}
 
 

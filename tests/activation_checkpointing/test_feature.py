@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
@@ -56,6 +57,66 @@ def test_blocks_run_twice_and_the_losses_are_the_same(stage):
     ):
         assert checkpointed == plain
         assert (once, twice) == (6, 12)
+
+
+class _Products(TorchDispatchMode):
+    """Counts products that run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def _selective(make, stage):
+    """Losses without recomputation, with it, and selective; the products of a step in each."""
+    found = []
+    for section in ({}, {"blocks": True}, {"blocks": "selective"}, {"blocks": "selective", "keep": ["aten.mul"]}):
+        model, forward = make()
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "activation_checkpointing": section,
+        }
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        losses = []
+        for _ in range(3):
+            with _Products() as products:
+                loss = forward(engine)
+                engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        found.append((losses, products.count))
+        engine.destroy()
+    return found
+
+
+def _tower():
+    torch.manual_seed(0)
+    return Tower(), lambda engine: engine(torch.ones(2, TOWER_WIDTH))
+
+
+def _llama():
+    return llama().train(), lambda engine: engine(input_ids=ids(0, 0), labels=ids(0, 0)).loss
+
+
+@pytest.mark.parametrize("make", [_tower, _llama])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_selective_blocks_compute_no_product_twice(make, stage):
+    for plain, whole, selective, other in run_ranks(_selective, 2, make, stage):
+        assert plain[0] == whole[0] == selective[0] == other[0]
+        assert plain[1] == selective[1] < other[1] <= whole[1]
+
+
+@on_ranks(1)
+def test_an_unknown_operation_is_refused() -> None:
+    section = {"blocks": "selective", "keep": ["aten.matrix_product"]}
+    with pytest.raises(DeepSpeedConfigError, match=r"keep: expected .*found 'aten.matrix_product'"):
+        deepspeed.initialize(
+            model=Tower(), config={"train_micro_batch_size_per_gpu": 2, "activation_checkpointing": section}
+        )
 
 
 @on_ranks(1)

@@ -38,7 +38,7 @@ from deepspeed.config.sections.scheduler import Scheduler
 from deepspeed.config.sections.sparse_attention import SparseAttention
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.config.sections.zero import ZeroOptimization
-from deepspeed.config.types import AnyCase, Bool, Degree, DType, Float, Int, Steps
+from deepspeed.config.types import AnyCase, Bool, Degree, DType, Float, Int, Steps, TextList, to_bool
 
 
 class SequenceParallel(Section):
@@ -132,6 +132,10 @@ class Compile(Section):
     disable: Bool = key(False, "From releases up to 0.14.3.", removed="0.14.4", no_effect=_CALL)
 
 
+def _to_switch_or_selective(value: Any) -> Any:
+    return "selective" if isinstance(value, str) and value.strip().lower() == "selective" else to_bool(value)
+
+
 class ActivationCheckpointing(Section):
     """Settings of ``deepspeed.checkpointing``, which have an effect only where the program calls its functions.
 
@@ -140,10 +144,17 @@ class ActivationCheckpointing(Section):
 
     _feature: ClassVar[str] = "deepspeed.activation_checkpointing.feature"
 
-    blocks: Bool = key(
+    blocks: Annotated[bool | Literal["selective"], BeforeValidator(_to_switch_or_selective)] = key(
         False,
         "Recompute repeated blocks in backward and keep only their inputs: children of a ModuleList, or what a "
-        "Transformers model checkpoints itself. Only here, not upstream.",
+        "Transformers model checkpoints itself. selective: keep the results of products and attention too, and "
+        "recompute what lies between. Only here, not upstream.",
+    )
+    keep: TextList = key(
+        None,
+        "Operations of torch whose results selective blocks keep, such as aten.mm; empty: products, grouped products "
+        "and attention. Only here, not upstream.",
+        factory=list,
     )
     partition_activations: Bool = key(False, "Split saved activations over the tensor ranks of the mpu.")
     cpu_checkpointing: Bool = key(False, "Keep saved activations in host memory.")
