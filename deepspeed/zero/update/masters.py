@@ -68,11 +68,7 @@ class MasterBucket:
         compute = self._compute()
         # ``flat`` is the 1-D master; ``out`` the compute tensor that must receive the update, None where it is ``flat``
         dtype = bucket.dtype if is_narrow else torch.promote_types(bucket.dtype, torch.float32)
-        # the compute tensor may be the master in the same memory, if that is no file
-        is_near = (
-            Tier.FILE not in (self.tier, bucket.memory.tier) and bucket.memory.tensor_device == memory.tensor_device
-        )
-        if bucket.dtype == dtype and is_near:
+        if bucket.dtype == dtype and self._can_share():
             self.flat, self.out = compute, None
         else:
             lower, upper = self.layout.slice_bounds(self.rank)
@@ -108,6 +104,11 @@ class MasterBucket:
     def tier(self) -> Tier:
         """The memory of master and optimizer state."""
         return self.memory.tier
+
+    def _can_share(self) -> bool:
+        """Returns whether the compute tensor may be the master: the same kind of memory, and not a file."""
+        near, far = self.memory, self.bucket.memory
+        return Tier.FILE not in (near.tier, far.tier) and near.tensor_device == far.tensor_device
 
     @property
     def writes_out_in_place(self) -> bool:
