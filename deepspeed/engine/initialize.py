@@ -109,7 +109,7 @@ def build_parts(
     placement = place_frozen(placement, own_groups)
     groups = _make_groups(setup, placement, precision, own_groups, has_warm_up=driver.has_warm_up)
     refuse_cut_tensors(optimizer, model, groups, placement)
-    tiers = tiers_for(setup, placement, optimizer)
+    tiers = tiers_for(setup, placement, optimizer, groups)
     options = runtime_options(setup, placement, precision, optimizer, tiers, driver)
     runtime = build_runtime(model, options, groups, optimizer)
     place_buffers(setup, precision, groups)

@@ -101,12 +101,15 @@ def place_frozen(placement: Placement, own_groups: Collection[str]) -> Placement
     return replace(placement, base_tier=Tier.HOST if OFFLOADED in own_groups else Tier.DEVICE)
 
 
-def tiers_for(setup: EngineSetup, placement: Placement, optimizer: torch.optim.Optimizer | None) -> OffloadTiers:
+def tiers_for(
+    setup: EngineSetup, placement: Placement, optimizer: torch.optim.Optimizer | None, groups: Groups
+) -> OffloadTiers:
     """Opens the host memory and files that offload uses. Every rank of the job must call it."""
     return open_tiers(
         setup.root,
         placement,
         setup.device,
+        groups.job,
         rank=comm.get_rank(),
         ranks_here=ranks_per_node(os.environ, comm.get_world_size(), get_accelerator().device_count()),
         state_itemsizes=state_itemsizes(optimizer),

@@ -15,6 +15,7 @@ import torch
 from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.offload import OffloadOptimizer, OffloadParam
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import OffloadError, require_state
@@ -24,6 +25,7 @@ from deepspeed.offload.files import BufferSize, CachePolicy, FileMemory, FileSet
 from deepspeed.offload.host import HostGradientDestination, HostMemory, HostUpdate, StagingPool
 from deepspeed.offload.pinned import may_pin, page_buffer, round_to_pages
 from deepspeed.offload.streams import CopyStream
+from deepspeed.offload.threads import CoreLease
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.storage import Memory, MemoryTracker
@@ -42,6 +44,7 @@ class OffloadTiers:
     strategies: Mapping[Tier, UpdateStrategy]  # the strategies that update masters, by tier
     _pool: StagingPool
     _host_is_device: bool
+    _cores: CoreLease | None  # where something is offloaded
 
     def destination(self, tier: Tier, memory_tracker: MemoryTracker) -> GradientDestination:
         """Returns the destination that moves the gradients of one bucket to ``tier``."""
@@ -55,12 +58,15 @@ class OffloadTiers:
             strategy.close()
         for memory in (*self.param_memories.values(), *self.master_memories.values()):
             memory.close()
+        if self._cores is not None:
+            self._cores.give_back()
 
 
 def open_tiers(
     root: Root,
     placement: Placement,
     device: torch.device,
+    job: Transport,
     *,
     rank: int,
     ranks_here: int,
@@ -69,7 +75,10 @@ def open_tiers(
 ) -> OffloadTiers:
     """Opens the tiers that ``placement`` uses. Files are created when the runtime announces their tensors.
 
+    Every rank must call it, as it also chooses the threads of updates on the host.
+
     Args:
+        job: Joins all ranks that train.
         state_itemsizes: Bytes per element of every optimizer state.
         is_trained: Whether there is an optimizer.
     """
@@ -102,6 +111,7 @@ def open_tiers(
         strategies=strategies,
         _pool=StagingPool(pin=pin_masters, down=down),
         _host_is_device=get_accelerator().shares_host_memory(device),
+        _cores=CoreLease(job) if len(placement.tiers) > 1 else None,
     )
 
 

@@ -82,7 +82,7 @@ class OffloadOptimizer(Section):
         minimum=0,
         maximum=1,
         since="0.18.0",
-        no_effect="the update runs in the rank's own process, on as many threads as torch.get_num_threads() returns",
+        no_effect="the update runs in the rank's own process, on its share of the cores or torch.set_num_threads()",
     )
     buffer_size: Int | None = key(
         None,
