@@ -46,7 +46,7 @@ class CoreLease:
     """
 
     # Of all engines of this process: how many hold the share, torch's threads before, and the share.
-    _holders, _before, _share = 0, 0, 0
+    _engines, _before, _share = 0, 0, 0
 
     def __init__(self, job: Transport) -> None:
         cores = usable_cores()
@@ -54,7 +54,7 @@ class CoreLease:
         # srun and mpirun may bind each rank to cores of its own: ranks with other cores take none of this one's.
         rows = job.gather_small(torch.tensor(place), channel="call", label="the cores of each rank").tolist()
         current = torch.get_num_threads()
-        if CoreLease._holders:
+        if CoreLease._engines:
             self._holds = current == CoreLease._share
         else:
             share = choose_threads(os.environ, current, default_threads(cores), len(cores), rows.count(place))
@@ -64,14 +64,14 @@ class CoreLease:
                 if share != current:
                     torch.set_num_threads(share)
                     log_dist(f"updates on the host: {share} threads, this rank's share of the cores, not {current}")
-        CoreLease._holders += self._holds
+        CoreLease._engines += self._holds
 
     def give_back(self) -> None:
         """Returns to the threads before, where no other engine holds the share and the program has set no other."""
         if self._holds:
             self._holds = False
-            CoreLease._holders -= 1
-            if not CoreLease._holders and torch.get_num_threads() == CoreLease._share:
+            CoreLease._engines -= 1
+            if not CoreLease._engines and torch.get_num_threads() == CoreLease._share:
                 torch.set_num_threads(CoreLease._before)
 
 

@@ -145,7 +145,7 @@ def layers_of_chunks(layers: int, chunks: int, lighter_ends: int | None = None) 
 
 
 @dataclass(frozen=True)
-class LayerWaits:
+class LayerTimes:
     """Waits for the exchanges of stage 3 in one pass through the blocks of a chunk, in seconds."""
 
     before: float = 0.0  # before the first block
@@ -163,7 +163,7 @@ class ChunkTimes:
     backward: WorkTimes  # whole backward
     weight: float  # seconds of that backward that compute gradients of weights
     host: tuple[float, float]  # waits for the host in forward and in backward, in seconds
-    layer_waits: tuple[LayerWaits, LayerWaits]  # waits of stage 3 in forward and in backward
+    layer_waits: tuple[LayerTimes, LayerTimes]  # waits of stage 3 in forward and in backward
 
     @property
     def times(self) -> Times:
@@ -272,7 +272,7 @@ class StepModel:
             weight += times * part.weight
             for which, work in enumerate((part.forward, part.backward)):
                 host[which] += times * self.host_wait(work)
-        waits = LayerWaits(), LayerWaits()
+        waits = LayerTimes(), LayerTimes()
         if self._layout.stage == 3:
             waits = self._add_gathers(forward, backward, self._counts[place])
         return ChunkTimes(tuple(parts), forward, backward, weight, (host[0], host[1]), waits)
@@ -318,7 +318,7 @@ class StepModel:
         own = self._setup.shape.parameters / layout.tensor / layout.shards
         return max(0.0, 1 - layout.most_in_host / own) * nbytes * machine.devices_per_node / machine.disk
 
-    def _add_gathers(self, forward: WorkTimes, backward: WorkTimes, layers: int) -> tuple[LayerWaits, LayerWaits]:
+    def _add_gathers(self, forward: WorkTimes, backward: WorkTimes, layers: int) -> tuple[LayerTimes, LayerTimes]:
         """Adds the exchanges of stage 3, which gathers a layer ahead and reduces the gradients of the layer before."""
         each = self.layer_exchanges()
         assert each is not None
@@ -326,8 +326,8 @@ class StepModel:
         there = max(0.0, gather - self._block.forward.seconds)
         back = max(0.0, both - self._block.backward.seconds)
         waits = (
-            LayerWaits(before=gather, between=there, total=gather + max(0, layers - 1) * there),
-            LayerWaits(between=back, after=each.reduce, total=layers * back + each.reduce),
+            LayerTimes(before=gather, between=there, total=gather + max(0, layers - 1) * there),
+            LayerTimes(between=back, after=each.reduce, total=layers * back + each.reduce),
         )
         forward.wait_along("data", self._cost_beside(layers * gather, waits[0].total), layers * gather)
         backward.wait_along("data", self._cost_beside(layers * both, waits[1].total), layers * both)
