@@ -63,7 +63,7 @@ def products_of(model: nn.Module, head: nn.Module | None) -> set[str]:
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False):
             shape = getattr(parameter, "ds_shape", parameter.shape)  # whole, also of parameters that are sharded now
-            is_stack = len(shape) == 3 and not isinstance(module, nn.modules.conv._ConvNd)
+            is_stack = len(shape) == 3 and not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
             if parameter is not kept and (is_stack or (isinstance(module, nn.Linear) and name.endswith("weight"))):
                 found.add(name)
     return found
