@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from tests.harness import run_ranks
 from tests.zero.reading import full_masters
 
-pytest.importorskip("torchao")
+# Not importorskip: that imports torchao in every process that collects tests.
+pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
