@@ -21,7 +21,7 @@ from typing_extensions import override
 from deepspeed.activation_checkpointing.checkpointing import checkpoint_heads
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.start.process_group import default_timeout
-from deepspeed.comm.transports.objects import gather_json
+from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.engine_feature import STAGES, Conflict, EngineFeature, EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.give_base import give_base
@@ -92,7 +92,7 @@ def offers_recomputation(job: Job, model: nn.Module) -> bool:
     if not getattr(model, "is_part_of_model", False):
         return bool(own)
     transport = job.axis_of().transport("outside engines", device=torch.device("cpu"), timeout=default_timeout())
-    return any(gather_json(transport, len(own), label=f"the attention modules of the stages ({KEY})"))
+    return any(gather_objects(transport, len(own), label=f"the attention modules of the stages ({KEY})"))
 
 
 def _functions(name: str) -> tuple[Any, Any]:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from deepspeed.checkpoint.restricted import PickledObject
+from deepspeed.comm.base.encoding import decode, encode
 from deepspeed.comm.job.axis import Axis
-from deepspeed.comm.transports.objects import gather_objects
+from deepspeed.comm.transports.objects import gather_bytes
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import CheckpointError, DeepSpeedError
 
@@ -31,8 +33,14 @@ class Exchange:
         return cls(axis.objects(patience=_PATIENCE, why="checkpoints"))
 
     def gather(self, value: Any, doing: str) -> list[Any]:
-        """Gathers ``value`` of all ranks, by rank; ``doing`` names the operation in timeout messages."""
-        return gather_objects(self._transport, value, label=doing)
+        """Gathers ``value`` of all ranks, by rank; ``doing`` names the operation in timeout messages.
+
+        Objects that only code can restore are gathered as :class:`PickledObject`, which no rank opens.
+        """
+        return [value] if self.size == 1 else self._gather(encode(value, PickledObject.of), doing)
+
+    def _gather(self, mine: bytes, doing: str) -> list[Any]:
+        return [decode(each) for each in gather_bytes(self._transport, mine, label=doing)]
 
     def together(self, doing: str, action: Callable[[], T]) -> list[T]:
         """Runs ``action``, which must not communicate, on every rank and gives every rank all results.
@@ -43,11 +51,14 @@ class Exchange:
         failure: str | None = None
         cause: BaseException | None = None
         result: T | None = None
+        mine = b""
         try:
             result = action()
+            mine = b"" if self.size == 1 else encode((None, result), PickledObject.of)
         except Exception as error:  # any error must reach the other ranks, which would wait otherwise
             failure, cause = _describe(error), error
-        outcomes = self.gather((failure, result), doing)
+            mine = encode((failure, None))
+        outcomes: list[Any] = [(failure, result)] if self.size == 1 else self._gather(mine, doing)
         failed = [(rank, text) for rank, (text, _) in enumerate(outcomes) if text is not None]
         if failed:
             raise CheckpointError(_report(doing, failed, self.size)) from cause

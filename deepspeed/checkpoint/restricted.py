@@ -17,6 +17,7 @@ import pickle
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -111,6 +112,32 @@ def loads(data: bytes, what: str) -> Any:
 def loads_trusting(data: bytes) -> Any:
     """Reads a torch file that may run code. Only for files that the caller vouches for."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+@dataclass(frozen=True)
+class PickledObject:
+    """An object that only code can restore, as the file that would restore it. Loading this one restores that one."""
+
+    kind: str  # name of its class
+    data: bytes  # a torch file
+
+    @classmethod
+    def of(cls, value: Any) -> PickledObject:
+        """Returns ``value`` pickled. Raises CheckpointError: it cannot be pickled."""
+        kind = type(value).__name__
+        try:
+            return cls(kind, dumps(value))
+        except Exception as error:  # whatever the object's own pickling raises
+            raise CheckpointError(
+                f"a {kind} object cannot be pickled ({error}); leave it out, or put its numbers, texts and tensors "
+                "there instead"
+            ) from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return loads_trusting, (self.data,)
+
+    def __deepcopy__(self, memo: Any) -> PickledObject:
+        return self  # by __reduce__ a copy would open it
 
 
 def split(value: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, Any]]:

@@ -148,18 +148,16 @@ def _objects(refused: dict[str, dict[restricted.Path, Any]]) -> bytes:
         for path, value in entries.items():
             name = restricted.describe(path)
             try:
-                data[part].append((path, restricted.dumps(value)))
-            except Exception as error:
-                raise CheckpointError(
-                    f"{part}: {name} ({type(value).__name__}) cannot be pickled ({error}); leave it out, or put its "
-                    "numbers, texts and tensors there instead"
-                ) from error
+                found = value if isinstance(value, restricted.PickledObject) else restricted.PickledObject.of(value)
+            except CheckpointError as error:
+                raise CheckpointError(f"{part}: {name}: {error}") from error
+            data[part].append((path, found.data))
             logger.warning(
                 "save_checkpoint: %s %s (%s) is saved in a separate file, because restoring it runs code; "
                 "load_checkpoint(..., allow_pickled_objects=True) restores it",
                 part,
                 name,
-                type(value).__name__,
+                found.kind,
             )
     return restricted.dumps(data)
 

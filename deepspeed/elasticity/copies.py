@@ -9,14 +9,11 @@ used. A buddy on the same host opens the memory of the copy, so nothing is sent 
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from deepspeed.checkpoint.collect import is_per_element
 from deepspeed.checkpoint.disk import bytes_of
@@ -26,11 +23,13 @@ from deepspeed.checkpoint.param_groups import RankGroups
 from deepspeed.checkpoint.roster import roster
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.states import random_state
+from deepspeed.comm.base.encoding import decode, encode
 from deepspeed.comm.members.member import RunMember
 from deepspeed.comm.members.regroup import ReadyMember
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.elasticity.copy_memory import CopyMemory
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.storage import distinct
 from deepspeed.zero.tiling.layout import BucketLayout
 from deepspeed.zero.update.masters import MasterBucket
@@ -176,7 +175,7 @@ class StateCopy:
     owner: int  # number of the member that owns the states
     layout: CopyLayout  # the layout of its job
     runs: dict[str, tuple[SavedRun, ...]]  # the position of each run in ``data``, by kind
-    small: bytes  # pickled :class:`SmallStates`
+    small: bytes  # encoded :class:`SmallStates`
     data: torch.Tensor  # the values as bytes, in host memory
 
 
@@ -222,7 +221,7 @@ class RankCopyBuffer:
         """Returns the complete copy of a generation; None if there is none."""
         for memory in self.memories:
             if memory.generation == generation:
-                runs, small = pickle.loads(memory.tail)
+                runs, small = decode(memory.tail)
                 return StateCopy(generation, self.owner, self.layout, runs, small, memory.data)
         return None
 
@@ -301,50 +300,37 @@ def newest_whole(living: Sequence[RunMember], ready: Mapping[int, ReadyMember]) 
 
 
 def small_states(run_state: RunState, forward: ForwardStates | None = None) -> bytes:
-    """Returns the pickled :class:`SmallStates` of this rank.
+    """Returns the encoded :class:`SmallStates` of this rank.
 
     Args:
         forward: The states that forwards change, from before an interrupted step; None: the present ones.
+
+    Raises:
+        DeepSpeedConfigError: They hold an object that only code can restore.
     """
     updater, optimizer = run_state.updater, run_state.torch_optimizer
     schedule = run_state.schedule_state()
     names = run_state.group_names()
     hyperparameters = RankGroups.of(optimizer, None).hyperparameters
-    return _pickled(
-        SmallStates(
-            counters=dict(run_state.counters),
-            optimizer=type(optimizer).__name__ if optimizer is not None else None,
-            groups=[{**group, "params": members} for group, members in zip(hyperparameters, names, strict=True)],
-            scalars=list(_scalars(run_state)),
-            loss_scaler=updater.loss_scaler.state_dict()
-            if updater is not None and updater.loss_scaler is not None
-            else None,
-            skipped_in_a_row=updater.skipped_in_a_row if updater is not None else 0,
-            lr_scheduler=schedule,
-            forward=forward or ForwardStates.of(run_state),
-        )
+    states = SmallStates(
+        counters=dict(run_state.counters),
+        optimizer=type(optimizer).__name__ if optimizer is not None else None,
+        groups=[{**group, "params": members} for group, members in zip(hyperparameters, names, strict=True)],
+        scalars=list(_scalars(run_state)),
+        loss_scaler=updater.loss_scaler.state_dict()
+        if updater is not None and updater.loss_scaler is not None
+        else None,
+        skipped_in_a_row=updater.skipped_in_a_row if updater is not None else 0,
+        lr_scheduler=schedule,
+        forward=forward or ForwardStates.of(run_state),
     )
-
-
-class _TensorPickler(pickle.Pickler):
-    """Pickles host tensors as raw bytes; torch makes an archive of each, which is ten times slower."""
-
-    @override
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is not torch.Tensor or value.device.type != "cpu" or not value.numel() or value.requires_grad:
-            return NotImplemented
-        flat = value.contiguous().view(-1)
-        return _tensor_of, (bytes(bytes_of(flat)), value.dtype, tuple(value.shape))
-
-
-def _tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
-
-
-def _pickled(states: SmallStates) -> bytes:
-    written = io.BytesIO()
-    _TensorPickler(written).dump(states)
-    return written.getvalue()
+    try:
+        return encode(states)
+    except TypeError as error:
+        raise DeepSpeedConfigError(
+            "elasticity.continue: expected data in the states of the optimizer, of the learning-rate schedule and of "
+            f"modules (get_extra_state), found an object that only code can restore ({error}). Give its data instead"
+        ) from error
 
 
 def _scalars(run_state: RunState) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
@@ -416,7 +402,7 @@ def copy_states(
             size += -(-run.nbytes // _ALIGNMENT) * _ALIGNMENT
             reserved += _RESERVED * values.numel() if kind == MASTER else 0
     tupled = {kind: tuple(listed) for kind, listed in runs.items()}
-    tail = pickle.dumps((tupled, small_states(run_state, forward)))
+    tail = encode((tupled, small_states(run_state, forward)))
     used = size + len(tail)
     memory = held.of_owner(layout, owner).allocate(used, reserved + 2 * used)
     place = memory.begin(size, len(tail))

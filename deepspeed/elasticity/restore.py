@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import pickle
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from deepspeed.checkpoint.reader import CheckpointReader, FileReader, windows
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.source import TrainingState, Wanted
 from deepspeed.checkpoint.states import restore_random_state
+from deepspeed.comm.base.encoding import decode
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.elasticity.copies import CopyLayout, CopyStore, SmallStates, StateCopy
@@ -54,7 +54,7 @@ class CopyOnRank:
     kept_by: int  # the rank that holds the copy
     owner: int  # number of the member that owns the states
     runs: dict[str, tuple[SavedRun, ...]]  # the position of each run in its bytes, by kind
-    small: bytes  # pickled small states
+    small: bytes  # encoded :class:`SmallStates`
     is_own: bool  # whether the rank is the owner
 
 
@@ -225,7 +225,7 @@ def restore(
     source = MemorySource(layout, listed, mine, transport.rank)
     smalls = {copy.owner: copy.small for copy in sorted(listed, key=lambda each: not each.is_own)}
     alike = next(owner for owner in smalls if layout.is_alike(owner, transport.rank))
-    own = pickle.loads(smalls.get(number, smalls[alike]))
+    own = decode(smalls.get(number, smalls[alike]))
     state = _training_state(own, listed, layout)
     shapes = {name: shape for name, shape in run_state.shapes().items() if name not in layout.left_out}
     matches, _, difference = match(source, shapes, run_state.aliases(), {})
@@ -245,7 +245,7 @@ def restore(
     if run_state.runtime.reducer is not None:
         run_state.runtime.reducer.clear()
     resume_from(engine, LoadResult(_WHERE, {}, dict(state.counters), len(layout.owners), 1))
-    drawn = next((pickle.loads(smalls[owner]) for owner in draws_alike if owner in smalls), None)
+    drawn = next((decode(smalls[owner]) for owner in draws_alike if owner in smalls), None)
     if drawn is not None:
         restore_random_state(drawn.forward.random)
     return received
@@ -259,7 +259,7 @@ def _table_of_own_copies(kept: list[StateCopy], number: int, rank: int) -> _Copy
 def _training_state(own: SmallStates, listed: list[CopyOnRank], layout: CopyLayout) -> TrainingState:
     scalars: dict[str, dict[str, Any]] = {}
     for copy in listed:
-        small: SmallStates = pickle.loads(copy.small)
+        small: SmallStates = decode(copy.small)
         for names, values in small.scalars:
             scalars.update({name: dict(values) for name in names})
     return TrainingState(

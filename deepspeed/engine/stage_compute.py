@@ -14,7 +14,7 @@ from deepspeed.axes import PIPE
 from deepspeed.comm.job import backward_comm
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.transports.objects import gather_json
+from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.loss_counter import checked_count, checked_metric, mean_of_sum, read_counts, refuse_bad_counts
@@ -487,7 +487,7 @@ def read_rows(
     metrics: dict[str, float] = {}
     if bool(rows[:, 1].any()):
         mine_given = list(found.metrics.items()) if found is not None else []
-        given = [dict(pairs) for pairs in gather_json(job, mine_given, label="the metrics of the step") if pairs]
+        given = [dict(pairs) for pairs in gather_objects(job, mine_given, label="the metrics of the step") if pairs]
         for name in dict.fromkeys(name for each in given for name in each):
             values = [each[name] for each in given if name in each]
             metrics[name] = sum(values) / len(values)

@@ -13,7 +13,7 @@ from torch import nn
 
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.start.process_group import default_timeout
-from deepspeed.comm.transports.objects import gather_json
+from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import DeepSpeedConfigError
 
 
@@ -35,7 +35,7 @@ def gather_from_stages(job: Job, model: nn.Module, device: torch.device, mine: A
     if not is_stage(model):
         return [mine]
     everybody = job.axis_of().transport("outside engines", device=device, timeout=default_timeout())
-    return gather_json(everybody, mine, label=label)
+    return gather_objects(everybody, mine, label=label)
 
 
 def raise_for_all_stages(

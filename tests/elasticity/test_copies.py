@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed.comm.base.encoding import decode, encode
 from deepspeed.comm.members.member import RunMember
 from deepspeed.comm.members.regroup import ReadyMember
 from deepspeed.elasticity.copies import (
@@ -17,7 +18,6 @@ from deepspeed.elasticity.copies import (
     ForwardStates,
     RankCopyBuffer,
     SmallStates,
-    _pickled,
     newest_whole,
 )
 from deepspeed.elasticity.copy_memory import CopyMemory, MemoryAddress
@@ -30,7 +30,7 @@ def layout_of(epoch: int, owners: tuple[int, ...] = (0, 1, 2), parts: tuple[int,
 
 def write(copies: RankCopyBuffer, generation: int, value: int, extra: bytes = b"", capacity: int = 1000) -> None:
     """A copy of eight bytes."""
-    tail = pickle.dumps(({}, b"small" + extra))
+    tail = encode(({}, b"small" + extra))
     place = copies.allocate(8 + len(tail), capacity).begin(8, len(tail))
     place[:8] = value
     place[8:] = torch.frombuffer(bytearray(tail), dtype=torch.uint8)
@@ -158,7 +158,7 @@ def test_small_states_are_what_they_were(value):
     states = SmallStates(
         {"global_steps": 3}, "AdamW", [], [(("weight",), {"step": value.clone()})], None, 0, None, forward
     )
-    found = pickle.loads(_pickled(states))
+    found = decode(encode(states))
     for again in (found.forward.buffers["buffer"], found.scalars[0][1]["step"]):
         assert again.dtype == value.dtype and torch.equal(again, value)
         again += 1  # it can be written

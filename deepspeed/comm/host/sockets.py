@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 
 from deepspeed.comm.host.gloo import GlooTransport
-from deepspeed.comm.transports.objects import gather_json
+from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import Transport
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -55,7 +55,7 @@ def connect_on_host(
             listener.listen(transport.size)
             listener.settimeout(_MEETING)
     mine = (_host(), address if listener is not None else "", token.hex())
-    gathered = gather_json(transport, mine, label=label)
+    gathered = gather_objects(transport, mine, label=label)
     found: _Made | None = None
     connections: dict[int, socket.socket] = {}
     if listener is not None and len({host for host, _, _ in gathered}) == 1 and all(where for _, where, _ in gathered):
@@ -67,7 +67,7 @@ def connect_on_host(
             found = make(transport, dict(sorted(connections.items())))
     if listener is not None:
         listener.close()
-    if all(gather_json(transport, found is not None, label=label)):
+    if all(gather_objects(transport, found is not None, label=label)):
         return found
     for connection in connections.values():
         connection.close()

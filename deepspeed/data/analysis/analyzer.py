@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Subset
 
 from deepspeed import comm
+from deepspeed.comm.job.job import axis_of
+from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.data.indexed.dataset import write_dataset
 from deepspeed.data.indexed.format import smallest_type
 from deepspeed.errors import NotYetSupportedError
@@ -149,9 +151,9 @@ def _run_together(step: Callable[[], Any], group: Any, who: str) -> list[Any]:
     except Exception as error:  # the other ranks wait for the outcome
         failure = error
     outcomes: list[Any] = [(None if failure is None else repr(failure), result)]
-    if comm.is_initialized() and comm.get_world_size(group=group) > 1:  # one rank alone need not pickle its results
-        own, outcomes = outcomes[0], [None] * comm.get_world_size(group=group)
-        comm.all_gather_object(outcomes, own, group=group)
+    if comm.is_initialized() and comm.get_world_size(group=group) > 1:
+        ranks = axis_of(group).objects(patience=comm.default_timeout(), why=who)
+        outcomes = gather_objects(ranks, outcomes[0], label=who)
     if failure is not None:
         raise failure
     for rank, (text, _) in enumerate(outcomes):

@@ -16,7 +16,6 @@ Sends never block; their tensors are kept alive until they are sent.
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,7 @@ import torch
 from deepspeed import comm
 from deepspeed.axes import PIPE
 from deepspeed.comm.base.counters import traffic
+from deepspeed.comm.base.encoding import decode, encode
 from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.job.connect import open_message_queue
 from deepspeed.comm.job.job import Job
@@ -255,8 +255,8 @@ class ChannelSender:
 
 def _as_text(description: Any) -> bytes:
     try:
-        return pickle.dumps(description)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        return encode(description)
+    except TypeError as error:
         raise PipelineError(
             f"the output of the stage holds, besides tensors, something that cannot be sent ({error}); let its "
             "last layer return tensors and plain values in tuples, lists, dicts or dataclasses"
@@ -360,7 +360,7 @@ class ChannelReceiver:
             for work in posted.works:  # padding: these receives carry no data
                 self._route.guard(work, ticket, micro_batch)
             posted.buffers, posted.works = [], []
-            self._description = pickle.loads(text.numpy().tobytes())
+            self._description = decode(text.numpy().tobytes())
             self._known.advance(MessageLayout(slots_of(self._description), packs=self._packs))
         else:
             self._known.advance(None)

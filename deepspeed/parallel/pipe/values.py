@@ -1,8 +1,8 @@
 """Separates nested values into tensors and a description of the rest, for sending between stages.
 
 Tuples (named ones too), lists, dicts and dataclasses may be nested; everything else that is not a tensor is part of the
-description and is sent by pickle. :class:`MessageLayout` lays the tensors out for sending, and :class:`NextMessages`
-tells which of their receives are posted ahead.
+description, which is sent as data (:mod:`deepspeed.comm.base.encoding`). :class:`MessageLayout` lays the tensors out
+for sending, and :class:`NextMessages` tells which of their receives are posted ahead.
 """
 
 from __future__ import annotations

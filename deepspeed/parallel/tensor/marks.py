@@ -18,7 +18,7 @@ from deepspeed import comm
 from deepspeed.axes import TENSOR
 from deepspeed.comm.job.job import Job, size_of
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.transports.objects import gather_json
+from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor.channel import connect
@@ -47,7 +47,7 @@ def read_marks(job: Job, model: nn.Module, mesh: Mesh, device: torch.device) -> 
         type(parameter).__name__ == "DTensor" or has_part(parameter) or describe(name, parameter).group == CUT
         for name, parameter in model.named_parameters()
     )
-    reports = gather_json(everybody, (bool(marked), problem, has_cut), label=what)
+    reports = gather_objects(everybody, (bool(marked), problem, has_cut), label=what)
     if problems := [words for _, words, _ in reports if words]:
         raise DeepSpeedConfigError(problems[0])
     if not any(is_cut for _, _, is_cut in reports):
@@ -62,10 +62,7 @@ def read_marks(job: Job, model: nn.Module, mesh: Mesh, device: torch.device) -> 
         return
     channel = connect(job, mesh, device, comm.default_timeout())
     mine = [mark for mark, _ in marked]
-    gathered = [
-        [(name, tuple(shape), dim, stride) for name, shape, dim, stride in marks]
-        for marks in gather_json(channel.transport, mine, label=what)
-    ]
+    gathered = gather_objects(channel.transport, mine, label=what)
     if any(other != mine for other in gathered):
         raise DeepSpeedConfigError(_difference(gathered))
     for (name, shape, dim, stride), parameter in marked:

@@ -180,7 +180,7 @@ def what_cannot_be_sent() -> tuple[str, float]:
             what_cannot_be_sent,
             [
                 "stage 0 (rank 0), sending the activations of micro-batch 0",
-                "cannot be sent (cannot pickle 'generator' object); let its last layer return tensors",
+                "cannot be sent (cannot send a 'generator' object); let its last layer return tensors",
             ],
         ),
     ],
