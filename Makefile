@@ -73,7 +73,7 @@ test-ray: $(RAY_VENV)/.ready
 
 # Environments in .matrix, one per combination of versions; a run that was interrupted goes on (see .ci/matrix.py).
 test-matrix:
-	@$(PYTHON) .ci/matrix.py $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again)
+	@$(PYTHON) .ci/matrix.py $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again) $(if $(TESTS),--tests "$(TESTS)")
 
 lint: $(VENV)/.for-tests
 	@$(MAKE) --no-print-directory style types

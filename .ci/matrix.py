@@ -3,6 +3,7 @@
     make test-matrix                  all environments that this machine can make; those that passed before are left out
     make test-matrix ONLY=torch-2.15  those whose name contains a text
     make test-matrix AGAIN=1          also those that passed
+    make test-matrix TESTS=tests/ops  these tests alone; the page names them, and the environment has not passed yet
 
 Results are kept in .matrix/ beside the environments, so an interrupted run goes on where it was. The page
 docs/reference/versions.md is written again after every environment. An index with CPU builds of torch saves gigabytes:
@@ -31,7 +32,8 @@ PAGE = ROOT / "docs" / "reference" / "versions.md"
 FAST = (
     "tests/accelerator tests/ops tests/precision tests/schedulers tests/zero/gather tests/zero/gradient "
     "tests/zero/construction tests/zero/access tests/comm/transports tests/comm/codecs tests/device tests/oracle "
-    "tests/activation_checkpointing tests/parallel/pipe/test_split.py tests/profiling tests/surface tests/ecosystem"
+    "tests/activation_checkpointing tests/parallel/pipe/test_split.py tests/profiling tests/surface tests/ecosystem "
+    "tests/project/test_other_libraries.py"
 ).split()
 LIBRARIES = ("transformers", "accelerate", "lightning", "peft", "trl")
 
@@ -79,8 +81,8 @@ def install(environment: Environment, python: str) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, env=variables)
 
 
-def run(environment: Environment) -> dict[str, object]:
-    """Makes one environment, runs the fast part in it and returns the result."""
+def run(environment: Environment, tests: list[str]) -> dict[str, object]:
+    """Makes one environment, runs ``tests`` in it (empty: the fast part) and returns the result."""
     interpreter = shutil.which(f"python{environment.python}")
     works = interpreter and subprocess.run([interpreter, "-c", ""], capture_output=True).returncode == 0
     if not works:
@@ -104,11 +106,13 @@ def run(environment: Environment) -> dict[str, object]:
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     log = FOLDER / f"{environment.name}.log"
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(os.cpu_count()), "--dist", "worksteal"]
+    command += tests or FAST
     with log.open("w") as output:
-        done = subprocess.run([*command, *FAST], cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
+        done = subprocess.run(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
     text = log.read_text(errors="replace")
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, flags=re.MULTILINE)
-    outcome = "passed" if done.returncode == 0 else f"{len(failed)} failed" if failed else "did not finish"
+    passed = f"passed: {' '.join(tests)}" if tests else "passed"
+    outcome = passed if done.returncode == 0 else f"{len(failed)} failed" if failed else "did not finish"
     seconds = {"installing": round(installed), "tests": round(time.monotonic() - began - installed)}
     return {"result": outcome, "line": last_line(text), "versions": versions, "failed": failed, "seconds": seconds}
 
@@ -157,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="environments whose name contains this text")
     parser.add_argument("--again", action="store_true", help="also those that passed")
+    parser.add_argument("--tests", default="", help="these files or folders instead of the fast part")
     arguments = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     failed = []
@@ -166,7 +171,8 @@ def main() -> None:
             continue
         sys.stdout.write(f"{environment.name} ... ")
         sys.stdout.flush()
-        done = {**run(environment), "date": datetime.date.today().isoformat(), "commit": commit()}
+        done = run(environment, arguments.tests.split())
+        done |= {"date": datetime.date.today().isoformat(), "commit": commit()}
         (FOLDER / f"{environment.name}.json").write_text(json.dumps(done, indent=2))
         write_page()
         sys.stdout.write(f"{done['result']}: {done.get('line', '')}\n")
