@@ -328,7 +328,10 @@ STILL_NEEDED: dict[str, tuple[tuple[str, ...], Callable[[], bool]]] = {
         lambda: _has_public(torch, "int4pack") or _has_public(torch, "int8pack"),
     ),
     "attention returns its log-sum-exp": (
-        ("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu*",),
+        (
+            "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu*",
+            "torch.ops.aten._scaled_dot_product_flash_attention*",
+        ),
         lambda: _has_public(torch.nn.functional, "attention", "lse"),
     ),
     "collectives can be put together": (

@@ -2,7 +2,7 @@
 
 Names and signatures match upstream. A chunk is a run of tokens of the whole sequence. Every rank has
 an equal part of each chunk (see ``FPDT_InputConstruct``). So the exchange of a chunk gathers consecutive
-tokens, and causal work is equal on all ranks. Neither a fused kernel nor a GPU is needed.
+tokens, and causal work is equal on all ranks. No GPU is needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Causal attention chunk by chunk of queries, over keys and values in host memory.
+"""Attention chunk by chunk of queries, over keys and values in host memory.
 
 Copying keys and values to the host is an autograd operation, so their gradients are summed there too. The device holds
 one chunk of queries and two of keys and values at a time (FPDT, arXiv 2408.16978).
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from deepspeed.offload.streams import CopyHandle, CopyStream
-from deepspeed.parallel.sequence.online import MaskRule, Rows, Slopes, Tokens, grouped
+from deepspeed.parallel.sequence.block_kernels import sum_dtype
+from deepspeed.parallel.sequence.online import MaskRule, Rows, Slopes, Tokens, add_at
 
 
 class PrefetchedTensors:
@@ -92,6 +93,8 @@ def attend_to_chunks(
     chunks: Sequence[tuple[torch.Tensor, torch.Tensor]],
     rule: MaskRule,
     copies: HostChunks,
+    *,
+    offload: bool = False,
 ) -> torch.Tensor:
     """Returns the attention of a chunk of queries; keys and values are on the device one chunk at a time.
 
@@ -101,45 +104,49 @@ def attend_to_chunks(
         chunks: ``(key, value)`` of the sequence from its beginning, each ``[batch, key heads, tokens, width]``, on any
             device.
         copies: The object that has copied ``chunks`` to the host.
+        offload: Save copies of ``chunks``, which are on the device, in host memory for backward.
     """
     parts = [tensor for pair in chunks for tensor in pair]
-    out: torch.Tensor = _OfChunks.apply(query, start, rule, copies, *parts)
+    out: torch.Tensor = _OfChunks.apply(query, start, rule, copies, offload, *parts)
     return out
 
 
 class _OfChunks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, start: int, rule: MaskRule, copies: HostChunks, *parts: torch.Tensor
+        ctx: Any,
+        query: torch.Tensor,
+        start: int,
+        rule: MaskRule,
+        copies: HostChunks,
+        offload: bool,
+        *parts: torch.Tensor,
     ) -> torch.Tensor:
-        many = grouped(query, parts[0].size(1))
-        rows = Rows.of(many, parts[1].size(-1))
-        mine = _tokens_from(start, query)
+        rows, mine = Rows.of(query, parts[1].size(-1)), _tokens_from(start, query)
+        kept: list[torch.Tensor] = []
         for key, value, tokens in _fetched(parts, copies):
-            rows.see(many, key, value, mine, tokens, rule)
-        out = rows.out.flatten(1, 2).to(query.dtype)
+            rows.see(key, value, mine, tokens, rule)
+            kept += [copies.put(part) for part in (key, value)] if offload else ()
+        out, lse = rows.result()
         is_on_host = parts[0].device != query.device
-        ctx.save_for_backward(copies.put(query) if is_on_host else query, out, rows.lse, *parts)
-        ctx.arguments = start, rule, copies
+        ctx.save_for_backward(copies.put(query) if is_on_host else query, out, lse, *(kept or parts))
+        ctx.arguments = start, rule, copies, is_on_host
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
         query, out, lse, *parts = ctx.saved_tensors
-        start, rule, copies = ctx.arguments
-        is_on_host = parts[0].device != out.device
-        (query,), heads = copies.fetch([query]).take(), parts[0].size(1)
-        many, gradient = grouped(query, heads), grouped(gradients[0].float(), heads)
-        delta = (gradient * grouped(out.float(), heads)).sum(-1)
-        slopes = Slopes(many, gradient, lse, delta, torch.zeros_like(many, dtype=torch.float32))
-        mine, found = _tokens_from(start, query), []
+        start, rule, copies, is_on_host = ctx.arguments
+        (query,) = copies.fetch([query]).take()
+        slopes, mine, found = Slopes(query, gradients[0], out, lse), _tokens_from(start, query), []
         for key, value, tokens in _fetched(parts, copies):
-            sums = [torch.zeros_like(part, dtype=torch.float32) for part in (key, value)]
-            slopes.see(key, value, sums[0], sums[1], mine, tokens, rule)
+            sums = [torch.zeros_like(part, dtype=sum_dtype(part)) for part in (key, value)]
+            for keys, some in slopes.see(key, value, mine, tokens, rule):
+                add_at(keys, some, sums)
             found += [copies.put(part.to(key.dtype)) if is_on_host else part.to(key.dtype) for part in sums]
         if is_on_host:
             copies.settle()  # autograd adds them up on the host
-        return slopes.of_query.flatten(1, 2).to(query.dtype), None, None, None, *found
+        return slopes.of_query.to(query.dtype), None, None, None, None, *found
 
 
 def _tokens_from(start: int, tensor: torch.Tensor) -> Tokens:

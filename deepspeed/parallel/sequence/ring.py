@@ -17,8 +17,9 @@ from deepspeed.comm.job import backward_comm
 from deepspeed.comm.transports.differentiable import all_to_all
 from deepspeed.comm.transports.packing import Tensors
 from deepspeed.comm.transports.transport import Transport, Work
+from deepspeed.parallel.sequence.block_kernels import sum_dtype
 from deepspeed.parallel.sequence.exchange import transport_of
-from deepspeed.parallel.sequence.online import MaskRule, Rows, Slopes, Tokens, grouped
+from deepspeed.parallel.sequence.online import MaskRule, Rows, Slopes, Tokens, add_at
 from deepspeed.uncompiled import uncompiled
 
 
@@ -41,9 +42,9 @@ def ring_attention(
 ) -> torch.Tensor:
     """Computes attention over sequences that are divided over ranks by consecutive tokens. Every rank must call it.
 
-    Exact: the softmax is combined from blocks in fp32. Per rank and direction it moves the keys and values of the
-    other ranks, and, where causal, half of all tensors once for the zigzag order. The result is as ``query``, with the
-    width of ``value``.
+    Exact: blocks of keys are computed by torch's fused attention, and combined in fp32. Per rank and direction it moves
+    the keys and values of the other ranks, and, where causal, half of all tensors once for the zigzag order. The result
+    is as ``query``, with the width of ``value``.
 
     Args:
         query: ``[batch, heads, this rank's tokens, width]``; equally many tokens on all ranks.
@@ -57,6 +58,7 @@ def ring_attention(
     """
     transport = transport_of(group, query.device)
     rule = MaskRule(is_causal, window, 1 / math.sqrt(query.size(-1)) if scale is None else scale)
+    key, value = key.to(query.dtype), value.to(query.dtype)
     in_zigzag = is_causal and transport.size > 1
     if in_zigzag:
         query, key, value = (all_to_all(_ZigzagExchange(transport), tensor) for tensor in (query, key, value))
@@ -126,9 +128,7 @@ class _RingTransfer:
     """A transfer of tensors to the next rank and from the previous one."""
 
     def __init__(self, transport: Transport, *tensors: torch.Tensor) -> None:
-        numels = [tensor.numel() for tensor in tensors]
-        parts = tensors[0].new_empty(sum(numels)).split(numels)
-        self._arriving = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        self._arriving = _like_flat(tensors, tensors[0].dtype)
         leaving: list[Tensors] = [()] * transport.size
         arriving: list[Tensors] = [()] * transport.size
         leaving[(transport.rank + 1) % transport.size], arriving[(transport.rank - 1) % transport.size] = (
@@ -136,12 +136,21 @@ class _RingTransfer:
             self._arriving,
         )
         label = "the exchange of keys and values (ring attention)"
-        self._work: Work = transport.exchange(leaving, arriving, tensors[0], label=label)
+        self._work: Work | None = transport.exchange(leaving, arriving, tensors[0], label=label)
 
     def arrived(self) -> list[torch.Tensor]:
-        """Waits for the tensors of the previous rank, and returns them."""
-        self._work.wait()
+        """Waits for the tensors of the previous rank at the first call, and returns them."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         return self._arriving
+
+
+def _like_flat(tensors: Tensors, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Returns memory for tensors of these shapes, one behind another, so that they are sent without a copy."""
+    numels = [tensor.numel() for tensor in tensors]
+    parts = tensors[0].new_empty(sum(numels), dtype=dtype).split(numels)
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 class _Ring(torch.autograd.Function):
@@ -159,16 +168,15 @@ class _Ring(torch.autograd.Function):
         if transport.size > 1 and any(ctx.needs_input_grad):
             backward_comm.note_anywhere()
         owned = [tokens_of(rank, transport, query.size(2), in_zigzag, documents) for rank in range(transport.size)]
-        many = grouped(query, key.size(1))
-        rows = Rows.of(many, value.size(-1))
+        rows = Rows.of(query, value.size(-1))
         block = [key, value]
         for step in range(transport.size):
             transfer = _RingTransfer(transport, *block) if step + 1 < transport.size else None
-            rows.see(many, block[0], block[1], owned[transport.rank], owned[transport.rank - step], rule)
+            rows.see(block[0], block[1], owned[transport.rank], owned[transport.rank - step], rule)
             if transfer is not None:
                 block = transfer.arrived()
-        out = rows.out.flatten(1, 2).to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, rows.lse)
+        out, lse = rows.result()
+        ctx.save_for_backward(query, key, value, out, lse)
         ctx.arguments = transport, rule, owned
         return out
 
@@ -176,19 +184,26 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
         query, key, value, out, lse = ctx.saved_tensors
         transport, rule, owned = ctx.arguments
-        many, gradient = grouped(query, key.size(1)), grouped(gradients[0].float(), key.size(1))
-        delta = (gradient * grouped(out.float(), key.size(1))).sum(-1)
-        slopes = Slopes(many, gradient, lse, delta, torch.zeros_like(many, dtype=torch.float32))
-        # A block's gradient follows the block, one step later, and returns to its rank after all ranks have added to
-        # it.
+        slopes = Slopes(query, gradients[0], out, lse)
+        # The sums of a block's gradients follow the block, one step later, and return to its rank after all ranks have
+        # added to them. They travel while the gradients of the next block are computed.
         block = [key, value]
-        sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in block]
+        sums = _like_flat([key, value], sum_dtype(key))
+        for part in sums:
+            part.zero_()
+        coming: _RingTransfer | None = None
         for step in range(transport.size):
             transfer = _RingTransfer(transport, *block) if step + 1 < transport.size else None
-            slopes.see(block[0], block[1], sums[0], sums[1], owned[transport.rank], owned[transport.rank - step], rule)
+            pairs = block[0], block[1], owned[transport.rank], owned[transport.rank - step]
+            for keys, found in slopes.see(*pairs, rule):
+                sums = coming.arrived() if coming is not None else sums
+                add_at(keys, found, sums)
+            if transport.size > 1:
+                sums = coming.arrived() if coming is not None else sums
+                coming = _RingTransfer(transport, *sums)
             if transfer is not None:
                 block = transfer.arrived()
-            if transport.size > 1:
-                sums = _RingTransfer(transport, *sums).arrived()
-        of_query = slopes.of_query.flatten(1, 2).to(query.dtype)
+        if coming is not None:
+            sums = coming.arrived()
+        of_query = slopes.of_query.to(query.dtype)
         return of_query, sums[0].to(key.dtype), sums[1].to(value.dtype), None, None, None, None
