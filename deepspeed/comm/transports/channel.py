@@ -19,6 +19,9 @@ from deepspeed.errors import DeepSpeedConfigError
 _SUM = 1  # kind of transfer, see transfer_key
 _GATHER = 0
 
+_MOST_ROWS = 16
+"""Indices of the dimensions before a cut one, up to which each is a transfer of its own; else parts are copied."""
+
 
 class PendingSum(Protocol):
     """A sum in flight."""
@@ -145,16 +148,35 @@ class Channel:
         """Returns the elementwise largest of every rank's ``values``, in their shape; for small tensors."""
         return torch.stack(self.gather(values.reshape(-1), [values.numel()] * self.size, label)).amax(0).view_as(values)
 
-    def scatter_sum(self, values: torch.Tensor, label: str) -> torch.Tensor:
-        """Returns this rank's part, along dimension 0, of the sum of ``values``.
+    def gather_along(self, values: torch.Tensor, dim: int, label: str) -> torch.Tensor:
+        """Returns every rank's ``values`` (equal shapes), one after the other along ``dim``; contiguous."""
+        rows = values.reshape(values.shape[:dim].numel(), values.shape[dim:].numel())
+        if len(rows) > _MOST_ROWS:
+            return torch.cat(self.gather(values, [values.shape[-1]] * self.size, label), dim=dim)
+        whole = rows.new_empty((len(rows), self.size, rows.shape[1]))
+        whole[:, self.rank].copy_(rows)
+        works = [self._transport.all_gather(row.view(-1), key=self._key(_GATHER), label=label) for row in whole]
+        for work in works:
+            work.wait()
+        return whole.view(*values.shape[:dim], self.size * values.shape[dim], *values.shape[dim + 1 :])
 
-        They are contiguous, and their first extent is a multiple of the number of ranks.
+    def scatter_sum(self, values: torch.Tensor, dim: int, label: str) -> torch.Tensor:
+        """Returns this rank's part, along ``dim``, of the sum of ``values``, whose shapes are equal on all ranks.
+
+        The number of ranks divides the dimension.
         """
-        flat = values.view(-1)
-        out = torch.empty(flat.numel() // self.size, dtype=flat.dtype, device=flat.device)
-        how = Reduction(1.0, self._key(_SUM), label, max(flat.numel(), 1))
-        self._transport.reduce_scatter(flat, out, how).wait()
-        return out.view(values.shape[0] // self.size, *values.shape[1:])
+        rows = values.reshape(values.shape[:dim].numel(), values.shape[dim:].numel())
+        if len(rows) > _MOST_ROWS:
+            rows = torch.stack(values.chunk(self.size, dim)).view(1, -1)
+        rows = rows.contiguous()
+        out = rows.new_empty((len(rows), rows.shape[1] // self.size))
+        works = []
+        for row, part in zip(rows, out, strict=True):
+            how = Reduction(1.0, self._key(_SUM), label, max(row.numel(), 1))
+            works.append(self._transport.reduce_scatter(row, part, how))
+        for work in works:
+            work.wait()
+        return out.view(*values.shape[:dim], values.shape[dim] // self.size, *values.shape[dim + 1 :])
 
     def _key(self, kind: int) -> int:
         self._count += 1

@@ -99,7 +99,7 @@ def gather_from(
     def back(gradient: torch.Tensor) -> torch.Tensor:
         if is_partial:
             assert isinstance(dim, int), "gradients that are summands are cut into equal parts"
-            return scatter_along(gradient, channel, dim, f"the gradient of {label}")
+            return channel.scatter_sum(gradient, dim, f"the gradient of {label}")
         return _part(gradient, channel, dim)
 
     return _CollectiveFunction.apply(values, lambda part: _whole(part, channel, dim, label), back)
@@ -131,7 +131,7 @@ def reduce_scatter_to(
     """
     back = f"the gradient of {label}"
     return _CollectiveFunction.apply(
-        values, lambda x: scatter_along(x, channel, dim, label), lambda grad: gather_along(grad, channel, dim, back)
+        values, lambda x: channel.scatter_sum(x, dim, label), lambda grad: channel.gather_along(grad, dim, back)
     )
 
 
@@ -180,23 +180,10 @@ def _summed(values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
 
 
 def _whole(values: torch.Tensor, channel: Channel, dim: int | UnequalParts, label: str) -> torch.Tensor:
-    return gather_along(values, channel, dim, label) if isinstance(dim, int) else dim.gather(values, channel, label)
+    return channel.gather_along(values, dim, label) if isinstance(dim, int) else dim.gather(values, channel, label)
 
 
 def _part(values: torch.Tensor, channel: Channel, dim: int | UnequalParts) -> torch.Tensor:
     if isinstance(dim, int):
         return values.chunk(channel.size, dim)[channel.rank].contiguous()
     return dim.part(values, channel.rank)
-
-
-def gather_along(values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
-    """Returns every rank's ``values``, one after the other along ``dim``; shapes are equal on all ranks."""
-    return torch.cat(channel.gather(values, [values.shape[-1]] * channel.size, label), dim=dim)
-
-
-def scatter_along(values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
-    """Returns this rank's part along ``dim`` of the sum of ``values``, whose shapes are equal on all ranks."""
-    if dim == 0:
-        return channel.scatter_sum(values.contiguous(), label)
-    rows = torch.stack(values.chunk(channel.size, dim))
-    return channel.scatter_sum(rows, label).squeeze(0)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
@@ -172,6 +173,46 @@ def _regions(channel) -> None:
     partial = gather_from(part.detach().requires_grad_(), channel, 1, is_partial=True)
     summed = reduce_scatter_to(partial, channel, 1)
     torch.testing.assert_close(summed, channel.size * part)
+
+
+class _WholeCopies(TorchDispatchMode):
+    """Counts operations that write a copy of at least ``numel`` elements."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.count = numel, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        names = ("cat", "stack", "clone", "copy_", "_to_copy")
+        if func.overloadpacket.__name__ in names and result.numel() >= self.numel:
+            self.count += 1
+        return result
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("lead", "copies"), [((), 0), ((1,), 0), ((3,), 0), ((3, 4), 0), ((17,), 4)])
+def test_sequences_are_joined_and_cut_without_copies(lead: tuple[int, ...], copies: int) -> None:
+    """Of a whole activation. With many dimensions before the cut one each transfer makes a single copy."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    channel = connect(Job.adopt(), Mesh((("tensor", size),)), None, None)
+    torch.manual_seed(rank)
+    dim = len(lead)
+    part = torch.randn(*lead, 4, 5, requires_grad=True)
+    factor = torch.randn(*lead, 4 * size, 5)
+    with _WholeCopies(factor.numel()) as counted:
+        whole = gather_from(part, channel, dim, is_partial=True)
+        summed = reduce_scatter_to(whole * factor, channel, dim)
+        summed.backward(part.detach())
+    assert counted.count == copies
+    parts = [torch.empty_like(part) for _ in range(size)]
+    factors = [torch.empty_like(factor) for _ in range(size)]
+    dist.all_gather(parts, part.detach())
+    dist.all_gather(factors, factor)
+    joined = torch.cat(parts, dim)
+    assert torch.equal(whole, joined)
+    for found, terms in ((summed, factors), (part.grad, factors)):  # both multiply what was gathered from the parts
+        assert torch.equal(found, sum(joined * each for each in terms).chunk(size, dim)[rank])
 
 
 @on_ranks(2)
