@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -38,3 +40,24 @@ def differentiates_a_function() -> bool:
     """Returns whether a differentiating transform of ``torch.func`` is active (``grad``, ``jacrev``, ``jvp``, ...)."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
+
+
+def compiler_backend(backend: Any, mode: Any, options: Any, dynamic: Any) -> Callable[..., Any]:
+    """Returns the function of a graph and its inputs by which ``torch.compile`` with these arguments compiles it."""
+    if backend == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, options, dynamic)
+    return torch._TorchCompileWrapper(backend, mode, options, dynamic)
+
+
+def graph_breaks() -> dict[str, int]:
+    """Returns how often compiled graphs have ended in this process, by the reason."""
+    from torch._dynamo.utils import counters
+
+    return dict(counters["graph_break"])
+
+
+def memory_budget(share: float | None) -> AbstractContextManager[Any]:
+    """Returns a context in which compiled graphs keep this share of their activations; None: torch's setting."""
+    from torch._functorch import config
+
+    return nullcontext() if share is None else config.patch(activation_memory_budget=share)

@@ -111,18 +111,20 @@ def _attend(
 
 
 class _RecomputedBlock(nn.Module):
-    """Mixin in front of a block's class: its forward saves only its inputs while ``recomputes`` is true."""
+    """Mixin in front of a block's class: a call of the block saves only its inputs while ``recomputes`` is true."""
 
     recomputes: bool
     context_fn: Any  # chooses what is kept; None: only the inputs
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Around the call, not the forward: what is compiled, of either, must be compiled in recomputation too.
         from torch.utils.checkpoint import checkpoint
 
         if not self.recomputes:
-            return super().forward(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
         more = {} if self.context_fn is None else {"context_fn": self.context_fn}
-        return checkpoint(super().forward, *args, use_reentrant=False, **more, **kwargs)
+        return checkpoint(super().__call__, *args, use_reentrant=False, **more, **kwargs)
 
 
 _KEPT = (

@@ -96,7 +96,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             batches=self._batches,
         )
         self._compiling = EngineCompile(
-            self.module, gathers_between_graphs(parts.placement, parts.coordinates.zero_size)
+            self.module, self._root.compile, gathers_between_graphs(parts.placement, parts.coordinates.zero_size)
         )
         self._offloading = EngineOffload(parts)
         watch_other_optimizers()
@@ -249,10 +249,11 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         return self.train(False)
 
     compile = forwarded("_compiling", EngineCompile.compile)
+    compile_report = forwarded("_compiling", EngineCompile.compile_report)
 
     @property
     def is_compiled(self) -> bool:
-        """Returns whether :meth:`compile` was called."""
+        """Returns whether :meth:`compile` was called, or the configuration compiles the model."""
         return self._compiling.is_done
 
     offload_states = forwarded("_offloading", EngineOffload.offload_states)

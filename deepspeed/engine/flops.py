@@ -12,6 +12,7 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.devices import device_of_product
 from deepspeed.config.sections.monitor import FlopsProfilerSection as Settings
+from deepspeed.engine.compiled_parts import CompiledPart
 from deepspeed.logging import log_dist
 from deepspeed.profiling.flops_profiler.profile import OperationCounter
 from deepspeed.profiling.flops_profiler.profiler import BACKWARD_FACTOR, FlopsProfiler
@@ -107,4 +108,7 @@ class FlopsCounter:
 def _is_compiled(model: Any) -> bool:
     if not isinstance(model, nn.Module):
         return True  # torch does not report this of a function that the program has defined
-    return any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
+    return any(
+        isinstance(m, CompiledPart) or m._compiled_call_impl is not None or hasattr(m, "_orig_mod")
+        for m in model.modules()
+    )

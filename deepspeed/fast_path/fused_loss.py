@@ -151,6 +151,8 @@ class _LabelState:
 class _FusedHead(nn.Linear):
     """Mixin in front of a head's class: computes the sum of losses of the labels that the model's forward has left."""
 
+    compiles_itself = True  # its loss is compiled on a device, and hands a sum to the loss function
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         pending: _LabelState | None = self.__dict__["_fused_labels"]
         if pending is None or hidden.shape[:-1] != pending.labels.shape:

@@ -110,6 +110,11 @@ def takes_loss_function(model: Any, *, with_inputs: bool = False) -> bool:
     return getattr(model, "loss_type", None) in kinds
 
 
+def is_library_loss(function: Callable[..., Any]) -> bool:
+    """Returns whether a loss function is the Transformers library's own."""
+    return function.__module__.startswith("transformers.")
+
+
 def loss_function_of(model: Any) -> Callable[..., torch.Tensor]:
     """Returns the function that :func:`use_loss_function` replaces."""
     function: Callable[..., torch.Tensor] = model.loss_function

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -394,6 +394,13 @@ def _gather(parameter: torch.nn.Parameter, together: Sequence[torch.Tensor]) -> 
     address = address_of(parameter)
     gatherer = None if address is None else address.bucket.gatherer
     return gatherer is not None and gatherer(parameter, together)
+
+
+def gather_for_use(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Makes sharded parameters full where an operation on them would: before a compiled function, which takes all."""
+    for parameter in parameters:
+        if isinstance(parameter, ShardedParameter):
+            _gather(parameter, ())
 
 
 class ShardedData(torch.Tensor):

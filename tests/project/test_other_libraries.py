@@ -231,6 +231,15 @@ STILL_NEEDED: dict[str, tuple[tuple[str, ...], Callable[[], bool]]] = {
         ("torch.autograd.Variable._execution_engine.queue_callback",),
         lambda: _has_public(torch.autograd.graph, "callback"),
     ),
+    "the compiler returns a backend as a function, what it has compiled, and what its graphs keep": (
+        (
+            "torch._TorchCompileInductorWrapper",
+            "torch._TorchCompileWrapper",
+            "torch._dynamo.utils.counters",
+            "torch._functorch.config.patch",
+        ),
+        lambda: any(_has_public(torch.compiler, word) for word in ("lookup_backend", "counter", "breaks", "budget")),
+    ),
     "torch.compiler.disable does not import the compiler": (
         ("torch._C._dynamo.eval_frame",),
         lambda: "import torch._dynamo" not in inspect.getsource(torch.compiler.disable),

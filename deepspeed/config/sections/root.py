@@ -93,16 +93,14 @@ class SequenceParallel(Section):
     )
 
 
-_CALL = "call engine.compile(backend=..., compile_kwargs=...)"
-
-
 class Compile(Section):
-    """DeepCompile: compiler passes that schedule ZeRO's communication.
+    """``torch.compile`` of the model, by the keys of releases up to 0.14.3, as ``engine.compile()`` does.
 
-    It is not supported yet, so no key has an effect. ``engine.compile()`` needs none of them.
+    The other keys are those of DeepCompile, compiler passes that schedule ZeRO's communication. It is not supported
+    yet, so they have no effect.
     """
 
-    switch_name = "deepcompile"
+    switch_name = "enabled"
 
     deepcompile: Bool = key(False, "Use the passes.", since="0.16.6")
     passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = key(
@@ -126,10 +124,28 @@ class Compile(Section):
     keep_int_input_tensors: Bool = key(True, "Keep integer inputs for the profile.")
     keep_all_input_tensors: Bool = key(False, "Keep all inputs for the profile.")
     autoep_non_moe: Bool = key(False, "Compile the model without its experts.", since="0.19.8")
-    enabled: Bool = key(False, "From releases up to 0.14.3.", removed="0.14.4", no_effect=_CALL)
-    backend: str | None = key(None, "From releases up to 0.14.3.", removed="0.14.4", no_effect=_CALL)
-    kwargs: dict[str, Any] | None = key(None, "From releases up to 0.14.3.", removed="0.14.4", no_effect=_CALL)
-    disable: Bool = key(False, "From releases up to 0.14.3.", removed="0.14.4", no_effect=_CALL)
+    enabled: Bool = key(
+        False,
+        "Compile each repeated block once for all its copies, the remaining parts of the model, and the loss of a "
+        "Transformers model.",
+        removed="0.14.4",
+    )
+    backend: str | None = key(
+        None,
+        "Backend of torch.compile, or the dotted name of a function.",
+        removed="0.14.4",
+        null_means="the accelerator's: inductor",
+    )
+    kwargs: dict[str, Any] | None = key(None, "Further arguments of torch.compile.", removed="0.14.4")
+    disable: Bool = key(False, "Leave the model as it is although enabled is set.", removed="0.14.4")
+    activation_memory_budget: Float | None = key(
+        None,
+        "Share of activations that compiled parts keep for backward; what is left out is computed again. Only here, "
+        "not upstream.",
+        minimum=0,
+        maximum=1,
+        null_means="torch's setting: all that its own choice keeps",
+    )
 
 
 def _to_switch_or_selective(value: Any) -> Any:
