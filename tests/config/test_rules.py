@@ -358,7 +358,7 @@ def sampled(section: dict[str, Any]) -> dict[str, Any]:
         ({"bf16": {"enabled": True, "loss_scale": 8}}, "bf16.loss_scale has no effect: bf16 has the exponent range"),
         ({"tensorboard": {"job_name": "a"}}, "tensorboard.job_name has no effect: tensorboard.enabled is false"),
         ({"flops_profiler": {"start_step": 3}}, "flops_profiler.start_step has no effect: one step is profiled"),
-        ({"compile": {"backend": "inductor"}}, "compile.backend has no effect: call engine.compile"),
+        ({"compile": {"backend": "inductor"}}, "compile.backend has no effect: compile.enabled is false"),
         ({"gradient_clipping": 0}, "gradient_clipping: 0 switches clipping off"),
         ({"prescale_gradients": True, "gradient_predivide_factor": 2}, "gradient_predivide_factor has no effect"),
         ({"zero_optimization": {"cpu_offload_use_pin_memory": True}}, "cpu_offload_use_pin_memory has no effect"),

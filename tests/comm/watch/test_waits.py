@@ -197,7 +197,6 @@ def test_nobody_else_waits_inside_torch():
 NO_TRANSPORT = {
     "autotuning.probes": "measures torch's collectives",
     "comm.speed": "measures torch's collectives",
-    "data.analysis.analyzer": "a program of its own, before the training",
     "parallel.partitioned_tensor": "gathers tensors of the program over its own groups, when it says so",
     "plan.measuring.machine": "measures a machine, in a program of its own",
 }
