@@ -16,7 +16,7 @@ from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import tower
 from tests.ops.onebit.test_adam import engine_with, losses, train
 from tests.zero.onebit import simulated
-from tests.zero.onebit.test_momentum import Given, weights
+from tests.zero.onebit.test_momentum import NUMEL, Given, weights
 
 # 0/1 Adam step by step against the publication, in one process with as many workers.
 
@@ -210,7 +210,7 @@ def test_a_save_between_exchanges_loses_nothing(folder: str) -> None:
         engine = engine_with(Given(), 0, None, {"optimizer": {"type": "ZeroOneAdam", "params": params}})
         for step in range(FREEZE + INTERVALS * GAP):
             dice = torch.Generator().manual_seed(100 * step + rank())
-            gradient = 0.4 + 0.8 * torch.randn(5, 400, generator=dice)
+            gradient = 0.4 + 0.8 * torch.randn(5, NUMEL, generator=dice)
             engine.backward(engine(gradient))
             engine.step()
             if step >= FREEZE and (step + 1 - FREEZE) % GAP in saves:
