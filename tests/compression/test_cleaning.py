@@ -12,10 +12,10 @@ from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.linear import QuantizedLinear
 from deepspeed.linear.quantized_linear import QuantizedConv2d, QuantizedEmbedding
 from deepspeed.zero.address import address_of
-from tests.compression.test_stages import HEADS, SECTION, gpt, prepared, technique, tokens
+from tests.compression.test_stages import HEADS, SECTION, prepared, technique, tokens
 from tests.engine.support import engine_of
 from tests.harness import on_ranks
-from tests.harness.toy_models import causal_model, masked_model, tower
+from tests.harness.toy_models import causal_model, masked_model, tiny_gpt, tower
 
 transformers = pytest.importorskip("transformers")
 
@@ -47,7 +47,7 @@ def trained(model, section, batch, steps=3):
 
 def test_everything_at_once_on_gpt2():
     model = prepared()
-    plain = size(gpt())
+    plain = size(tiny_gpt())
     ids = tokens(0, 0, 0)
     with torch.no_grad():
         expected = at_the_end(model)(ids).logits
@@ -185,14 +185,14 @@ def test_the_published_patterns_on_bert():
 def test_what_cannot_be_cleaned_is_named():
     config = {"compression_training": SECTION}
     with pytest.raises(CallOrderError, match="expected a model with compressed layers"):
-        redundancy_clean(gpt(), config)
+        redundancy_clean(tiny_gpt(), config)
     other = copy.deepcopy(config)
     other["compression_training"]["row_pruning"]["different_groups"]["only"]["params"]["dense_ratio"] = 0.9
     with pytest.raises(DeepSpeedConfigError, match="that init_compression was given, found a different one"):
         redundancy_clean(prepared(), other)
     with pytest.raises(DeepSpeedConfigError, match="compressed already"):
         init_compression(prepared(), config)
-    assert size(redundancy_clean(prepared(), config, packed=False)) < size(gpt())
+    assert size(redundancy_clean(prepared(), config, packed=False)) < size(tiny_gpt())
 
 
 def llama(**more):
