@@ -36,7 +36,7 @@ def as_text(part: RenderableType) -> str:
 
 
 def results_table(queue: TrialQueue, *, samples: int) -> Table:
-    """Returns the table of candidates with predicted and measured times of updates of ``samples`` samples."""
+    """Returns a table of the candidates: predicted and measured seconds per update of ``samples`` samples."""
     # Reasons are Text: in a str, rich takes brackets ("[batch, tokens]") as its own markup.
     table = Table(title="Candidates, one update of the same global batch", title_justify="left")
     for heading in ("candidate", "predicted ms", "measured ms", "measured / predicted", "samples/s", "memory", ""):

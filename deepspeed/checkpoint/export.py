@@ -211,7 +211,7 @@ def _walk(
 
 
 def _from_first(run_state: RunState, values: torch.Tensor) -> torch.Tensor:
-    """Returns the values of the job's first rank on every rank, on the training device; others pass the shape."""
+    """Broadcasts a tensor from rank 0; other ranks pass a tensor of its shape and dtype. Returns it on the device."""
     on_device = values.detach().to(run_state.runtime.device).contiguous()
     if on_device.numel():
         transfer = TensorTransfer(0, None, on_device.view(-1).view(torch.uint8))

@@ -252,7 +252,7 @@ def _logits(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 class _Gradients:
-    """The gradients of hidden states, weight and bias, as far as they are wanted, from those of chunks of logits."""
+    """Accumulates the gradients of hidden states, weight and bias over chunks, if autograd needs them."""
 
     def __init__(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needs: tuple[bool, ...]
@@ -275,7 +275,7 @@ class _Gradients:
             self._of_bias += gradient.sum(0, dtype=self._of_bias.dtype)
 
     def finish(self) -> tuple[torch.Tensor | None, ...]:
-        """Returns the three gradients."""
+        """Returns the gradients of hidden states, weight and bias; None for those that autograd does not need."""
         dtype = self._weight.dtype
         return self._of_rows, *(None if one is None else one.to(dtype) for one in (self._of_weight, self._of_bias))
 

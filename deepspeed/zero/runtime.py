@@ -220,7 +220,7 @@ class ZeroRuntime:
         return now
 
     def drop_open_work(self, *, together: bool = True) -> bool:
-        """Discards the forward or backward that an exception has left open; returns whether one was open.
+        """Discards the open forward or backward after an exception; returns whether one was open.
 
         Args:
             together: Whether all ranks continue with this model; False: only this rank stops, without communication.

@@ -211,7 +211,7 @@ def _words(label: str, dtype: torch.dtype) -> bytes:
 
 
 class SharedMemorySumBackend:
-    """Sums over ranks of one host. All of them must begin the same sums, in one order."""
+    """Sums tensors over the ranks of one host. All ranks must start the same sums in the same order."""
 
     def __init__(self, host: SameHost) -> None:
         self._host = host

@@ -158,7 +158,7 @@ class MemberLinks:
             return sorted(self._members.values(), key=lambda member: member.number)
 
     def expect_beats(self, silence: float) -> None:
-        """Sends heartbeats; a member without one for ``silence`` seconds (0: none are sent) is lost.
+        """Sends heartbeats. A member counts as lost after ``silence`` seconds without one; 0 turns heartbeats off.
 
         All members must call it.
         """

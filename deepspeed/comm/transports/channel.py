@@ -132,7 +132,7 @@ class Channel:
         return self.start_sum(values.contiguous(), label).wait()
 
     def gather(self, values: torch.Tensor, lengths: Sequence[int], label: str) -> list[torch.Tensor]:
-        """Returns every rank's ``values``, which differ in the extent of the last dimension: ``lengths``, by rank."""
+        """Gathers ``values`` of all ranks. Their last dimension may differ: ``lengths`` has its size on each rank."""
         head, mine = values.shape[:-1], values.contiguous()
         if len(set(lengths)) == 1:
             rows = values.new_empty((self.size, *values.shape))

@@ -210,7 +210,7 @@ class PipelineModule(StageLayers):
         self.loss_fn = functools.partial(transformers_models.next_token_loss_of_parts, own_share=own_share, **options)
 
     def use_token_losses(self, losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
-        """Adapts the loss to logits that are cut over the vocabulary; returns whether that is possible.
+        """Makes the loss accept vocabulary-parallel logits; returns False if the loss function does not allow it.
 
         It is for the loss of :meth:`from_transformers`, or a ``loss_fn`` with a keyword ``losses``. Other losses do not
         change. ``losses`` maps logits ``[tokens, vocabulary of this rank]`` and labels ``[tokens]`` to ``[tokens]``.

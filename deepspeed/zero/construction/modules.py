@@ -63,7 +63,7 @@ class Patch:
 
 
 class Construction:
-    """Holds how one ``zero.Init`` context shards modules."""
+    """The settings of one ``zero.Init`` context."""
 
     def __init__(
         self,
