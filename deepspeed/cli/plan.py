@@ -24,6 +24,7 @@ from rich.table import Table
 from deepspeed.accelerator.devices import DEVICES, in_words
 from deepspeed.cli.command import run_command
 from deepspeed.cli.measure import measure_in_ranks
+from deepspeed.cli.plan_answer import add_answer_options, answer_text, place_of_gpus, refuse_without_gpus
 from deepspeed.cli.predict import (
     PredictionOutput,
     add_prediction_options,
@@ -41,6 +42,7 @@ from deepspeed.plan.degrees import DEGREES, at_degrees
 from deepspeed.plan.limits import check_count
 from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.machine import NETWORKS, read_machine_file, read_network
+from deepspeed.plan.models import model_sizes
 from deepspeed.plan.picture import step_picture, sweep_svg
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Plan, Request
@@ -80,6 +82,9 @@ def main(args: Sequence[str] | None = None) -> int:
                 )
             measure_in_ranks(options.measure, options.devices)
             return 0
+        if options.gpus is not None:
+            return _answer(options)
+        refuse_without_gpus(options)
         refuse_without_prediction(options)
         if options.predict or options.search is not None:
             _check_counts(options)
@@ -100,7 +105,10 @@ def run() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ds_plan", description=__doc__, allow_abbrev=False)
-    parser.add_argument("config", nargs="?", help="ds_config file; without one: bf16 and AdamW at stage 3")
+    parser.add_argument(
+        "config", nargs="?", help="ds_config file; without one: bf16 and AdamW at stage 3. With --gpus: the model"
+    )
+    add_answer_options(parser)
     model = parser.add_argument_group("model, one of")
     model.add_argument("--model", help="module:callable, or a folder or JSON file with a transformers configuration")
     for name, what in _SIZES.items():
@@ -276,6 +284,21 @@ def _default_config() -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": 3},
     }
+
+
+def _answer(options: argparse.Namespace) -> int:
+    place_of_gpus(options)
+    _check_counts(options)
+    machine = _options(options).machine()
+    with Progress() as shown, redirect_stdout(sys.stderr):
+        shown.doing("reading the model and trying layouts")
+        sizes = model_sizes(_model(options))
+        tokens = options.sequence_length
+        facts, text = answer_text(sizes, machine, tokens, options.search, options.like, compare=options.compare)
+    if options.write:
+        _save("write", options.write, json.dumps(facts["best"][0]["ds_config"], indent=2) + "\n")
+    _show(json.dumps(facts, indent=2) + "\n" if options.json else text)
+    return 0
 
 
 def _plan(options: argparse.Namespace) -> int:

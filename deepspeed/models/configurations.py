@@ -61,6 +61,37 @@ def longest_sequence_of(config: Any) -> int | None:
     return getattr(text_config(config), "max_position_embeddings", None) or None
 
 
+_SIZE_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "vocab": ("vocab_size",),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
+    "head_size": ("head_dim",),
+}
+
+
+def decoder_sizes_of(config: Any) -> dict[str, int]:
+    """Returns the sizes of a decoder that its configuration has as single numbers, by the planner's names for them.
+
+    ``layers``, ``hidden``, ``heads``, ``kv_heads``, ``head_size``, ``vocab``, ``intermediate`` (of an expert, where
+    there are experts), ``experts`` and ``experts_per_token``; what the configuration lacks, or has per layer, is left
+    out.
+    """
+    text = text_config(config)
+    sizes = {name: _first_number(text, names) for name, names in _SIZE_NAMES.items()}
+    sizes |= {"heads": heads_of(config), "kv_heads": kv_heads_of(config)}
+    dense = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+    of_expert = ("moe_intermediate_size", "expert_ffn_hidden_size") if sizes["experts"] else ()
+    sizes["intermediate"] = _first_number(text, (*of_expert, *dense))
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
+    found = (None if _differs(config, name) else getattr(config, name, None) for name in names)
+    return next((size for size in found if isinstance(size, int)), None)
+
+
 def attends_across_sequences(config: Any) -> bool:
     """Returns whether the model attends from one sequence to another, as an encoder-decoder does."""
     return bool(getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False))

@@ -18,7 +18,7 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.models import building
-from deepspeed.models.configurations import architecture_of
+from deepspeed.models.configurations import architecture_of, attends_across_sequences, decoder_sizes_of
 from deepspeed.models.inputs import image_shape_of, spectrum_shape_of
 from deepspeed.nested import map_tensors, tensors_of
 from deepspeed.parallel.pipe import transformers_models
@@ -211,6 +211,54 @@ def _decoder_source(shape: DecoderShape, inputs: Any) -> ModelSource:
 def _tokens_and_labels(micro_batch: int, sequence_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.zeros(micro_batch, sequence_length, dtype=torch.int64, device=META)
     return tokens, torch.zeros_like(tokens)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A decoder by its sizes, and how well they describe the model they come from."""
+
+    name: str  # for headlines
+    shape: DecoderShape
+    parameters: int  # of the model itself
+    note: str = ""  # what the sizes leave out
+
+
+def model_sizes(given: Any) -> ModelSizes:
+    """Returns the sizes of a decoder, given as such or by its transformers configuration.
+
+    Raises:
+        DeepSpeedConfigError: The configuration is not one of a decoder, or lacks sizes.
+    """
+    if isinstance(given, DecoderShape):
+        return ModelSizes(f"decoder of {given.layers} layers", given, given.parameters)
+    if isinstance(given, str) and not Path(given).exists():
+        raise DeepSpeedConfigError(
+            f"{given}: there is no such folder or file, and names on the hub are not looked up; fetch the model's "
+            "config.json and give its folder, or give the sizes (--layers --hidden --heads --vocab)"
+        )
+    source = _from_transformers(given, None)
+    config = given if building.is_configuration(given) else _read_transformers(Path(given))
+    sizes: dict[str, Any] = dict(decoder_sizes_of(config))
+    missing = [name for name in ("layers", "hidden", "heads", "vocab") if name not in sizes]
+    if missing or attends_across_sequences(config):
+        why = f"it lacks a single number of {', '.join(missing)}" if missing else "it has an encoder and a decoder"
+        raise DeepSpeedConfigError(
+            f"{source.name}: expected the configuration of a decoder, found that {why}; give sizes of a similar "
+            "decoder (--layers --hidden --heads --vocab), or plan it without --gpus"
+        )
+    parameters = sum(p.numel() for p in source.build().model.parameters())
+    shapes = [DecoderShape(**sizes, is_gated=is_gated) for is_gated in (True, False)]
+    shape = min(shapes, key=lambda one: abs(one.parameters - parameters))
+    off = shape.parameters / parameters - 1
+    note = (
+        f"Its sizes give {shape.parameters / 1e9:,.3g}B parameters ({off:+.0%}): layers of other kinds and tied "
+        "weights are not described by them, so times and memory are off by about as much."
+    )
+    return ModelSizes(source.name, shape, parameters, note if abs(off) > _CLOSE else "")
+
+
+_CLOSE = 0.03
+"""Relative difference of parameters that needs no note."""
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------

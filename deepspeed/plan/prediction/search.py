@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -56,10 +56,12 @@ def search_layouts(
     *,
     base: ParallelLayout | None = None,
     count: int = 10,
+    adjust: Callable[[ParallelLayout], ParallelLayout | None] | None = None,
 ) -> LayoutSearch:
     """Returns the ``count`` fastest layouts, fastest first, and how many others were left out for which reason.
 
     ``samples`` are those of a step over all ranks; ``base`` has the options that are not searched, such as fp8.
+    ``adjust`` returns a layout as it would run, or None to leave it out.
 
     Raises:
         DeepSpeedConfigError: No layout has this many samples, or none fits.
@@ -70,7 +72,10 @@ def search_layouts(
     kept: list[tuple[float, int, StepSetup]] = []
     slower: Counter[str] = Counter()
     best: PredictedStep | None = None
-    for layout in _layouts(shape, machine, tokens, samples, base):
+    for found in _layouts(shape, machine, tokens, samples, base):
+        layout = found if adjust is None else adjust(found)
+        if layout is None:
+            continue
         ranking.tried += 1
         setup = StepSetup(shape, layout, machine, tokens)
         try:
@@ -161,7 +166,7 @@ def _schedules(layers: int, pipe: int, steps: int) -> list[tuple[str, int]]:
     most = layers // pipe
     found = [("1f1b", 1), ("zb-h1", 1)]
     if steps % pipe == 0:
-        found += [("interleaved", n) for n in (2, 4, 8) if n <= most]
+        found += [("interleaved", n) for n in range(2, most + 1) if n in (2, 4, 8) or layers % (pipe * n) == 0]
     if most >= _VEE and steps >= _VEE * pipe:
         found += [("zbv", _VEE), ("dualpipev", _VEE)]
     return found

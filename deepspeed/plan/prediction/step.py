@@ -478,7 +478,17 @@ def _refuse_uneven(setup: StepSetup) -> None:
 
 def costs_turned_off(step: PredictedStep) -> list[tuple[str, float]]:
     """Returns possible improvements and the seconds that each would save, the largest first."""
-    found = [(name, step.seconds - predict_step(change(step.setup)).seconds) for name, change in _CHANGES]
+    return _savings(step, [(name, predict_step(change(step.setup))) for name, change in (*_SETTINGS, *_LIMITS)])
+
+
+def settings_that_help(step: PredictedStep) -> list[tuple[str, float]]:
+    """Returns those of :func:`costs_turned_off` that need no other machine and still fit."""
+    changed = [(name, predict_step(change(step.setup))) for name, change in _SETTINGS]
+    return _savings(step, [(name, other) for name, other in changed if other.fits])
+
+
+def _savings(step: PredictedStep, changed: list[tuple[str, PredictedStep]]) -> list[tuple[str, float]]:
+    found = [(name, step.seconds - other.seconds) for name, other in changed]
     if step.bubble > 0:
         found.append(("no waiting for other stages (more micro-batches, more chunks, another schedule)", step.bubble))
     if step.update > 0:
@@ -495,7 +505,7 @@ def _endless_links(setup: StepSetup) -> StepSetup:
     return replace(setup, machine=replace(machine, device=replace(machine.device, link=machine.device.link * _MUCH)))
 
 
-_CHANGES: tuple[tuple[str, Callable[[StepSetup], StepSetup]], ...] = (
+_SETTINGS: tuple[tuple[str, Callable[[StepSetup], StepSetup]], ...] = (
     ("no recomputation (more memory)", lambda s: replace(s, layout=replace(s.layout, recompute="none"))),
     ("fused elementwise operations (compile)", lambda s: replace(s, layout=replace(s.layout, is_compiled=True))),
     ("a fused loss", lambda s: replace(s, layout=replace(s.layout, has_fused_loss=True))),
@@ -504,6 +514,8 @@ _CHANGES: tuple[tuple[str, Callable[[StepSetup], StepSetup]], ...] = (
         "norms cut along the sequence (tensor_parallel.sequence_parallel_norms)",
         lambda s: replace(s, layout=replace(s.layout, cuts_norms=s.layout.tensor > 1)),
     ),
+)
+_LIMITS: tuple[tuple[str, Callable[[StepSetup], StepSetup]], ...] = (
     ("links and network without limit", _endless_links),
     (
         "memory bandwidth without limit",
