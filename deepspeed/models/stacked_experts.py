@@ -19,6 +19,9 @@ from torch import nn
 _TAKE_ALL = frozenset({"Llama4TextExperts"})
 """Classes that pass every token through every expert, without the choice of a router."""
 
+BIASES = ("e_score_correction_bias", "expert_bias")
+"""Names of the biases that routers add to the scores by which they choose experts."""
+
 
 @dataclass(frozen=True)
 class ExpertParts:

@@ -19,7 +19,6 @@ COMPARED = {"data_types.param_dtype", "comment"}
 # These have one value only, alone or beside the defaults of other keys.
 ONE_VALUE = {
     "expert_parallel.expert_tensor_parallel_size",
-    "expert_parallel.load_balance_coeff",
     "hybrid_engine.inference_tp_size",
 }
 

@@ -31,7 +31,7 @@ from tests.config.support import nest, only_problem, problems, read
         ({"elasticity": {"min_gpus": 5, "max_gpus": 3}}, "elasticity.min_gpus"),
         ({"autotuning": {"results_dir": ""}}, "autotuning.results_dir"),
         ({"expert_parallel": {"expert_w1": "a.b"}}, "expert_parallel.expert_w1"),
-        ({"expert_parallel": {"load_balance_coeff": 0.1}}, "expert_parallel.load_balance_coeff"),
+        ({"expert_parallel": {"load_balance_coeff": 0}}, "expert_parallel.load_balance_coeff"),
         (
             {
                 "tensor_parallel": {"autotp_size": 2, "sequence_parallel_norms": True},

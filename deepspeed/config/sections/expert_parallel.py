@@ -95,7 +95,14 @@ class ExpertParallel(Section):
         own_auto=True,
         no_effect=_ONE_WAY,
     )
-    load_balance_coeff: None = key(None, "Coefficient of load balancing; only null is supported.")
+    load_balance_coeff: Float | None = key(
+        None,
+        "After each update the bias of every expert, which takes part in the choice of experts only, moves by this "
+        "towards an even load: up where fewer tokens than on average chose it. Kept in the model's own "
+        "e_score_correction_bias or expert_bias, else in a new buffer expert_bias of the router.",
+        above=0,
+        null_means="biases stay as they are",
+    )
     async_split_plan: Bool = key(False, "Plan the splits during computation.", since="0.19.8", no_effect=_ONE_WAY)
     row_weighting_impl: Annotated[Literal["auto", "eager", "fused"], AnyCase] = key(
         "auto", "Kernel of the weighting.", since="0.19.8", own_auto=True, no_effect=_ONE_WAY

@@ -15,6 +15,7 @@ from deepspeed import comm
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, marks_of
 from deepspeed.models.stacked_experts import stacked_weights
 from deepspeed.parallel.expert.auto import spread_experts, spread_modules
+from deepspeed.parallel.expert.balance import LoadBalancer, prepare_biases
 from deepspeed.parallel.expert.dispatch import RoutingMetrics
 from deepspeed.parallel.expert.layer import MOELayer
 from deepspeed.parallel.expert.prepare import prepare_expert_layers
@@ -23,13 +24,19 @@ from deepspeed.parallel.optimizer_states import refuse_whole_states
 
 
 class ExpertHooks(EngineHooks):
-    """The loads of one engine's experts, for the monitors."""
+    """The loads of one engine's experts, for the monitors and for ``load_balance_coeff``."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, balancer: LoadBalancer | None = None) -> None:
         self._model = model
+        self._balancer = balancer
         # With experts, the tokens of a rank decide which backwards can be split, and so when weights are gathered.
         is_expert_layer = any(__name__ in marks_of(layer) for layer in model.children())
         self.gathers_alike = not (is_expert_layer or any(stacked_weights(module) for module in model.modules()))
+
+    @override
+    def after_update(self, global_steps: int, *, was_skipped: bool) -> None:
+        if self._balancer is not None:
+            self._balancer.move(was_skipped=was_skipped)
 
     @override
     def events(self) -> Sequence[tuple[str, float]]:
@@ -57,6 +64,8 @@ class ExpertParallelism(EngineFeature):
             axis = setup.job.axis_of(setup.ranks.zero_group)
             peers = axis.transport("outside engines", device=setup.device, timeout=comm.default_timeout())
             exchanged = spread_experts(setup.job, setup.model, section, peers, setup.device, data_first=data_first)
+            if section.load_balance_coeff is not None:
+                prepare_biases(setup.model, setup.device)
         prepare_expert_layers(
             setup.job, setup.model, setup.device, data_first=data_first, timed=root.wall_clock_breakdown
         )
@@ -64,7 +73,11 @@ class ExpertParallelism(EngineFeature):
 
     @override
     def hooks(self, setup: EngineSetup, runtime: Any, groups: Any, batch_size: int) -> EngineHooks | None:
-        return ExpertHooks(setup.model)
+        section = setup.root.expert_parallel
+        coefficient = section.load_balance_coeff if section is not None and section.enabled else None
+        if coefficient is None:
+            return ExpertHooks(setup.model)
+        return ExpertHooks(setup.model, LoadBalancer(setup.model, coefficient, groups.peers))
 
 
 FEATURE = ExpertParallelism()

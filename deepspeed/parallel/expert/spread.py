@@ -55,6 +55,7 @@ class Spread:
     # name of a registered activation that replaces the module's own; None: the module's own
     activation: str | None = None
     balance: RoutingMetrics | None = None  # where the routes of the last forward went; None before the first
+    loads: list[int] | None = None  # by expert: routes of this rank whose backward ran; None: they are not counted
 
     @classmethod
     def of(cls, module: nn.Module, ep_size: int) -> Spread:
@@ -79,6 +80,21 @@ class Spread:
         bounds = ((0, self.num_experts), (self.num_experts, rows))
         found = [(low, (high - low) // self.ep_size) for low, high in bounds if low < high]
         return [(low + place * each, low + (place + 1) * each) for low, each in found]
+
+    def count(self, plan: RoutePlan, out: torch.Tensor) -> None:
+        """Counts the routes of a plan when the backward of its result ``out`` ``[S, M]`` runs, once.
+
+        So evaluations do not count, and a forward that is recomputed counts once.
+        """
+        if self.loads is None or not out.requires_grad:
+            return
+        pending = [plan.mine]
+
+        def add(_: torch.Tensor) -> None:
+            if pending and self.loads is not None:
+                self.loads = [a + b for a, b in zip(self.loads, pending.pop(), strict=True)]
+
+        out.register_hook(add)
 
 
 def spread_of(module: nn.Module) -> Spread | None:
@@ -154,13 +170,16 @@ def _plan(state: Spread, indices: torch.Tensor, x: torch.Tensor) -> RoutePlan:
 
 def _dispatch(module: Any, x: torch.Tensor, weights: torch.Tensor | None, plan: RoutePlan) -> torch.Tensor:
     experts, needed = _experts_of(module), list(module.parameters())
-    if module.__dict__[_STATE].grouped and experts.uses_grouped:
+    state: Spread = module.__dict__[_STATE]
+    is_grouped = state.grouped and experts.uses_grouped
 
-        def run(rows: torch.Tensor) -> torch.Tensor:
-            return experts.run_grouped(rows, plan.load_there)
+    def run_grouped(rows: torch.Tensor) -> torch.Tensor:
+        return experts.run_grouped(rows, plan.load_there)
 
-        return dispatch(x, weights, plan, run, needed, module=module, per_expert=False)
-    return dispatch(x, weights, plan, experts.run_each, needed, module=module)
+    run = run_grouped if is_grouped else experts.run_each
+    out = dispatch(x, weights, plan, run, needed, module=module, per_expert=not is_grouped)
+    state.count(plan, out)
+    return out
 
 
 def _experts_of(module: Any) -> StackedExperts:
