@@ -9,6 +9,8 @@ tensor's ``sum()`` would be a plausible 0.0 and its ``fill_`` would be lost, so 
 parameter's *class* is ``ShardedParameter``, which intercepts torch functions. Inside the engine's forward and backward
 a read gathers the bucket and continues; elsewhere it raises and names the accessors. Metadata can be read. ``data`` and
 ``detach()``, and so the tensors of a state dict, are ``ShardedData`` there, which raises at the first use of a value.
+Torch gives no hook to ``torch.tensor`` of a parameter and to its legacy DLPack function: these return empty tensors, as
+``parameter.data_ptr()`` is 0.
 While gathered, the parameter has the class it was made with, ``torch.nn.Parameter`` as a rule, and costs nothing.
 """
 
@@ -420,6 +422,14 @@ class ShardedData(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         mine = next((arg for arg in args if isinstance(arg, ShardedData)), None)
         raise ShardedAccessError(_refusal(mine.__dict__.get("_ds_data_of") if mine is not None else None, name))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Raises for what no torch function announces: ``torch.tensor(data)``, ``torch.func``, constructors."""
+        address = next((arg.__dict__.get("_ds_data_of") for arg in args if isinstance(arg, ShardedData)), None)
+        raise ShardedAccessError(_refusal(address, str(func)))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<no values here: {self.__dict__.get('_ds_data_of')!r}>"

@@ -48,13 +48,17 @@ COMPUTING = {
     "detach.cpu": lambda p: p.detach().cpu(), "detach.detach": lambda p: p.detach().detach().clone(),
     "detach.tolist": lambda p: p.detach().tolist(), "detach.storage": lambda p: p.detach().untyped_storage(),
     "detach.dlpack": lambda p: p.detach().__dlpack__(), "detach.deepcopy": lambda p: copy.deepcopy(p.detach()),
+    "detach.torch.tensor": lambda p: torch.tensor(p.detach()), "data.set_": lambda p: torch.ones(1).set_(p.data),
+    "data.as_subclass": lambda p: p.data.as_subclass(torch.Tensor), "func": lambda p: torch.func.vjp(abs, p.data),
+    "detach.Tensor": lambda p: torch.Tensor(p.detach()), "from_dlpack": lambda p: torch.from_dlpack(p),
     "torch.detach": lambda p: torch.detach(p).sum(), "detach.isfinite": lambda p: torch.isfinite(p.detach()).all(),
     "detach.copy_": lambda p: torch.ones(0).copy_(p.detach()), "detach.lerp_": lambda p: p.detach().lerp_(p, 0.5),
 }  # fmt: skip
 
 
 NOT_WHEN_FULL = (  # what torch itself refuses on a CPU, or for the shape
-    "item", "float()", "bool", "data.copy_", "out", "to", "half", "assign data", "pin_memory", "dlpack", "detach.copy_"
+    "item", "float()", "bool", "data.copy_", "out", "to", "half", "assign data", "pin_memory", "dlpack", "detach.copy_",
+    "from_dlpack",
 )  # fmt: skip
 
 
