@@ -57,6 +57,11 @@ class MasterRunGradients:
             raise CallOrderError(self._refusal("an assignment to .grad"))
 
     def _refusal(self, operation: str) -> str:
+        if "non_finite_check_and_unscale" in operation:
+            return (
+                "torch.amp.GradScaler in optimizer.param_groups: an engine scales losses itself. Leave the scaler out "
+                "and set fp16.enabled in the configuration, or bf16.enabled, which needs none"
+            )
         return (
             f"{operation} in optimizer.param_groups: since deepspeed.initialize these groups list flat pieces of the "
             "engine's fp32 masters, which get gradients only inside engine.step(). Use the parameters of the model "

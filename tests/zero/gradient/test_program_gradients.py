@@ -346,6 +346,12 @@ def test_what_is_refused(stage: int) -> None:
         nn.utils.clip_grad_norm_(made[0].param_groups[0]["params"], 1.0)
     with pytest.raises(CallOrderError, match="param_groups"):
         made[0].step()
+    for give in (made[0], engine.optimizer):
+        scaler = torch.amp.GradScaler(engine.device.type)
+        scaler.scale(x.sum())
+        for call in (scaler.unscale_, scaler.step):
+            with pytest.raises(CallOrderError, match=r"GradScaler in optimizer.param_groups.*fp16.enabled"):
+                call(give)
     with pytest.raises(CallOrderError, match="initialize"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     model.zero_grad()
