@@ -210,9 +210,9 @@ class ZeroOptimization(Section):
     agreement: Literal["adapt", "error", "serve"] = key(
         "adapt",
         "What happens when ranks use different modules. error: an error on every rank. serve: all ranks gather "
-        "what any of them needs; each forward and each backward costs two more exchanges. adapt: as error without "
-        "exchanges, until ranks differ while the order of gathers is not known yet, as in the first step; from then on "
-        "as serve.",
+        "what any of them needs; each forward and each backward costs two more exchanges. adapt: as serve "
+        "from the first difference between ranks on; until then without exchanges, except one in each forward whose "
+        "learned order leaves parameters out. error makes none.",
         min_stage=3,
     )
     stage3_gather_16bit_weights_on_model_save: Bool = key(

@@ -5,7 +5,9 @@ an agreed order exchanges nothing. A rank about to leave the order enters the ex
 wish, recording starts again. If only some do, the ranks wait for each other, which ``comm.watch.watchdog`` detects.
 
 Different wishes raise the same ``DivergenceError`` on all ranks before any data moves, or are *served*: all ranks take
-part in the gathers of all wishes. An agreement that *adapts* serves from the first exchange on in which wishes differ.
+part in the gathers of all wishes. An agreement that *adapts* serves from the first exchange on in which wishes differ;
+so that a part of the model that no rank used while the order was recorded does not end in an error when some ranks use
+it later, forwards whose order leaves parameters out have one exchange, at their end.
 
 Where different wishes are served, there are two more exchanges per pass: at its start the ranks compare their records
 of it, and at its end they exchange requests until there are none. Each exchange contains the requests of all ranks, and
@@ -50,7 +52,7 @@ class Agreement:
 
     Args:
         serves: Different wishes are no error (``zero_optimization.agreement``); see :meth:`collect`.
-        adapts: ``serves`` is set when wishes differ, on all ranks alike.
+        adapts: ``serves`` is set when wishes differ in an exchange, on all ranks alike.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Agreement:
         self._labels = labels  # of the buckets, for messages
         self._name = name
         self.serves = serves  # see the argument
-        self._adapts = adapts
+        self.adapts = adapts
         self._pass = 0
         self._phase = ModelPhase.IDLE
         self._digest = 0
@@ -140,7 +142,7 @@ class Agreement:
         phase = self._phase.value
         if not self.serves and any(row != rows[0] for row in rows):
             wishes = "; ".join(f"rank {rank}: {self._words(row[2])}" for rank, row in enumerate(rows))
-            if not (self._adapts and is_aligned and in_pass):
+            if not (self.adapts and is_aligned and in_pass):
                 raise DivergenceError(
                     f"ranks took different branches in the {phase} (pass {self._pass}, position {position}): "
                     f"{wishes}. Under ZeRO stage 3 every rank must use the same modules in the same order. "

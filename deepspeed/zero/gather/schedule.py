@@ -155,6 +155,7 @@ class GatherSchedule:
         if now.phase is ModelPhase.BACKWARD:
             now.gathered |= self._skipped & self._kept_after_forward
         now.order = self._known_order(now)
+        now.serves |= self._agreement.adapts and self._leaves_parameters_out(now)
         # While everything is kept gathered, a pass gathers nothing, so ranks may differ (a rank that generates may
         # stop earlier than others).
         now.is_alone = now.phase is ModelPhase.EVALUATION and all(bucket.pins for bucket in self._buckets.values())
@@ -175,6 +176,12 @@ class GatherSchedule:
         learned = self._orders.get((now.phase, now.entry, now.gathered))
         return None if learned is None else learned.without(self._left_out(now))
 
+    def _leaves_parameters_out(self, now: Pass) -> bool:
+        """Returns whether a forward follows an order that some ranks may leave for parameters that none has used."""
+        if now.order is None or now.phase is ModelPhase.BACKWARD:  # a backward uses what its forward has used
+            return False
+        return not self._buckets.keys() <= now.gathered.union(now.order, self._left_out(now))
+
     def _left_out(self, now: Pass) -> frozenset[int]:
         """Returns the buckets that a pass skips; none in an evaluation."""
         return frozenset() if now.phase is ModelPhase.EVALUATION else self._skipped
@@ -190,7 +197,7 @@ class GatherSchedule:
         self._decide_recording(now)
         if now.order is not None:
             self._issue_rest(now)
-        while (now.order is None or self._agreement.serves) and self._serve(now, END_OF_PASS):
+        while (now.order is None or now.serves) and self._serve(now, END_OF_PASS):
             continue
         if now.is_learned:
             learned = self._orders.setdefault((now.phase, now.entry, now.gathered), LearnedOrder())
@@ -280,11 +287,13 @@ class GatherSchedule:
                 last = now.order.index(bucket.index, position)
             except ValueError:
                 # Every rank must leave the order here with the same request, or all raise in the exchange below.
-                if self._agreement.serves:
+                others_may_follow = now.serves
+                if others_may_follow:
                     self._issue_rest(now)
-                else:
-                    now.is_learned = True
                 now.order = None
+                self._serve(now, bucket.index)
+                now.is_learned |= not (others_may_follow and self._agreement.serves)
+                return
             else:
                 for index in now.order[position : last + 1]:
                     self._issue(self._buckets[index], now)
@@ -319,12 +328,13 @@ class GatherSchedule:
     def _issue_for_others(self, index: int, now: Pass) -> None:
         bucket = self._buckets[index]
         self._issue(bucket, now)
-        if self._agreement.serves and bucket.state is State.GATHERING and self._count.live > self._max_live:
+        if now.serves and bucket.state is State.GATHERING and self._count.live > self._max_live:
             bucket.abandon_gather()
 
     def _serve(self, now: Pass, request: int) -> bool:
         """Gathers what all ranks want now; returns whether any does. All ranks must come here."""
         wanted = self._agreement.collect(len(now.issued), request)
+        now.serves |= self._agreement.serves
         for index in wanted:
             if index == request:
                 self._issue(self._buckets[index], now)

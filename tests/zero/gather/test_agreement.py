@@ -36,7 +36,8 @@ ROUTE_LIMITS = {
 
 def _diverge(limits, usual, strange, own_backward):
     """Three steps together, then the last rank takes another route. Returns how long the error took, and its text."""
-    engine = engine_of(seeded(RoutedTower), 3, zero={"stage3_param_persistence_threshold": 0, **ROUTE_LIMITS[limits]})
+    zero = {"stage3_param_persistence_threshold": 0, **ROUTE_LIMITS[limits], "agreement": "error"}
+    engine = engine_of(seeded(RoutedTower), 3, zero=zero)
     for step in range(3):
         engine.backward(engine(inputs(step, rank()), usual))
         engine.step()
@@ -82,7 +83,7 @@ def test_a_unit_more_on_one_of_three_ranks(limits):
 
 
 def _own_route(limits, usual, strange):
-    """From step 2 on rank 0 takes its own route through units of the agreed order; the reference does the same."""
+    """From step 2 on rank 0 takes its own route, also to units outside the order; the reference does the same."""
     zero = {"stage3_param_persistence_threshold": 0, **ROUTE_LIMITS[limits]}
     engine, plain = engine_of(seeded(RoutedTower), 3, zero=zero), Plain(RoutedTower)
     for step in range(5):
@@ -94,8 +95,8 @@ def _own_route(limits, usual, strange):
 
 
 @pytest.mark.parametrize("limits", ROUTE_LIMITS)
-@pytest.mark.parametrize("routes", ["one unit less", "another order"])
-def test_one_rank_may_skip_or_swap_units_of_the_agreed_order(limits, routes):
+@pytest.mark.parametrize("routes", ROUTES)
+def test_one_rank_may_take_its_own_route(limits, routes):
     """It takes part in the gathers of what it skips, because the others rely on its slices."""
     run_ranks(_own_route, 2, limits, *ROUTES[routes])
 
@@ -446,13 +447,14 @@ def test_a_tower_that_some_ranks_use(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_tower_that_no_rank_uses_at_first(ranks):
-    run_ranks(_own, ranks, [("trained", _late_unused_towers, "serve"), ("frozen", _late_unused_towers, "serve")])
+    cases = [(tower, _late_unused_towers, how) for tower in ("trained", "frozen") for how in ("adapt", "serve")]
+    run_ranks(_own, ranks, cases)
 
 
 @on_ranks(2)
 def test_what_is_not_served_names_the_key():
-    for images, agreement in ((_only_rank_0, "error"), (_late_unused_towers, "adapt")):
-        engine = engine_of(Seeing(), 3, zero={**LIMITS["default"], "agreement": agreement})
+    for images in (_only_rank_0, _late_unused_towers):
+        engine = engine_of(Seeing(), 3, zero={**LIMITS["default"], "agreement": "error"})
         with pytest.raises(DivergenceError, match='[Ss]et zero_optimization.agreement to "serve"'):
             for step in range(5):
                 engine.backward(_own_loss(images)(engine, step, rank()))
@@ -489,7 +491,6 @@ def _llava_loss(images: Images) -> Callable[[nn.Module, int, int], torch.Tensor]
 @needs_transformers
 @on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
 def test_llava_with_text_only_batches_on_some_ranks() -> None:
-    cases = [(_only_rank_0, "adapt"), (_late_unused_towers, "serve")]
-    for images, agreement in cases:
+    for images in (_only_rank_0, _late_unused_towers):
         for limits in LIMITS.values():
-            _compare(_llava, _llava_loss(images), {**limits, "agreement": agreement})
+            _compare(_llava, _llava_loss(images), limits)
