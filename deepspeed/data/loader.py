@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed.data.orders import indices_after, order_of
+from deepspeed.data.seeding import seeded
 from deepspeed.logging import warn_once
 from deepspeed.nested import map_tensors
 
@@ -38,6 +40,8 @@ class DeepSpeedDataLoader:
             are equal.
         deepspeed_dataloader_config: Further arguments of :class:`torch.utils.data.DataLoader`.
         drop_last: The same as ``dataloader_drop_last``, by torch's name.
+        seed: Random numbers of samplers, workers, and datasets that load in this process depend on it, the rank, the
+            pass and the batch alone, and the program's own are not drawn. None: they are the program's.
 
     Raises:
         ValueError: ``data_sampler`` is given together with an iterable dataset.
@@ -60,6 +64,7 @@ class DeepSpeedDataLoader:
         *,
         shuffle: bool = True,
         drop_last: bool = False,
+        seed: int | None = None,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size  # samples per batch and rank
@@ -76,6 +81,7 @@ class DeepSpeedDataLoader:
         drop_last = drop_last or dataloader_drop_last
         self._drop_last = drop_last
         ranks, rank = data_parallel_world_size or 1, data_parallel_rank or 0
+        self.seed, self._rank = seed, rank
         self._options: dict[str, Any] = {
             "collate_fn": collate_fn,
             "num_workers": num_local_io_workers or 0,
@@ -132,12 +138,20 @@ class DeepSpeedDataLoader:
         if (skip or passed) and self.data_sampler is not None:
             batches = self._batches_after(passed) if passed else None
             rest = _ResumedSampler(self.dataloader.batch_sampler if batches is None else batches, skip)
-            self._iterator = iter(DataLoader(self.dataset, batch_sampler=rest, **self._options))
-            rest.skip_first()
+            with self._seeded(0):
+                self._iterator = iter(DataLoader(self.dataset, batch_sampler=rest, **self._options))
+            with self._seeded(1):  # a sampler draws at the first batch
+                rest.skip_first()
             return
-        self._iterator = iter(self.dataloader)
-        for _ in range(skip):  # a stream must be read, as it has no indices to skip
-            next(self._iterator, None)
+        with self._seeded(0):
+            self._iterator = iter(self.dataloader)
+        for batch in range(skip):  # a stream must be read, as it has no indices to skip
+            with self._seeded(1 + batch):
+                next(self._iterator, None)
+
+    def _seeded(self, number: int) -> AbstractContextManager[None]:
+        """Returns a context with this loader's random numbers of the pass (0) or of one of its batches (from 1)."""
+        return nullcontext() if self.seed is None else seeded(self.seed, self._rank, self.epoch, number)
 
     def _batches_after(self, passed: int) -> list[list[int]]:
         sampler, size = self._shared_sampler, self.batch_size
@@ -239,7 +253,8 @@ class DeepSpeedDataLoader:
         assert self._iterator is not None
         self._is_resumed = False
         try:
-            batch = next(self._iterator)
+            with self._seeded(1 + (self._returned or 0)):
+                batch = next(self._iterator)
         except StopIteration:
             self._returned = None
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 from torch import nn
 
 from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.cpu import keep_freed_memory
 from deepspeed.comm.base.device import local_device
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.job_mesh import JobMesh
 from deepspeed.config import ParsedConfig, parse
+from deepspeed.config.parsing import parse_section
 from deepspeed.config.section import Section, facts_of
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.arguments import device_rank
@@ -29,6 +32,9 @@ from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.release import info_line
 from deepspeed.zero.address import full_shape
 from deepspeed.zero.update.masters import group_indices
+
+VARIABLES = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Environment variables that fix the order of sums of NCCL and cuBLAS, which read them once."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,29 @@ def start_ranks(distributed_port: int, dist_init_required: bool | None) -> Job:
         comm.init_distributed(distributed_port=distributed_port)
     log_dist(info_line())
     return Job.adopt()
+
+
+def choose_algorithms(config: Any, *, is_started: bool) -> None:
+    """Sets those of :data:`VARIABLES` that are not set, if the configuration asks for a deterministic run.
+
+    Warns of them instead where ``is_started``: the process group exists, so they may have been read.
+    """
+    try:
+        if not parse_section(config, "deterministic"):
+            return
+    except DeepSpeedConfigError:
+        return  # reading the whole configuration raises for the same reason, on all ranks
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if not is_started:
+        os.environ.update({name: VARIABLES[name] for name in missing})
+    elif missing:
+        log_dist(
+            f"deterministic: expected {', '.join(missing)} in the environment before the process group existed, found "
+            "them not set; without them sums of NCCL and cuBLAS may differ from run to run. Start with "
+            f"{' '.join(f'{name}={VARIABLES[name]}' for name in missing)}, or let initialize start the group",
+            # They have an effect on NVIDIA's devices alone.
+            level=logging.WARNING if get_accelerator().communication_backend_name() == "nccl" else logging.INFO,
+        )
 
 
 def agree(job: Job, client: Client, config: Any) -> AgreedSetup:

@@ -58,6 +58,7 @@ FEATURES = (
     "deepspeed.run_report.feature",
     "deepspeed.profiling.feature",
     "deepspeed.autotuning.feature",
+    "deepspeed.engine.deterministic",
 )
 """Modules that have a ``FEATURE``, in the order in which features refuse and change a model."""
 

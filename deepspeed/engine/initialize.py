@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed import comm
-from deepspeed.engine.agreeing import AgreedSetup, agree, check_model_alike, start_ranks
+from deepspeed.engine.agreeing import AgreedSetup, agree, check_model_alike, choose_algorithms, start_ranks
 from deepspeed.engine.arguments import checked_model, config_source, inner_optimizer
 from deepspeed.engine.communication_compression import compressed, tables_of_rows
 from deepspeed.engine.engine import DeepSpeedEngine
@@ -91,6 +91,7 @@ def build_parts(
     client: Client, config: Any, distributed_port: int = 29500, dist_init_required: bool | None = None
 ) -> EngineParts:
     """Builds everything below the engine. Every rank must call it."""
+    choose_algorithms(config, is_started=comm.is_initialized())
     job = start_ranks(distributed_port, dist_init_required)
     agreed = agree(job, client, config)
     root, features, setup, model = agreed.parsed.root, agreed.features, agreed.setup, client.model

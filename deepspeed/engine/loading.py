@@ -115,6 +115,7 @@ def make_loader(
         DeepSpeedConfigError: The configured sampler needs numbered samples, or ``dataset`` is no data set.
     """
     from deepspeed.data.loader import DeepSpeedDataLoader, is_iterable_style_dataset
+    from deepspeed.data.seeding import LOADER_SEED
 
     if not is_iterable_style_dataset(dataset) and not hasattr(dataset, "__getitem__"):
         raise DeepSpeedConfigError(
@@ -138,6 +139,7 @@ def make_loader(
         data_parallel_world_size=ranks.data_size,
         drop_last=root.dataloader_drop_last,
         shuffle=route == "train",
+        seed=LOADER_SEED if root.deterministic else None,
     )
     if isinstance(dataset, Sized) and len(loader) == 0:
         log_dist(

@@ -168,8 +168,12 @@ class _Divergence(torch.autograd.Function):
 
 def _log_softmax(logits: torch.Tensor, channel: Channel | None) -> torch.Tensor:
     """Returns fp32 log-probabilities of this rank's part of the vocabulary."""
-    normalizer = softmax_statistics(as_wide(logits, copy=True), [], channel)[2]
-    return as_wide(logits, copy=True).sub_(normalizer.unsqueeze(-1))
+    wide = as_wide(logits, copy=True)
+    normalizer = wide.logsumexp(-1)
+    if channel is not None and channel.size > 1:
+        parts = channel.gather(normalizer, [normalizer.numel()] * channel.size, "the parts of a normalizer")
+        normalizer = torch.stack(parts).logsumexp(0)
+    return wide.sub_(normalizer.unsqueeze(-1))
 
 
 def _expected(log_probs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -342,6 +342,13 @@ class Root(Section):
         null_means="info, or DEEPSPEED_LOG_LEVEL",
         per_rank=True,
     )
+    deterministic: Bool = key(
+        False,
+        "The same run twice on one layout gives the same bits: torch's deterministic algorithms, fixed algorithms of "
+        "NCCL and cuBLAS, and fixed seeds of the engine's loader. The program seeds its model and its dropout. Only "
+        "here, not upstream.",
+        feature="deepspeed.engine.deterministic",
+    )
     fused_loss: Bool = key(
         False,
         "Compute the loss of a causal Transformers model from its hidden states in training, so that logits never "
