@@ -19,12 +19,14 @@ from torch import nn
 from typing_extensions import override
 
 from deepspeed.activation_checkpointing.checkpointing import checkpoint_heads
+from deepspeed.activation_checkpointing.choice import RecomputationChoice
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.start.process_group import default_timeout
 from deepspeed.comm.transports.objects import gather_objects
-from deepspeed.engine_feature import STAGES, Conflict, EngineFeature, EngineSetup
+from deepspeed.engine_feature import STAGES, Conflict, EngineFeature, EngineHooks, EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.give_base import give_base
+from deepspeed.logging import log_dist
 from deepspeed.models.attention import (
     attention_names,
     check_wrapped_attention,
@@ -32,8 +34,10 @@ from deepspeed.models.attention import (
     takes_attention_by_name,
     wrap_attention,
 )
-from deepspeed.models.checkpointing import switch_of
+from deepspeed.models.checkpointing import recomputed_layers, switch_layer, switch_of
 from deepspeed.models.masks import mask_of_implementation
+from deepspeed.zero.group import Groups
+from deepspeed.zero.runtime import ZeroRuntime
 
 KEY = "activation_checkpointing.recompute_modules"
 _ENDING = "_recomputed"
@@ -136,7 +140,14 @@ _KEPT = (
 
 
 def keeping(names: Sequence[str]) -> Any:
-    """Returns torch's contexts for recomputation of everything but some operations.
+    """Returns torch's contexts for recomputation of everything but some operations (:func:`kept_operations`)."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    return functools.partial(create_selective_checkpoint_contexts, kept_operations(names))
+
+
+def kept_operations(names: Sequence[str]) -> list[Any]:
+    """Returns the operations of torch whose results selective recomputation keeps.
 
     Args:
         names: Operations such as ``aten.mm``; none: products, grouped products and attention.
@@ -144,9 +155,7 @@ def keeping(names: Sequence[str]) -> Any:
     Raises:
         DeepSpeedConfigError: Torch has no operation of a name.
     """
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-    kept = []
+    kept: list[Any] = []
     for name in names or [f"aten.{each}" for each in _KEPT]:
         space, _, operation = name.removeprefix("torch.ops.").partition(".")
         packet = getattr(getattr(torch.ops, space), operation.partition(".")[0], None) if operation else None
@@ -157,7 +166,7 @@ def keeping(names: Sequence[str]) -> Any:
             )
         if packet is not None:
             kept += [getattr(packet, overload) for overload in packet.overloads() if not overload.endswith("out")]
-    return functools.partial(create_selective_checkpoint_contexts, kept)
+    return kept
 
 
 class BlockCheckpointing:
@@ -210,6 +219,19 @@ class BlockCheckpointing:
         for block in self._blocks:
             give_base(block, _RecomputedBlock).recomputes = False
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks that are recomputed while it is on, in order."""
+        return self._blocks or recomputed_layers(self._model)
+
+    @staticmethod
+    def switch(block: nn.Module, is_on: bool) -> None:
+        """Switches the recomputation of one of :attr:`blocks`."""
+        if isinstance(block, _RecomputedBlock):
+            block.recomputes = is_on
+        else:
+            switch_layer(block, is_on)
+
     def _call_own(self, verb: str) -> None:
         method = switch_of(self._model, verb)
         try:
@@ -234,9 +256,9 @@ def _has_blocks(setup: EngineSetup) -> bool:
     return bool(setup.root.activation_checkpointing.blocks)
 
 
-def _blocks(setup: EngineSetup) -> BlockCheckpointing:
-    section = setup.root.activation_checkpointing
-    return BlockCheckpointing(setup.model, keeping(section.keep) if section.blocks == "selective" else None)
+def _blocks(setup: EngineSetup, how: bool | str) -> BlockCheckpointing:
+    keep = setup.root.activation_checkpointing.keep
+    return BlockCheckpointing(setup.model, keeping(keep) if how == "selective" else None)
 
 
 class SelectiveCheckpointing(EngineFeature):
@@ -272,13 +294,36 @@ class SelectiveCheckpointing(EngineFeature):
             raise DeepSpeedConfigError(
                 f"{BLOCKS} and {KEY}: whole blocks are recomputed already; leave one of the two out"
             )
-        _blocks(setup)
+        _blocks(setup, setup.root.activation_checkpointing.blocks)
 
     @override
     def reshape(self, setup: EngineSetup) -> Mapping[int, nn.Parameter]:
         if _has_blocks(setup):
-            _blocks(setup).on()
+            _blocks(setup, setup.root.activation_checkpointing.blocks).on()
         return {}
+
+    @override
+    def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Groups, batch_size: int) -> EngineHooks | None:
+        section = setup.root.activation_checkpointing
+        if section.blocks != "auto":
+            return None
+        checkpointing = _blocks(setup, "auto")
+        if not checkpointing.blocks:
+            log_dist(f"{BLOCKS}: full of auto, as layers of {type(setup.model).__name__} cannot be switched one by one")
+            return None
+        axis = setup.job.axis_of()
+        transport = axis.transport("outside engines", device=torch.device("cpu"), timeout=default_timeout())
+
+        def apply(name: str) -> None:
+            made = _blocks(setup, name)
+            (made.off if name == "none" else made.on)()
+
+        def greatest(numbers: list[int]) -> list[int]:
+            rows = gather_objects(transport, numbers, label=f"the memory of the ranks ({BLOCKS})")
+            return [max(column) for column in zip(*rows, strict=True)]
+
+        kept = frozenset(kept_operations(section.keep))
+        return RecomputationChoice(checkpointing.blocks, checkpointing.switch, kept, apply, greatest)
 
 
 FEATURE = SelectiveCheckpointing()

@@ -23,7 +23,14 @@ class DeterministicFeature(EngineFeature):
 
     @override
     def refuse(self, setup: EngineSetup) -> None:
-        if setup.root.deterministic and setup.root.communication_compression.gradients == "auto":
+        if not setup.root.deterministic:
+            return
+        if torch.backends.cudnn.benchmark:
+            raise DeepSpeedConfigError(
+                "deterministic: expected torch.backends.cudnn.benchmark to be False, as it chooses kernels by measured "
+                "times, found True. Leave it at its default"
+            )
+        if setup.root.communication_compression.gradients == "auto":
             raise DeepSpeedConfigError(
                 'deterministic with communication_compression.gradients="auto": the codec is chosen by measured times, '
                 "which differ from run to run. Name a codec, or leave one of the two out"
@@ -46,19 +53,17 @@ class _DeterministicHooks(EngineHooks):
     """Keeps torch's deterministic algorithms on while an engine lives."""
 
     _users = 0
-    _before = (False, False, False)  # what the first user found
+    _before = (False, False)  # what the first user found
 
     def __init__(self) -> None:
         if _DeterministicHooks._users == 0:
             _DeterministicHooks._before = (
                 torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),
-                torch.backends.cudnn.benchmark,
             )
         _DeterministicHooks._users += 1
         self._is_open = True
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False  # it chooses kernels by measured times
         log_dist(
             "deterministic: torch's deterministic algorithms are on. An operation that has none raises when it is "
             "called, by its name"
@@ -71,6 +76,5 @@ class _DeterministicHooks(EngineHooks):
         self._is_open = False
         _DeterministicHooks._users -= 1
         if _DeterministicHooks._users == 0:
-            is_on, only_warns, benchmark = _DeterministicHooks._before
+            is_on, only_warns = _DeterministicHooks._before
             torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
-            torch.backends.cudnn.benchmark = benchmark

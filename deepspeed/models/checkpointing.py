@@ -7,13 +7,24 @@ from typing import Any
 
 from torch import nn
 
-_FUNCTION = "_gradient_checkpointing_func"
+_FUNCTION, _SWITCH = "_gradient_checkpointing_func", "gradient_checkpointing"
 
 
 def switch_of(model: nn.Module, verb: str) -> Callable[..., Any] | None:
     """Returns the model's method that switches checkpointing; None where it has none."""
     names = (f"activation_checkpointing_{verb}", f"gradient_checkpointing_{verb}")
     return next((found for name in names if callable(found := getattr(model, name, None))), None)
+
+
+def recomputed_layers(model: nn.Module) -> list[nn.Module]:
+    """Returns the repeated layers of a Transformers model that are recomputed in backward while it trains, in order."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return [layer for layers in lists for layer in layers if getattr(layer, _SWITCH, False)]
+
+
+def switch_layer(layer: nn.Module, is_on: bool) -> None:
+    """Sets whether one of :func:`recomputed_layers` is recomputed."""
+    setattr(layer, _SWITCH, is_on)
 
 
 def checkpoint_layers(model: Any) -> bool:

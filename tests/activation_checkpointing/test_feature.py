@@ -9,10 +9,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.pipe import PipelineModule
 from deepspeed.sequence import mean_loss
 from tests.harness import on_ranks
+from tests.harness.logged import logged
 from tests.harness.pool import run_ranks
 from tests.harness.toy_models import TOWER_WIDTH, Tower, causal_model
 from tests.parallel.tensor.support import VOCABULARY, adamw, ids, llama
@@ -108,6 +110,43 @@ def test_selective_blocks_compute_no_product_twice(make, stage):
     for plain, whole, selective, other in run_ranks(_selective, 2, make, stage):
         assert plain[0] == whole[0] == selective[0] == other[0]
         assert plain[1] == selective[1] < other[1] <= whole[1]
+
+
+def _chosen(make, stage):
+    """Losses, the products of a step, and the choice, with less and less memory."""
+    found = []
+    device = get_accelerator()
+    for room, section in ((0, True), (1e9, "auto"), (45e3, "auto"), (0, "auto")):
+        model, forward = make()
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "activation_checkpointing": {"blocks": section},
+        }
+        with pytest.MonkeyPatch.context() as patch, logged() as lines:
+            patch.setattr(device, "max_memory_allocated", lambda: 900)
+            patch.setattr(device, "total_memory", lambda room=room: (900 + room) / 0.9)
+            engine = deepspeed.initialize(model=model, config=config)[0]
+            losses = []
+            for _ in range(3):
+                with _Products() as products:
+                    loss = forward(engine)
+                    engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+        found.append((losses, products.count, lines.about("activation_checkpointing.blocks")))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_memory_chooses(stage):
+    for rank, (whole, *chosen) in enumerate(run_ranks(_chosen, 2, _llama, stage)):
+        assert all(losses == whole[0] for losses, _, _ in chosen)
+        assert [count < whole[1] for _, count, _ in chosen] == [True, True, False]
+        for name, (_, _, lines) in zip(("none", "selective", "full"), chosen, strict=True):
+            assert len(lines) == (rank == 0) and all(f"{name} of auto" in line for line in lines)
 
 
 @on_ranks(1)

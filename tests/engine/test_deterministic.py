@@ -113,6 +113,10 @@ def test_what_cannot_be_deterministic():
     engine.destroy()
     with pytest.raises(DeepSpeedConfigError, match="Name a codec"):
         engine_of(tower(), 0, deterministic=True, communication_compression={"gradients": "auto"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cudnn, "benchmark", True)
+        with pytest.raises(DeepSpeedConfigError, match="Leave it at its default"):
+            engine_of(tower(), 0, deterministic=True)
 
 
 def test_variables(monkeypatch):

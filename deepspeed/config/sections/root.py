@@ -148,8 +148,9 @@ class Compile(Section):
     )
 
 
-def _to_switch_or_selective(value: Any) -> Any:
-    return "selective" if isinstance(value, str) and value.strip().lower() == "selective" else to_bool(value)
+def _to_switch_or_word(value: Any) -> Any:
+    word = value.strip().lower() if isinstance(value, str) else None
+    return word if word in ("selective", "auto") else to_bool(value)
 
 
 class ActivationCheckpointing(Section):
@@ -160,11 +161,13 @@ class ActivationCheckpointing(Section):
 
     _feature: ClassVar[str] = "deepspeed.activation_checkpointing.feature"
 
-    blocks: Annotated[bool | Literal["selective"], BeforeValidator(_to_switch_or_selective)] = key(
+    blocks: Annotated[bool | Literal["selective", "auto"], BeforeValidator(_to_switch_or_word)] = key(
         False,
         "Recompute repeated blocks in backward and keep only their inputs: children of a ModuleList, or what a "
         "Transformers model checkpoints itself. selective: keep the results of products and attention too, and "
-        "recompute what lies between. Only here, not upstream.",
+        "recompute what lies between. auto: after the first update, none, selective or whole blocks, by the memory "
+        "that it has left. Only here, not upstream.",
+        own_auto=True,
     )
     keep: TextList = key(
         None,
