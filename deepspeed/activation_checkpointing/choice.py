@@ -125,14 +125,14 @@ class RecomputationChoice(EngineHooks):
         peak, less, *numbers = self._greatest(
             [device.max_memory_allocated(), -device.total_memory(), saved.none, saved.selective, saved.full]
         )
-        remaining, saved = int(-less * (1 - SPARE)) - peak, SavedMemory(*numbers)
+        spare, saved = int(-less * (1 - SPARE)) - peak, SavedMemory(*numbers)
         more = {name: self._count * (getattr(saved, name) - saved.full) for name in ("none", "selective", "full")}
-        chosen = next(name for name, nbytes in more.items() if nbytes <= remaining or name == "full")
+        chosen = next(name for name, nbytes in more.items() if nbytes <= spare or name == "full")
         self._apply(chosen)
         log_dist(
             f"activation_checkpointing.blocks: {chosen} of auto. {self._count} blocks keep {in_words(more['none'])} "
             f"more without recomputation than with it, {in_words(more['selective'])} more with selective, and "
-            f"{in_words(max(remaining, 0))} remain: {1 - SPARE:.0%} of {in_words(-less)} less a peak of {in_words(peak)}"
+            f"{in_words(max(spare, 0))} remain: {1 - SPARE:.0%} of {in_words(-less)} less a peak of {in_words(peak)}"
         )
 
     @override
