@@ -8,6 +8,7 @@ from deepspeed.rollout.base import (
     SamplingConfig,
 )
 from deepspeed.rollout.hybrid import HybridEngineRollout, build_rollout
+from deepspeed.rollout.server_client import ServerClient
 
 __all__ = [
     "HybridEngineRollout",
@@ -16,5 +17,6 @@ __all__ = [
     "RolloutEngine",
     "RolloutRequest",
     "SamplingConfig",
+    "ServerClient",
     "build_rollout",
 ]
