@@ -66,7 +66,7 @@ LAYERS = (
     Layer("the planner", ("plan",)),
     Layer(
         "on top of the engine",
-        ("inference", "autotuning", "elasticity", "rollout"),
+        ("inference", "autotuning", "elasticity", "rollout", "integrations"),
     ),
     Layer("commands", ("launcher", "cli")),
     Layer(
