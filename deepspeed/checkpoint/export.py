@@ -7,7 +7,7 @@ these to the first rank of the job, which assembles the logical parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,12 @@ import torch
 from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.roster import Listed, Roster, roster
 from deepspeed.checkpoint.run_state import RunState
-from deepspeed.checkpoint.weight_formats import WeightInfo, in_format, info_of
+from deepspeed.checkpoint.weight_formats import WeightInfo, in_format
 from deepspeed.checkpoint.weights_file import TensorEntry, WeightsWriter
 from deepspeed.comm.transports.transport import TensorTransfer
+from deepspeed.models.tensor_rules import TensorRule
 from deepspeed.zero.access.whole_buckets import bucket_source, tile_windows, walk_full
+from deepspeed.zero.address import showing_wholes
 from deepspeed.zero.storage import dense
 from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.untouched import untouched
@@ -41,7 +43,7 @@ def full_state_dict(run_state: RunState, exchange: Exchange, *, exclude_frozen: 
     listed = roster(run_state, exchange)
     buffers = _all_buffers(run_state, listed, exchange)
     found: dict[str, torch.Tensor] = {}
-    for names, values in _walk(run_state, listed, buffers, exclude_frozen=exclude_frozen):
+    for names, values in _walk(run_state, listed, buffers, left_out=_frozen(listed, exclude_frozen)):
         if exchange.rank == 0:
             copied = values.to("cpu", copy=True, memory_format=torch.contiguous_format)
             found.update(dict.fromkeys(names, copied))
@@ -61,7 +63,7 @@ def write_weights(
     """
     listed = roster(run_state, exchange)
     buffers = _all_buffers(run_state, listed, exchange)
-    entries = _entries(listed, buffers, exclude_frozen)
+    entries = _entries(listed, buffers, _frozen(listed, exclude_frozen))
     writer: WeightsWriter | None = None
     failure: BaseException | None = None
     if exchange.rank == 0:
@@ -70,7 +72,7 @@ def write_weights(
         except Exception as error:  # whatever it is, the other ranks must receive it instead of waiting
             failure = error
     waiting = iter(entries)
-    for names, values in _walk(run_state, listed, buffers, exclude_frozen=exclude_frozen):
+    for names, values in _walk(run_state, listed, buffers, left_out=_frozen(listed, exclude_frozen)):
         # After a failure rank 0 continues, because the others wait for it.
         for _ in names:
             entry = next(waiting)
@@ -94,23 +96,29 @@ def write_weights(
     exchange.together(f"writing {folder / filename}", finish)
 
 
+@dataclass(frozen=True)
+class ExportOptions:
+    """In which form weights leave an engine."""
+
+    dtype: torch.dtype | str | None  # see ``weight_formats.in_format``; buffers stay as they are
+    rounded: frozenset[str]  # the weights that a format rounds
+    # each returns, for the names of all tensors, the conversions of some of them; the next one gets the results' names
+    levels: Sequence[Callable[[Collection[str]], list[TensorRule]]]
+    rename: Callable[[str], str | None]  # returns the name to yield at last; None leaves a tensor out
+    exclude_frozen: bool  # leave parameters without gradient out
+
+
 def iter_weights(
     run_state: RunState,
     exchange: Exchange,
+    form: ExportOptions,
     *,
-    form: torch.dtype | str | None,
-    rounded: Collection[str],
-    rename: Callable[[str], str | None],
-    exclude_frozen: bool,
     everywhere: bool,
     gathered_bytes: int = GATHERED_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Streams the full parameters and saved buffers, one at a time. Every rank must go through it.
 
     Args:
-        form: See ``weight_formats.in_format``; buffers stay as they are.
-        rounded: The weights that a format rounds.
-        rename: Returns the name to yield; None leaves a tensor out.
         everywhere: Yield on every rank, with the bits of rank 0; else on rank 0 only.
         gathered_bytes: Most bytes that are gathered at once; a larger tensor is gathered alone.
 
@@ -120,42 +128,135 @@ def iter_weights(
     listed = roster(run_state, exchange)
     buffers = _all_buffers(run_state, listed, exchange)
     everyone = exchange if everywhere else None
-    walk = _walk(
-        run_state, listed, buffers, exclude_frozen=exclude_frozen, gathered_bytes=gathered_bytes, everyone=everyone
-    )
-    for names, values in walk:
-        wanted = rename(names[0])
-        if wanted is not None and (everywhere or exchange.rank == 0):
+    routes = _routes(listed, buffers, form)
+    firsts = {route.sources[0]: route for route in routes}
+    left_out = {entry.name for entry in _entries(listed, buffers, frozenset())} - firsts.keys()
+    for names, values in _walk(
+        run_state, listed, buffers, left_out=left_out, gathered_bytes=gathered_bytes, everyone=everyone
+    ):
+        route = firsts[names[0]]
+        tensors = {names[0]: values}
+        if len(route.sources) > 1:
+            others = frozenset(route.sources[1:])
+            tensors.update(_fetch(run_state, listed, buffers, others, everyone, values))
+        if everywhere or exchange.rank == 0:
             # The walk yields views of the model's memory, or of memory that the next tensors overwrite.
-            for name, copied in in_format(names[0], values, None if names[0] in buffers else form, rounded):
-                yield _renamed(name, names[0], wanted), copied
-        del values  # a view of what was gathered, which must be free before more is
+            yield from route.results(tensors, form, names[0] in buffers)
+        del values, tensors  # views of what was gathered, which must be free before more is
 
 
-def weight_infos(
-    run_state: RunState,
-    exchange: Exchange,
-    *,
-    form: torch.dtype | str | None,
-    rounded: Collection[str],
-    rename: Callable[[str], str | None],
-    exclude_frozen: bool,
-) -> list[WeightInfo]:
+def weight_infos(run_state: RunState, exchange: Exchange, form: ExportOptions) -> list[WeightInfo]:
     """Returns what :func:`iter_weights` yields, without values.
 
     Communicates only where ranks hold different parts of the model; every rank must call it then.
     """
     listed = roster(run_state, exchange)
     buffers = _all_buffers(run_state, listed, exchange)
-    infos = []
-    for entry in _entries(listed, buffers, exclude_frozen):
-        wanted = rename(entry.name)
-        if wanted is None or entry.same_as is not None:
-            continue
-        own_form = None if entry.name in buffers else form
-        for info in info_of(entry.name, entry.dtype, entry.shape, own_form, rounded):
-            infos.append(info._replace(name=_renamed(info.name, entry.name, wanted)))
-    return infos
+    return [
+        WeightInfo(name, values.dtype, tuple(values.shape), values.nbytes)
+        for route in _routes(listed, buffers, form)
+        for name, values in route.results(dict(route.shapes), form, route.sources[0] in buffers)
+    ]
+
+
+@dataclass(eq=False)
+class _Route:
+    """The way of some tensors of a model, which are needed together, through the conversions of an export."""
+
+    sources: list[str]  # tensors of the model, in the order of the walk
+    shapes: dict[str, torch.Tensor]  # these on ``meta``
+    conversions: list[TensorRule]  # in order
+    names: set[str]  # of the results so far
+    rounded: set[str]  # those of them that a format rounds
+
+    def results(
+        self, tensors: dict[str, torch.Tensor], form: ExportOptions, is_buffer: bool
+    ) -> Iterator[tuple[str, Any]]:
+        """Yields the results, copied, of the sources by name; ``tensors`` is emptied."""
+        for conversion in self.conversions:
+            with showing_wholes():  # some conversions look at shapes of the model's parameters
+                tensors.update(conversion.convert({name: tensors.pop(name) for name in conversion.inputs}))
+        for result in list(tensors):
+            wanted, values = form.rename(result), tensors.pop(result)
+            if wanted is not None:
+                for name, copied in in_format(result, values, None if is_buffer else form.dtype, self.rounded):
+                    yield _renamed(name, result, wanted), copied
+
+
+def _routes(listed: Roster, buffers: dict[str, torch.Tensor], form: ExportOptions) -> list[_Route]:
+    """Returns the routes of all tensors that leave, in the order of the walk."""
+    frozen = _frozen(listed, form.exclude_frozen)
+    routes: dict[str, _Route] = {}  # by the name of a result
+    shapes: dict[str, torch.Tensor] = {}
+    for entry in _entries(listed, buffers, frozenset()):
+        if entry.same_as is None:
+            shapes[entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            routes[entry.name] = _Route(
+                [entry.name], {entry.name: shapes[entry.name]}, [], {entry.name}, {entry.name} & form.rounded
+            )
+    order = {name: number for number, name in enumerate(shapes)}
+    for level in form.levels:
+        for conversion in level(list(shapes)):
+            joined = list(dict.fromkeys(routes[name] for name in conversion.inputs))
+            route = joined[0]
+            for other in joined[1:]:
+                route.sources += other.sources
+                route.shapes |= other.shapes
+                route.conversions += other.conversions
+                route.names |= other.names
+                route.rounded |= other.rounded
+            route.conversions.append(conversion)
+            route.sources.sort(key=order.__getitem__)
+            matrices = [name for name in conversion.inputs if shapes[name].dim() > 1]
+            is_rounded = bool(matrices) and route.rounded.issuperset(matrices)
+            with showing_wholes():
+                made = conversion.convert({name: shapes.pop(name) for name in conversion.inputs})
+            shapes.update(made)
+            route.names = route.names.difference(conversion.inputs).union(made)
+            if is_rounded:
+                route.rounded |= {name for name, values in made.items() if values.dim() > 1}
+            for name in conversion.inputs:
+                routes.pop(name)
+            routes.update(dict.fromkeys(route.names, route))
+    left = [route for route in dict.fromkeys(routes.values()) if not frozen.issuperset(route.sources)]
+    left = [route for route in left if any(form.rename(name) is not None for name in route.names)]
+    return sorted(left, key=lambda route: order[route.sources[0]])
+
+
+def _fetch(
+    run_state: RunState,
+    listed: Roster,
+    buffers: dict[str, torch.Tensor],
+    names: Collection[str],
+    everyone: Exchange | None,
+    beside: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Gathers some tensors at once, out of the order of the walk. Every rank must call it.
+
+    Returns:
+        The tensors by name, on the device of ``beside``; empty where the walk yields nothing.
+    """
+    runtime = run_state.runtime
+    own = {name: buffers[name] for name in buffers if name in names}
+    found: dict[str, torch.Tensor] = {}
+    if own or not _is_whole(run_state, listed):
+        left_out = listed.shapes().keys() - names
+        walk = _walk(run_state, listed, own, left_out=left_out, gathered_bytes=1, everyone=everyone)
+        found.update((every[0], values) for every, values in walk)
+    else:
+        with untouched(), torch.no_grad():
+            for bucket in runtime.buckets:
+                wanted = [place for place, tile in enumerate(bucket.layout.tiles) if tile.logical in names]
+                source = bucket_source(runtime, bucket, "param") if wanted else None
+                if source is not None:
+                    read = source.read(wanted, borrow=True)
+                    found.update((bucket.layout.tiles[place].logical, values) for place, values in read.items())
+    return {name: values.to(beside.device) for name, values in found.items()}
+
+
+def _is_whole(run_state: RunState, listed: Roster) -> bool:
+    """Returns whether the same ranks share all of every parameter."""
+    return run_state.is_one_part and not any(entry.layout.has_parts for entry in listed.listed)
 
 
 def _renamed(name: str, weight: str, wanted: str) -> str:
@@ -184,7 +285,7 @@ def _walk(
     listed: Roster,
     buffers: dict[str, torch.Tensor],
     *,
-    exclude_frozen: bool,
+    left_out: Set[str],
     gathered_bytes: int = GATHERED_BYTES,
     everyone: Exchange | None = None,
 ) -> Iterator[tuple[list[str], torch.Tensor]]:
@@ -196,10 +297,11 @@ def _walk(
     exchange between all, every rank does.
     """
     tied = _tied(listed)
-    for name, values in _parameters(run_state, listed, exclude_frozen, gathered_bytes, everyone is not None):
+    for name, values in _parameters(run_state, listed, left_out, gathered_bytes, everyone is not None):
         yield [name, *tied.get(name, ())], values
         del values
     job = run_state.runtime.groups.job
+    buffers = {name: buffer for name, buffer in buffers.items() if name not in left_out}
     if everyone is not None and job.size > 1:
         own = [(name, str(buffer.dtype), list(buffer.shape)) for name, buffer in buffers.items()]
         for name, dtype, shape in everyone.gather(own if job.rank == 0 else [], "the buffers of rank 0")[0]:
@@ -220,18 +322,19 @@ def _from_first(run_state: RunState, values: torch.Tensor) -> torch.Tensor:
 
 
 def _parameters(
-    run_state: RunState, listed: Roster, exclude_frozen: bool, gathered_bytes: int, everywhere: bool
+    run_state: RunState, listed: Roster, left_out: Set[str], gathered_bytes: int, everywhere: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    if not run_state.is_one_part or any(entry.layout.has_parts for entry in listed.listed):
-        yield from walk_job(
-            run_state, listed, exclude_frozen=exclude_frozen, gathered_bytes=gathered_bytes, everywhere=everywhere
-        )
+    if not _is_whole(run_state, listed):
+        yield from walk_job(run_state, listed, left_out=left_out, gathered_bytes=gathered_bytes, everywhere=everywhere)
         return
-    frozen = {name for parameter, name in run_state.runtime.param_names.items() if not parameter.requires_grad}
-    left_out = frozen if exclude_frozen else ()
     for tile, values in walk_full(run_state.runtime, gathered_bytes, left_out):
         yield tile.logical, values
         del values
+
+
+def _frozen(listed: Roster, exclude_frozen: bool) -> set[str]:
+    """Returns the parameters to leave out: those without gradient, if they are excluded."""
+    return set(listed.frozen()) if exclude_frozen else set()
 
 
 def _tied(listed: Roster) -> dict[str, list[str]]:
@@ -241,7 +344,7 @@ def _tied(listed: Roster) -> dict[str, list[str]]:
     return tied
 
 
-def _entries(listed: Roster, buffers: dict[str, torch.Tensor], exclude_frozen: bool) -> list[TensorEntry]:
+def _entries(listed: Roster, buffers: dict[str, torch.Tensor], left_out: Set[str]) -> list[TensorEntry]:
     tied = _tied(listed)
     found: list[TensorEntry] = []
 
@@ -249,7 +352,7 @@ def _entries(listed: Roster, buffers: dict[str, torch.Tensor], exclude_frozen: b
         found.append(TensorEntry(name, dtype, shape))
         found.extend(TensorEntry(alias, dtype, shape, same_as=name) for alias in tied.get(name, ()))
 
-    for steps in rounds(listed, exclude_frozen=exclude_frozen):
+    for steps in rounds(listed, left_out=left_out):
         for step in steps:
             if step.completes:
                 add(step.tile.logical, getattr(torch, step.listed.layout.dtype), step.tile.global_shape)
@@ -268,7 +371,7 @@ class Step:
     completes: bool  # whether all of its logical parameter is there afterwards
 
 
-def rounds(listed: Roster, *, exclude_frozen: bool, gathered_bytes: int = GATHERED_BYTES) -> Iterator[list[Step]]:
+def rounds(listed: Roster, *, left_out: Set[str], gathered_bytes: int = GATHERED_BYTES) -> Iterator[list[Step]]:
     """Yields what is sent in rounds of ``gathered_bytes`` at most over all ranks; a larger tile is sent alone."""
     by_index: dict[int, list[Listed]] = {}
     for entry in listed.listed:
@@ -282,8 +385,8 @@ def rounds(listed: Roster, *, exclude_frozen: bool, gathered_bytes: int = GATHER
             steps = []
             for entry in entries:
                 for place in windows[id(entry)][number] if number < len(windows[id(entry)]) else ():
-                    tile, is_frozen = entry.layout.tiles[place], entry.frozen[place]
-                    if exclude_frozen and is_frozen:
+                    tile = entry.layout.tiles[place]
+                    if tile.logical in left_out:
                         continue
                     seen = held.setdefault(tile.logical, set())
                     new = {
@@ -311,7 +414,7 @@ def walk_job(
     run_state: RunState,
     listed: Roster,
     *,
-    exclude_frozen: bool,
+    left_out: Set[str],
     gathered_bytes: int = GATHERED_BYTES,
     everywhere: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -324,7 +427,7 @@ def walk_job(
     by_index = {bucket.index: bucket for bucket in runtime.buckets}
     wholes: dict[str, torch.Tensor] = {}
     everyones = partial(_from_first, run_state) if everywhere else torch.Tensor.detach
-    for steps in rounds(listed, exclude_frozen=exclude_frozen, gathered_bytes=gathered_bytes):
+    for steps in rounds(listed, left_out=left_out, gathered_bytes=gathered_bytes):
         if not steps:
             continue
         index = steps[0].listed.layout.index

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -86,11 +85,3 @@ def in_format(
     else:
         is_cast = isinstance(form, torch.dtype) and values.is_floating_point()
         yield name, values.detach().to(form if is_cast else values.dtype, copy=True)  # type: ignore[arg-type]
-
-
-def info_of(
-    name: str, dtype: torch.dtype, shape: tuple[int, ...], form: torch.dtype | str | None, rounded: Collection[str]
-) -> Iterator[WeightInfo]:
-    """Yields what :func:`in_format` yields for a tensor of this dtype and shape, without values."""
-    for own, values in in_format(name, torch.empty(shape, dtype=dtype, device="meta"), form, rounded):
-        yield WeightInfo(own, values.dtype, tuple(values.shape), prod(values.shape) * values.dtype.itemsize)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from logging import WARNING
 from os import PathLike
 from pathlib import Path
@@ -11,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from deepspeed.checkpoint.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
-from deepspeed.checkpoint.export import GATHERED_BYTES, full_state_dict, iter_weights, weight_infos, write_weights
+from deepspeed.checkpoint.export import (
+    GATHERED_BYTES,
+    ExportOptions,
+    full_state_dict,
+    iter_weights,
+    weight_infos,
+    write_weights,
+)
 from deepspeed.checkpoint.load import LoadOptions, LoadResult, load, load_by, load_state_dict
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.save import SaveOptions, Saver
@@ -20,8 +28,10 @@ from deepspeed.checkpoint.weights_file import parse_size
 from deepspeed.engine.batches import Batches
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
-from deepspeed.models.adapters import adapter_names
+from deepspeed.models.adapters import adapter_names, merge_adapters
 from deepspeed.models.anatomy import output_head, unwrapped
+from deepspeed.models.stored import to_files
+from deepspeed.models.tensor_rules import TensorRule, rename_beginnings, renamings
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.root import Root
@@ -294,8 +304,8 @@ class EngineCheckpoints:
         dtype: torch.dtype | str | None = None,
         *,
         ranks: Literal["all", 0] = 0,
-        adapters: Literal["only"] | None = None,
-        names: Callable[[str], str | None] | None = None,
+        adapters: Literal["only", "merged"] | None = None,
+        names: Callable[[str], str | None] | Literal["checkpoint"] | None = None,
         exclude_frozen_parameters: bool = False,
         bucket_bytes: int = GATHERED_BYTES,
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -310,8 +320,11 @@ class EngineCheckpoints:
                 layers but the head and for stacks of experts: ``"float8_block128"`` (blocks of 128 x 128, after each
                 weight its ``weight_scale_inv``) or ``"int8"`` (rows, with ``weight_scale``).
             ranks: The ranks that get the weights: rank 0, or all, with the same bits in the same order.
-            adapters: ``"only"`` leaves out all but PEFT's adapters, which get the names that PEFT saves.
-            names: Returns the name to yield; None leaves a tensor out. The same on all ranks.
+            adapters: ``"only"`` leaves out all but PEFT's adapters, which get the names that PEFT saves. ``"merged"``
+                gives the weights of the base model under its names, with the adapters merged as PEFT does, whose
+                parameters here do not change.
+            names: Returns the name to yield; None leaves a tensor out. The same on all ranks. Or ``"checkpoint"``: the
+                names, shapes and values that Transformers' ``save_pretrained`` writes, experts one by one.
             exclude_frozen_parameters: Leave parameters without gradient out (the base under an adapter).
             bucket_bytes: Most bytes gathered at once; a larger tensor is gathered alone. 1 gathers one at a time.
 
@@ -320,17 +333,18 @@ class EngineCheckpoints:
             saved buffers come last. With ``ranks=0`` nothing on the other ranks.
 
         Raises:
-            DeepSpeedConfigError: An argument has another value, or a format of eight bits in a pipeline.
+            DeepSpeedConfigError: An argument has another value, or does not fit the model; or a format of eight bits
+                in a pipeline.
         """
-        how = self._export_settings(dtype, ranks, adapters, names, exclude_frozen_parameters)
+        form = self._export_settings(dtype, ranks, adapters, names, exclude_frozen_parameters)
         self._runtime.leave_backward("export_weights")
         self._runtime.refuse_offloaded("export_weights", "lp_params")
         yield from iter_weights(
             self._settled_run_state(),
             self._saver.exchange,
+            form,
             everywhere=ranks == "all",
             gathered_bytes=bucket_bytes,
-            **how,
         )
 
     def weight_metadata(
@@ -338,8 +352,8 @@ class EngineCheckpoints:
         dtype: torch.dtype | str | None = None,
         *,
         ranks: Literal["all", 0] = 0,
-        adapters: Literal["only"] | None = None,
-        names: Callable[[str], str | None] | None = None,
+        adapters: Literal["only", "merged"] | None = None,
+        names: Callable[[str], str | None] | Literal["checkpoint"] | None = None,
         exclude_frozen_parameters: bool = False,
     ) -> list[WeightInfo]:
         """Returns name, dtype, shape and bytes of what :meth:`export_weights` yields, in its order, without weights.
@@ -350,36 +364,43 @@ class EngineCheckpoints:
         Raises:
             DeepSpeedConfigError: As :meth:`export_weights`.
         """
-        how = self._export_settings(dtype, ranks, adapters, names, exclude_frozen_parameters)
-        return weight_infos(self._settled_run_state(), self._saver.exchange, **how)
+        form = self._export_settings(dtype, ranks, adapters, names, exclude_frozen_parameters)
+        return weight_infos(self._settled_run_state(), self._saver.exchange, form)
 
     def _export_settings(
-        self, dtype: Any, ranks: Any, adapters: Any, names: Callable[[str], str | None] | None, exclude_frozen: bool
-    ) -> dict[str, Any]:
-        """Returns the common arguments of ``iter_weights`` and ``weight_infos``; raises for values they do not know."""
-        model = self._parts.model
+        self, dtype: Any, ranks: Any, adapters: Any, names: Any, exclude_frozen: bool
+    ) -> ExportOptions:
+        """Returns what ``iter_weights`` and ``weight_infos`` need; raises for values that they do not know."""
+        model: Any = self._parts.model
         is_format, has_stages = isinstance(dtype, str), bool(getattr(model, "is_pipeline", False))
         for name, value, is_known, instead in (
             ("dtype", dtype, not is_format or dtype in FORMATS, f"a torch.dtype, None or {' or '.join(FORMATS)}"),
             ("dtype", dtype, not (is_format and has_stages), "a torch.dtype or None in a pipeline"),
             ("ranks", ranks, ranks == "all" or (ranks == 0 and ranks is not False), '0 or "all"'),
-            ("adapters", adapters, adapters in (None, "only"), 'None or "only"'),
-            ("names", names, names is None or callable(names), "None or a callable from a name to a name"),
+            ("adapters", adapters, adapters in (None, "only", "merged"), 'None, "only" or "merged"'),
+            (
+                "names",
+                names,
+                names in (None, "checkpoint") or callable(names),
+                'None, "checkpoint" or a callable from a name to a name',
+            ),
         ):
             if not is_known:
                 raise DeepSpeedConfigError(f"export_weights({name}={value!r}): expected {instead}; pass one of them")
-        saved = adapter_names(model) if adapters == "only" else None
-
-        def rename(name: str) -> str | None:
-            own = name if saved is None else saved.get(name)
-            return None if own is None else (names or str)(own)
-
-        return {
-            "form": dtype,
-            "rounded": products_of(model, output_head(unwrapped(model))) if is_format else (),
-            "rename": rename,
-            "exclude_frozen": exclude_frozen,
-        }
+        levels: list[Callable[[Collection[str]], list[TensorRule]]] = []
+        if adapters == "only":
+            levels.append(partial(renamings, new_names=adapter_names(model)))
+        elif adapters == "merged":
+            levels.append(partial(merge_adapters, model))
+        if names == "checkpoint" and adapters != "only":
+            levels += _levels_to_files(model, adapters)
+        return ExportOptions(
+            dtype=dtype,
+            rounded=frozenset(products_of(model, output_head(unwrapped(model))) if is_format else ()),
+            levels=levels,
+            rename=names if callable(names) else str,
+            exclude_frozen=exclude_frozen,
+        )
 
     def save_fp16_model(self, save_dir: str | PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
         """Old name of :meth:`save_16bit_model`."""
@@ -495,6 +516,27 @@ class EngineCheckpoints:
                 if not parameter.requires_grad:
                     state.pop(prefix + name, None)
         return state
+
+
+def _levels_to_files(model: Any, adapters: str | None) -> list[Callable[[Collection[str]], list[TensorRule]]]:
+    """Returns the conversions to the tensors of files for ``export_weights(names="checkpoint")``."""
+    if adapters is None and hasattr(model, "peft_config"):
+        raise DeepSpeedConfigError(
+            'export_weights(names="checkpoint"): expected adapters="merged" or adapters="only" for a model of PEFT, '
+            "found adapters=None; files have no names for a base model beside its adapters. Pass one of them"
+        )
+    levels: list[Callable[[Collection[str]], list[TensorRule]]] = []
+    whole = model
+    if getattr(model, "is_pipeline", False):
+        whole, beginnings = model.transformers_model, model.names_in_transformers()
+        levels.append(partial(rename_beginnings, beginnings))
+    if not hasattr(unwrapped(whole), "save_pretrained"):
+        raise DeepSpeedConfigError(
+            f'export_weights(names="checkpoint"): expected a model of Transformers, found '
+            f"{type(unwrapped(model)).__name__}, whose files have no other names; leave names out"
+        )
+    levels.append(partial(to_files, whole))
+    return levels
 
 
 def _refuse_no_path(call: str, found: Any) -> None:

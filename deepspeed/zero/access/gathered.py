@@ -36,8 +36,9 @@ class GatheredParameters:
     """Inside the block, the given parameters are full: they have their shape and their values.
 
     Every rank of the group must enter it, with the same parameters in any order. Parameters that are full already, that
-    belong to no engine, buffers, duplicates and None are skipped; an empty collection does nothing. May be nested: for
-    parameters that the outer block made full, the inner block only publishes edits, if it has a ``modifier_rank``.
+    belong to no engine, buffers, duplicates and None are skipped; an empty collection does nothing. May be nested, and
+    entered again: parameters stay full until the last block that holds them ends, and edits that a block with a
+    ``modifier_rank`` published stay.
 
     Args:
         params: One parameter or any iterable of them (consumed at once).
@@ -59,7 +60,7 @@ class GatheredParameters:
         fwd_module: torch.nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        self._opened = ExitStack()
+        self._opened: list[ExitStack] = []  # one for each time that it was entered and not left
         self._entries: list[Entry] = []
         self._modifier = modifier_rank
         if not enabled:
@@ -76,13 +77,13 @@ class GatheredParameters:
             for block in [GatheredBlock(entries, self._modifier) for entries in by_group(self._entries)]:
                 block.open()
                 opened.push(block.exit)
-            self._opened = opened.pop_all()
+            self._opened.append(opened.pop_all())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with untouched():  # closes every block, also if one of them raises: the other ranks do
-            self._opened.__exit__(kind, error, trace)
+            self._opened.pop().__exit__(kind, error, trace)
 
 
 def _unique(params: Any) -> list[torch.Tensor]:
@@ -299,8 +300,11 @@ class GatheredBlock:
                 address.bucket.end_loan(address.tile, parameter)
         for bucket in self._pinned:
             bucket.unpin()
-            if restore and bucket in self._whole and bucket.state is State.FULL:
-                bucket.restore_full()  # others still use it
+            if restore and bucket in self._whole and bucket.state is State.FULL:  # others still use it
+                open_edits = {tile: bucket.view(tile).clone() for tile in bucket.loans}  # of blocks that are open still
+                bucket.restore_full()
+                for tile, values in open_edits.items():
+                    bucket.view(tile).copy_(values)
         for opened in {id(entry[1].bucket): entry[1].bucket for entry in self._entries}.values():
             if opened.owner is not None:
                 opened.owner.open_blocks -= 1

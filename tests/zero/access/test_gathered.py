@@ -161,6 +161,42 @@ def test_empty_full_disabled_foreign_and_nested(ranks):
 
 
 @on_ranks(2)
+def test_a_parameter_is_full_until_the_last_block_that_holds_it_ends(rank):
+    """The same parameters in two blocks, which end in either order; and one block that is entered twice."""
+    with logged() as texts:
+        for engine in (build(3), build(3, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 10**6})):
+            params = dict(engine.module.named_parameters())
+            weight, bias, alone = params["blocks.0.rise.weight"], params["last.bias"], params["frozen"]
+            is_resident = not _is_sharded(weight)
+            for modifier, one, other in (
+                (None, [weight], [weight]), (1, [weight], [weight]), (1, [weight, bias], [alone, weight]),
+                (0, [alone, weight], [weight, bias]), (1, [*params.values()], [weight]), (0, [weight], params.values()),
+            ):  # fmt: skip
+                first = GatheredParameters(one)
+                for second in (GatheredParameters(other, modifier_rank=modifier), first):
+                    for ends in ((second, first), (first, second)):
+                        before = _values(engine)["blocks.0.rise.weight"]
+                        is_changed = modifier is not None and second is not first
+                        first.__enter__()
+                        second.__enter__()
+                        if is_changed and rank == modifier:
+                            weight.data.add_(1)
+                        ends[0].__exit__(None, None, None)
+                        assert weight.shape == (15, 7)
+                        ends[1].__exit__(None, None, None)
+                        assert is_resident or _is_sharded(weight)
+                        after = _values(engine)["blocks.0.rise.weight"]
+                        assert torch.equal(after, before + is_changed), (
+                            is_resident,
+                            modifier,
+                            len(one),
+                            second is first,
+                        )
+            train(engine, rank, 1)
+    assert not [text for text in texts if "is dropped" in text], texts
+
+
+@on_ranks(2)
 def test_attributes_survive():
     engine = build(3)
     weight = dict(engine.module.named_parameters())["blocks.0.rise.weight"]
