@@ -16,10 +16,11 @@ from torch import nn
 from typing_extensions import override
 
 from deepspeed.config.sections.float8 import Float8
-from deepspeed.engine_feature import TENSOR_RANKS, Conflict, EngineFeature, EngineSetup
+from deepspeed.engine_feature import EngineFeature, EngineSetup
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.give_base import give_base
 from deepspeed.logging import log_dist
+from deepspeed.parallel.tensor.linear import ColumnLinear, RowLinear
 
 SIDE = 16
 """Sides of weights must be multiples of this for the devices' products."""
@@ -30,15 +31,6 @@ class Float8Layers(EngineFeature):
 
     title = "float8 products"
     setting = "float8"
-    conflicts = (
-        Conflict(
-            "float8.enabled",
-            lambda setup: setup.root.float8 is not None and setup.root.float8.enabled,
-            TENSOR_RANKS,
-            "scales of cut layers would be those of a rank's part",
-            "leave float8 out, or set tensor_parallel.autotp_size to 1 and let ZeRO stage 3 share the weights",
-        ),
-    )
 
     @override
     def refuse(self, setup: EngineSetup) -> None:
@@ -73,9 +65,9 @@ def torchao_config(section: Float8) -> Any:
     return replace(config, emulate=section.emulate)
 
 
-def _torchao() -> Any:
+def _torchao(module: str = "") -> Any:
     try:
-        return importlib.import_module("torchao.float8")
+        return importlib.import_module(f"torchao.float8{module}")
     except ImportError as error:
         raise DeepSpeedConfigError(
             f"float8: expected torchao, found none that can be imported ({error}). Run pip install torchao, or leave "
@@ -112,7 +104,10 @@ def use_float8(model: nn.Module, section: Float8) -> None:
         if layer.in_features % SIDE or layer.out_features % SIDE:
             left.append(f"{model_name} ({layer.out_features} x {layer.in_features})")
             continue
-        _give_products(layer, config)
+        if isinstance(layer, (ColumnLinear, RowLinear)):
+            layer.tensor_cut.products = CutProducts(layer, config)
+        else:
+            _give_products(layer, config)
         converted.append(model_name)
     if not converted and not getattr(model, "is_pipeline", False):
         raise DeepSpeedConfigError(
@@ -136,14 +131,83 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Yields the layers that compute what ``nn.Linear`` does, and nothing else."""
     for name, module in model.named_modules():
         is_plain = type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
-        if isinstance(module, nn.Linear) and is_plain:
+        is_cut = isinstance(module, (ColumnLinear, RowLinear)) and not module.tensor_cut.is_transposed
+        if isinstance(module, nn.Linear) and (is_plain or is_cut):
             yield name, module
 
 
 def _give_products(layer: nn.Linear, config: Any) -> None:
     """Puts torchao's forward in front of a layer, with the settings that torchao's converter gives one like it."""
-    like = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    made = _torchao().convert_to_float8_training(like, config=config)
+    made = _like(layer, config)
     give_base(layer, type(made))
     for name, value in made.__dict__.items():
         layer.__dict__.setdefault(name, value)
+
+
+def _like(layer: nn.Linear, config: Any) -> Any:
+    """Returns the layer that torchao's converter makes of one with the sides of ``layer``, without values."""
+    like = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    return _torchao().convert_to_float8_training(like, config=config)
+
+
+class CutProducts:
+    """The products of a cut layer in float8, with the scales of the whole layer.
+
+    A scale that covers a cut dimension is that of the greatest value on all ranks of the layer, which must all compute
+    its products in one order. Scales along the other dimension are a rank's own already.
+    """
+
+    def __init__(self, layer: ColumnLinear | RowLinear, config: Any) -> None:
+        self._settings, self._products = config, _like(layer, config).linear_mm_config
+        self._channel, self._name = layer.tensor_cut.channel, layer.tensor_cut.name
+        # the dimension of each operand that is cut; the third one is whole on every rank
+        is_column = isinstance(layer, ColumnLinear)
+        self._cut_dims = {"weight": 1, "grad_output": 1} if is_column else {"weight": 0, "input": 1}
+
+    def output(self, values: torch.Tensor, weight: torch.Tensor, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns ``values @ weight.T``, both 2-D, with the scales of the whole operands."""
+        config = self._settings
+        first = self._cast(values, config.cast_config_input, "input", -1, scales)
+        return torch.mm(first, self._cast(weight.t(), config.cast_config_weight, "weight", 0, scales))
+
+    def of_input(self, gradient: torch.Tensor, weight: torch.Tensor, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns ``gradient @ weight``, both 2-D, with the scales of the whole operands."""
+        config = self._settings
+        first = self._cast(gradient, config.cast_config_grad_output, "grad_output", -1, scales)
+        second = self._cast(weight.t(), config.cast_config_weight_for_grad_input, "weight", -1, scales)
+        return torch.mm(first, second.t())
+
+    def of_weight(self, gradient: torch.Tensor, values: torch.Tensor, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns ``gradient.T @ values``, both 2-D, with the scales of the whole operands."""
+        config = self._settings
+        first = self._cast(gradient, config.cast_config_grad_output_for_grad_weight, "grad_output", 0, scales)
+        return torch.mm(first.t(), self._cast(values, config.cast_config_input_for_grad_weight, "input", 0, scales))
+
+    def _cast(self, operand: torch.Tensor, how: Any, role: str, dim: int, scales: dict[str, torch.Tensor]) -> Any:
+        """Returns an operand in float8 as a torchao tensor; as it is where the recipe leaves it so.
+
+        Args:
+            operand: 2-D; of a weight the transpose, ``[in, out]``.
+            how: torchao's settings of the cast.
+            role: ``input``, ``weight`` or ``grad_output``.
+            dim: The dimension that a row's scale covers, by a recipe with one scale per row.
+            scales: Scales of whole tensors by role, of earlier casts.
+        """
+        if how.scaling_type.name == "DISABLED":
+            return operand
+        utils, tensors = _torchao(".float8_utils"), _torchao(".float8_training_tensor")
+        is_whole = how.scaling_granularity.name == "TENSORWISE"
+        axis = None if is_whole else dim
+        scale = scales.get(role) if is_whole else None
+        if scale is None:
+            greatest = utils.tensor_to_amax(operand, scaling_granularity=how.scaling_granularity, axiswise_dim=axis)
+            if role in self._cut_dims and (is_whole or dim % 2 == self._cut_dims[role]):
+                flat = greatest.reshape(-1)
+                parts = self._channel.gather(flat, [flat.numel()] * self._channel.size, f"a scale of {self._name}")
+                greatest = torch.stack(parts).amax(0).view(greatest.shape)
+            powers = self._settings.round_scales_to_power_of_2
+            scale = utils.amax_to_scale(greatest, how.target_dtype, round_scales_to_power_of_2=powers)
+            if is_whole:
+                scales[role] = scale
+        kind = tensors.GemmInputRole(role)
+        return tensors.hp_tensor_and_scale_to_float8(operand, scale, how.target_dtype, self._products, kind, axis)

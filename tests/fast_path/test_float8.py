@@ -12,7 +12,10 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.pipe import PipelineModule
+from tests.ecosystem.support import on_cpu_ranks
 from tests.harness import run_ranks
+from tests.harness.toy_models import causal_model
 from tests.zero.reading import full_masters
 
 # Not importorskip: that imports torchao in every process that collects tests.
@@ -32,9 +35,6 @@ class _Net(nn.Module):
             for _ in range(2)
         )
         self.lm_head = nn.Linear(32, 64, bias=False)
-
-    def _block(self):
-        return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 21, bias=False), nn.Linear(21, 32))
 
     def forward(self, x):
         for block in self.blocks:
@@ -133,11 +133,12 @@ def _moves(folder):
     engine = deepspeed.initialize(model=_Net(), config=_config(3))[0]
     _train(engine)
     engine.save_checkpoint(folder)
-    expected, exported = (
-        full_masters(engine),
-        engine.get_fp32_state_dict() if hasattr(engine, "get_fp32_state_dict") else None,
-    )
-    del exported
+    expected = full_masters(engine)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        gathered = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    assert all(torch.equal(gathered[name], expected[name].bfloat16()) for name in expected)
+    for name, value in engine.export_weights(dtype=torch.float32):
+        assert torch.equal(value, expected[name].bfloat16().float())
     engine.destroy()
     other = deepspeed.initialize(model=_Net(), config={**_config(1), "float8": {"enabled": False}})[0]
     other.load_checkpoint(folder)
@@ -173,3 +174,123 @@ def _refusals():
 
 def test_refusals_and_hooks():
     run_ranks(_refusals, 1)
+
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "initializer_range": 0.15,
+}  # fmt: skip
+
+
+def _losses(config, kind="Llama", **sizes):
+    engine = deepspeed.initialize(
+        model=causal_model(kind, **SIZES, **sizes),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+            **config,
+        },
+    )[0]
+    losses = []
+    for step in range(4):
+        ids = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(step // 2))
+        loss = engine(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def _on_shared_layers(cells):
+    """In fp32, as the order of partial sums in bf16 decides which values float8 rounds up."""
+    for recipe, section, model in cells:
+        float8 = {"float8": {"recipe": recipe, "emulate": True}}
+        plain, whole, shared = (_losses(config, **model) for config in ({}, float8, {**float8, **section}))
+        steps = 2 if section.get("expert_parallel") else 4  # then other roundings choose other experts
+        change, difference = ((one - whole)[:steps].abs().mean() for one in (plain, shared))
+        assert difference <= 0.3 * change and change > 1e-3, (recipe, section)
+
+
+def test_shared_layers_have_the_scales_of_whole_ones():
+    cut = {"tensor_parallel": {"autotp_size": 2}}
+    cells = [(recipe, cut, {}) for recipe in RECIPES]
+    cells += [
+        (
+            "tensorwise",
+            {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+            {"kind": "Mixtral", "num_local_experts": 4},
+        )
+    ]
+    run_ranks(_on_shared_layers, 2, cells)
+
+
+class _Residual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class _Head(nn.Module):
+    def __init__(self, lm_head):
+        super().__init__()
+        self.lm_head = lm_head
+
+    def forward(self, x):
+        return self.lm_head(x)
+
+
+def _as_pipeline():
+    whole, expected = _plain("tensorwise")
+    net = _Net()
+    layers = [*(_Residual(*block) for block in net.blocks), _Head(net.lm_head)]
+    model = PipelineModule(
+        layers, num_stages=2, partition_method="uniform", loss_fn=lambda y, _: y.float().square().mean()
+    )
+    engine = deepspeed.initialize(model=model, config=_config(1))[0]
+    batches = iter([(x, torch.zeros(1)) for x in _batches()])
+    losses = [float(engine.train_batch(batches)) for _ in range(3)]
+    assert losses == pytest.approx([(a + b) / 2 for a, b in zip(whole[::2], whole[1::2], strict=True)], rel=1e-6)
+    own, values = [*full_masters(engine).values()], [*expected.values()]
+    part = values[: len(own)] if engine.is_first_stage() else values[-len(own) :]
+    assert 0 < len(own) < len(values) and all(torch.equal(a, b) for a, b in zip(own, part, strict=True))
+    engine.destroy()
+
+
+def test_bits_of_torchao_in_a_pipeline():
+    run_ranks(_as_pipeline, 2)
+
+
+@on_cpu_ranks
+def _by_accelerate():
+    """``mixed_precision="fp8"`` with torchao: Accelerate converts the model, and it trains with torchao's bits."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import AORecipeKwargs
+    from torchao.float8 import Float8LinearConfig
+
+    def converted(layer, name):
+        return isinstance(layer, nn.Linear) and _is_converted(layer, name)
+
+    losses, weights = _plain("tensorwise")
+    recipe = AORecipeKwargs(config=Float8LinearConfig(emulate=True), module_filter_func=converted)
+    plugin = DeepSpeedPlugin(hf_ds_config={**_config(3), "float8": {"enabled": False}})
+    accelerator = Accelerator(
+        mixed_precision="fp8", kwargs_handlers=[recipe], deepspeed_plugin=plugin, gradient_accumulation_steps=2
+    )
+    net = _Net()
+    engine = accelerator.prepare(net)
+    assert type(net.blocks[0][0]).forward is not nn.Linear.forward
+    found = []
+    for x in _batches():
+        with accelerator.accumulate(engine):
+            loss = engine(x).float().square().mean()
+            found.append(loss.item())
+            accelerator.backward(loss)
+    assert found == losses
+    masters = full_masters(engine)
+    assert all(torch.equal(masters[name], weights[name]) for name in weights)
+    engine.destroy()
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+def test_bits_of_torchao_through_accelerate():
+    run_ranks(_by_accelerate, 2)

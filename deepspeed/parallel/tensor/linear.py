@@ -43,6 +43,53 @@ class Sequence(Protocol):
         """Sums over the ranks, then returns this rank's positions: ``[batch, S / ranks, width]``."""
 
 
+class Products(Protocol):
+    """Interface of the three products of a cut layer, computed in another precision (``fast_path.float8``).
+
+    All operands are 2-D: values ``[rows, in]``, weights ``[out, in]``, gradients ``[rows, out]``. ``scales`` carries
+    what the first one has found to the others.
+    """
+
+    def output(self, values: torch.Tensor, weight: torch.Tensor, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns ``values @ weight.T``."""
+
+    def of_input(self, gradient: torch.Tensor, weight: torch.Tensor, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns ``gradient @ weight``."""
+
+    def of_weight(self, gradient: torch.Tensor, values: torch.Tensor, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns ``gradient.T @ values``."""
+
+
+class _Product(torch.autograd.Function):
+    """A linear layer without a bias, by :class:`Products`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor, products: Products) -> torch.Tensor:
+        ctx.save_for_backward(values, weight)
+        ctx.products, ctx.scales = products, {}
+        out = products.output(values.reshape(-1, values.shape[-1]), weight, ctx.scales)
+        return out.view(*values.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        values, weight = ctx.saved_tensors
+        of_input, of_weight = _gradients(ctx, gradient, values, weight)
+        return (None if of_input is None else of_input.view(values.shape)), of_weight, None
+
+
+def _gradients(
+    ctx: Any, gradient: torch.Tensor, values: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns the gradients of input (2-D) and weight by :class:`Products`, if they are needed."""
+    flat = gradient.reshape(-1, gradient.shape[-1])
+    of_input = ctx.products.of_input(flat, weight, ctx.scales) if ctx.needs_input_grad[0] else None
+    of_weight = None
+    if ctx.needs_input_grad[1]:
+        of_weight = ctx.products.of_weight(flat, values.reshape(-1, values.shape[-1]), ctx.scales)
+    return of_input, of_weight
+
+
 @dataclass
 class CutLinear:
     """The cut of a linear layer."""
@@ -58,6 +105,7 @@ class CutLinear:
     replicas: Channel | None = None
     # gathers and sums activations that are cut along the sequence outside the layer's region; None: not cut
     sequence: Sequence | None = None
+    products: Products | None = None  # computes the products; None: in their dtype
 
     @property
     def parts(self) -> SplitParts:
@@ -76,11 +124,16 @@ class _Column(torch.autograd.Function):
         bias: torch.Tensor | None,
         shared: SharedInput | None,
         is_transposed: bool,
+        products: Products | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(values, weight)
-        ctx.shared, ctx.is_transposed = shared, is_transposed
+        ctx.shared, ctx.is_transposed, ctx.products, ctx.scales = shared, is_transposed, products, {}
         if shared is not None:
             shared.users += 1
+        if products is not None:
+            product = products.output(values.reshape(-1, values.shape[-1]), weight, ctx.scales)
+            out = product.view(*values.shape[:-1], product.shape[-1])
+            return out if bias is None else out.add_(bias)
         return F.linear(values, weight.t() if is_transposed else weight, bias)
 
     @staticmethod
@@ -89,20 +142,29 @@ class _Column(torch.autograd.Function):
         values, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
         of_input = of_weight = of_bias = pending = None
-        if ctx.needs_input_grad[0]:
+        if ctx.products is not None:
+            if ctx.needs_input_grad[0]:
+                product = ctx.products.of_input(flat, weight, ctx.scales)
+                if ctx.shared is None:
+                    of_input = product
+                else:
+                    pending = ctx.shared.add_product(product)
+            if ctx.needs_input_grad[1]:
+                of_weight = ctx.products.of_weight(flat, values.reshape(-1, values.shape[-1]), ctx.scales)
+        elif ctx.needs_input_grad[0]:
             rows = weight.t() if ctx.is_transposed else weight
             if ctx.shared is None:
                 of_input = flat @ rows
             else:
                 pending = ctx.shared.add(flat, rows)
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] and ctx.products is None:
             inputs = values.reshape(-1, values.shape[-1])
             of_weight = inputs.t() @ flat if ctx.is_transposed else flat.t() @ inputs
         if ctx.needs_input_grad[2]:
             of_bias = flat.sum(0)
         if pending is not None:
             of_input = pending.wait()
-        return (None if of_input is None else of_input.view(values.shape)), of_weight, of_bias, None, None
+        return (None if of_input is None else of_input.view(values.shape)), of_weight, of_bias, None, None, None
 
 
 class _Row(torch.autograd.Function):
@@ -117,12 +179,16 @@ class _Row(torch.autograd.Function):
         cut: CutLinear,
     ) -> torch.Tensor:
         ctx.save_for_backward(values, weight)
-        ctx.is_transposed = cut.is_transposed
+        ctx.is_transposed, ctx.products, ctx.scales = cut.is_transposed, cut.products, {}
         rows = weight if cut.is_transposed else weight.t()
         flat = values.reshape(-1, values.shape[-1])
         product = cut.channel.place((*values.shape[:-1], rows.shape[1]), flat)
         out = product.view(flat.shape[0], rows.shape[1])
-        if bias is not None and cut.channel.rank == 0:  # added on one rank only
+        if cut.products is not None:
+            out.copy_(cut.products.output(flat, weight, ctx.scales))
+            if bias is not None and cut.channel.rank == 0:
+                out += bias
+        elif bias is not None and cut.channel.rank == 0:  # added on one rank only
             torch.addmm(bias, flat, rows, out=out)
         else:
             torch.mm(flat, rows, out=out)
@@ -134,9 +200,12 @@ class _Row(torch.autograd.Function):
         values, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
         of_input = of_weight = of_bias = None
-        if ctx.needs_input_grad[0]:
+        if ctx.products is not None:
+            of_input, of_weight = _gradients(ctx, gradient, values, weight)
+            of_input = None if of_input is None else of_input.view(values.shape)
+        elif ctx.needs_input_grad[0]:
             of_input = (flat @ (weight.t() if ctx.is_transposed else weight)).view(values.shape)
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] and ctx.products is None:
             inputs = values.reshape(-1, values.shape[-1])
             of_weight = inputs.t() @ flat if ctx.is_transposed else flat.t() @ inputs
         if ctx.needs_input_grad[2]:
@@ -178,7 +247,7 @@ def column(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     else:
         entered, shared = cut.shared_inputs.enter(values, dtype, cut.name)
     with torch.autocast(kind, enabled=False) if dtype is not None else _AS_IT_IS:
-        out = _Column.apply(entered, weight, bias, shared, cut.is_transposed)
+        out = _Column.apply(entered, weight, bias, shared, cut.is_transposed, cut.products)
     return gather_from(out, cut.channel, cut.parts, label=f"the output of {cut.name}") if cut.is_gathered else out
 
 
@@ -188,7 +257,10 @@ def _row(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
     if cut.is_gathered:
         values = scatter_to(values, cut.channel, cut.parts, f"the gradient of the input of {cut.name}")
     if cut.sequence is not None and cut.sequence.is_cut:
-        product = cut.sequence.leave(F.linear(values, weight.t() if cut.is_transposed else weight))
+        if cut.products is not None:
+            product = cut.sequence.leave(_Product.apply(values, weight, cut.products))
+        else:
+            product = cut.sequence.leave(F.linear(values, weight.t() if cut.is_transposed else weight))
         if bias is None:
             return product
         # The bias keeps its dtype for the sum of its gradient; autocast gives the product another one.

@@ -36,20 +36,33 @@ class SharedInput:
 
     def add(self, gradient: torch.Tensor, weight: torch.Tensor) -> PendingSum | None:
         """Adds ``gradient @ weight``, both 2-D; starts the sum over ranks if no other user is expected."""
-        if self.is_open:
-            self.is_open = False
-            self._on_backward(self)
-        if self._arrived + 1 < self.users:
-            self._arrived += 1
+        if self._expects_more():
             self._sum = gradient @ weight if self._sum is None else self._sum.addmm_(gradient, weight)
             return None
-        earlier, self._sum, self._arrived = self._sum, None, 0
+        earlier, self._sum = self._sum, None
         values = self.channel.place((gradient.shape[0], weight.shape[1]), gradient)
         if earlier is None:
             torch.mm(gradient, weight, out=values)
         else:
             torch.addmm(earlier, gradient, weight, out=values)
         return self.channel.start_sum(values, self._label)
+
+    def add_product(self, product: torch.Tensor) -> PendingSum | None:
+        """Does the same as :meth:`add` with a product, 2-D, which it may overwrite."""
+        total = product if self._sum is None else self._sum.add_(product)
+        if self._expects_more():
+            self._sum = total
+            return None
+        self._sum = None
+        return self.channel.start_sum(self.channel.place(total.shape, total).copy_(total), self._label)
+
+    def _expects_more(self) -> bool:
+        """Counts one gradient; returns whether other users have not added theirs."""
+        if self.is_open:
+            self.is_open = False
+            self._on_backward(self)
+        self._arrived = (self._arrived + 1) % max(self.users, 1)
+        return self._arrived > 0
 
     def settle(self, gradient: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
         """Returns the whole gradient of the input, of ``shape``, once the backward of all its users is over."""
