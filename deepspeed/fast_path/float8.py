@@ -105,7 +105,7 @@ def use_float8(model: nn.Module, section: Float8) -> None:
             left.append(f"{model_name} ({layer.out_features} x {layer.in_features})")
             continue
         if isinstance(layer, (ColumnLinear, RowLinear)):
-            layer.tensor_cut.products = CutProducts(layer, config)
+            layer.tensor_cut.products = Float8ProductBackend(layer, config)
         else:
             _give_products(layer, config)
         converted.append(model_name)
@@ -150,7 +150,7 @@ def _like(layer: nn.Linear, config: Any) -> Any:
     return _torchao().convert_to_float8_training(like, config=config)
 
 
-class CutProducts:
+class Float8ProductBackend:
     """The products of a cut layer in float8, with the scales of the whole layer.
 
     A scale that covers a cut dimension is that of the greatest value on all ranks of the layer, which must all compute

@@ -43,7 +43,7 @@ class Sequence(Protocol):
         """Sums over the ranks, then returns this rank's positions: ``[batch, S / ranks, width]``."""
 
 
-class Products(Protocol):
+class ProductBackend(Protocol):
     """Interface of the three products of a cut layer, computed in another precision (``fast_path.float8``).
 
     All operands are 2-D: values ``[rows, in]``, weights ``[out, in]``, gradients ``[rows, out]``. ``scales`` carries
@@ -61,10 +61,10 @@ class Products(Protocol):
 
 
 class _Product(torch.autograd.Function):
-    """A linear layer without a bias, by :class:`Products`."""
+    """A linear layer without a bias, by :class:`ProductBackend`."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor, products: Products) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor, products: ProductBackend) -> torch.Tensor:
         ctx.save_for_backward(values, weight)
         ctx.products, ctx.scales = products, {}
         out = products.output(values.reshape(-1, values.shape[-1]), weight, ctx.scales)
@@ -81,7 +81,7 @@ class _Product(torch.autograd.Function):
 def _gradients(
     ctx: Any, gradient: torch.Tensor, values: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the gradients of input (2-D) and weight by :class:`Products`, if they are needed."""
+    """Returns the gradients of input (2-D) and weight by :class:`ProductBackend`, if they are needed."""
     flat = gradient.reshape(-1, gradient.shape[-1])
     of_input = ctx.products.of_input(flat, weight, ctx.scales) if ctx.needs_input_grad[0] else None
     of_weight = None
@@ -105,7 +105,7 @@ class CutLinear:
     replicas: Channel | None = None
     # gathers and sums activations that are cut along the sequence outside the layer's region; None: not cut
     sequence: Sequence | None = None
-    products: Products | None = None  # computes the products; None: in their dtype
+    products: ProductBackend | None = None  # computes the products; None: in their dtype
 
     @property
     def parts(self) -> SplitParts:
@@ -124,7 +124,7 @@ class _Column(torch.autograd.Function):
         bias: torch.Tensor | None,
         shared: SharedInput | None,
         is_transposed: bool,
-        products: Products | None,
+        products: ProductBackend | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(values, weight)
         ctx.shared, ctx.is_transposed, ctx.products, ctx.scales = shared, is_transposed, products, {}
