@@ -12,14 +12,18 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS, get_expert_activation, register_expert_activation
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.engine.support import SHARDED, rank
-from tests.harness import on_first_rank, on_ranks, run_ranks
+from tests.harness import on_ranks, run_ranks
+from tests.harness.training import Expected, plain_run, train_like
 from tests.parallel.expert.models import CONFIGS, batch, build
 
 STEPS = 5
 
 
+ADAMW = {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5, weight_decay=0.1)
+    return torch.optim.AdamW(model.parameters(), **ADAMW)
 
 
 def config(stage: int, ep_size: int = 2, **more: Any) -> dict[str, Any]:
@@ -32,20 +36,12 @@ def config(stage: int, ep_size: int = 2, **more: Any) -> dict[str, Any]:
     }
 
 
-@on_first_rank
-def reference(kind: str, world: int) -> tuple[list[list[float]], dict[str, torch.Tensor], list[float]]:
-    """Losses by step and rank, the trained parameters and the norms, in one process."""
-    model = build(kind)
-    optimizer = adamw(model)
-    losses, norms = [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        outputs = [model(**batch(step, other)).loss for other in range(world)]
-        (sum(outputs) / world).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-        losses.append([loss.item() for loss in outputs])
-    return losses, {name: value.detach() for name, value in model.named_parameters()}, norms
+def loss_of(model: Any, step: int, data: int) -> torch.Tensor:
+    return model(**batch(step, data)).loss
+
+
+def plain(kind: str, world: int, steps: int = STEPS) -> Expected:
+    return plain_run(build(kind), steps, world, loss=loss_of, optimizer=lambda given: torch.optim.AdamW(given, **ADAMW))
 
 
 def of_this_rank(
@@ -70,7 +66,8 @@ def check(
     far: bool = False,
     **sections: Any,
 ) -> None:
-    losses, wanted, norms = reference(kind, world)
+    expected_run = plain(kind, world)
+    wanted = expected_run.state
     settings = config(stage, ep_size, use_data_before_expert_parallelism=far, **sections)
     if init:
         with deepspeed.zero.Init(config_dict_or_path=settings):
@@ -81,15 +78,10 @@ def check(
     else:
         model = build(kind, seed=rank())  # rank 0's values count
     if not own_optimizer:
-        settings["optimizer"] = {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}}
+        settings["optimizer"] = {"type": "AdamW", "params": ADAMW}
     client = adamw(model) if own_optimizer else None  # built before the experts are cut
     engine = deepspeed.initialize(model=model, optimizer=client, config=settings)[0]
-    for step in range(STEPS):
-        loss = engine(**batch(step, rank())).loss
-        assert loss.item() == pytest.approx(losses[step][rank()], abs=1e-5), f"step {step}"
-        engine.backward(loss)
-        engine.step()
-        assert engine.get_global_grad_norm() == pytest.approx(norms[step], rel=1e-4)
+    train_like(engine, expected_run, loss_of, rank(), rel=5e-6, norm_rel=1e-4)
     cut = 0
     for name, parameter in engine.module.named_parameters():
         expected = of_this_rank(parameter, wanted[name], ep_size, far, experts=4)

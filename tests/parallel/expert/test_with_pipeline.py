@@ -18,8 +18,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from tests.engine.support import SHARDED
 from tests.harness import run_ranks
+from tests.harness.training import Expected, plain_run
 from tests.parallel.expert.models import batch, build
-from tests.parallel.expert.test_auto import STEPS, adamw
+from tests.parallel.expert.test_auto import ADAMW, STEPS, adamw
 
 WIDTH, EXPERTS, COUNT, COPIES = 6, 4, 3, 2
 
@@ -82,24 +83,17 @@ def items(step: int, copy: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(n, WIDTH, generator=draws), torch.randn(n, 3, generator=draws)) for n in lengths]
 
 
-def reference(sizes: tuple[int, ...], steps: int = 3) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Losses, norms and weights of the same model in one process."""
+def reference(sizes: tuple[int, ...]) -> Expected:
+    """The same model in one process."""
     torch.manual_seed(3)
     model = PipelineModule(layers(tuple(map(bool, sizes))), num_stages=1, loss_fn=loss_fn)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
-    result = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        total = 0.0
-        for copy in range(COPIES):
-            for inputs, labels in items(step, copy):
-                loss = loss_fn(model(inputs), labels) / COUNT / COPIES
-                loss.backward()
-                total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        result.append((total, norm.item()))
-    return result, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(module: Any, number: int, copy: int) -> torch.Tensor:
+        inputs, labels = items(number // 10, copy)[number % 10]
+        return loss_fn(module(inputs), labels)
+
+    optimizer = lambda given: torch.optim.AdamW(given, lr=1e-2, eps=1e-5)  # noqa: E731
+    return plain_run(model, 3, COPIES, COUNT, loss=loss, optimizer=optimizer)
 
 
 def logical(name: str, ep_size: int) -> str:
@@ -125,9 +119,10 @@ def _native(cells: list[tuple[tuple[int, ...], int, dict[str, Any]]], wanted: di
                 "zero_optimization": {"stage": stage, **(SHARDED if stage == 3 else {})},
             },
         )[0]
-        result, weights = wanted[sizes]
+        expected = wanted[sizes]
+        weights = expected.state
         what = f"ep {sizes}, stage {stage}, {more}"
-        for step, (loss, norm) in enumerate(result):
+        for step, (loss, norm) in enumerate(zip(expected.losses, expected.norms, strict=True)):
             assert engine.train_batch(iter(items(step, engine.grid.data_parallel_id))).item() == pytest.approx(
                 loss, abs=1e-6
             ), f"{what}, step {step}"
@@ -177,24 +172,15 @@ def _item(step: int, copy: int, micro: int) -> tuple[tuple[torch.Tensor, torch.T
     return (ids, mask), ids.masked_fill(mask == 0, -100)
 
 
-def model_reference(kind: str, copies: int = COPIES) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+def model_reference(kind: str, copies: int = COPIES) -> Expected:
     """The model itself in plain torch, with its own loss, routers' part included."""
-    model = build(kind)
-    optimizer = adamw(model)
-    result = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for copy in range(copies):
-            for micro in range(COUNT):
-                (ids, mask), labels = _item(step, copy, micro)
-                loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss / COUNT / copies
-                loss.backward()
-                total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        result.append((total, norm.item()))
-    return result, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(model: Any, number: int, copy: int) -> torch.Tensor:
+        (ids, mask), labels = _item(number // 10, copy, number % 10)
+        return model(input_ids=ids, attention_mask=mask, labels=labels).loss
+
+    optimizer = lambda given: torch.optim.AdamW(given, **ADAMW)  # noqa: E731
+    return plain_run(build(kind), STEPS, copies, COUNT, loss=loss, optimizer=optimizer)
 
 
 def _models(cells: list[tuple[str, int]], wanted: dict[str, Any], tensor: int = 1, copies: int = COPIES) -> None:
@@ -214,9 +200,9 @@ def _models(cells: list[tuple[str, int]], wanted: dict[str, Any], tensor: int = 
                 **({"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}),
             },
         )[0]
-        result, weights = wanted[kind]
+        weights = wanted[kind].state
         copy = engine.grid.data_parallel_id
-        for step, (loss, norm) in enumerate(result):
+        for step, (loss, norm) in enumerate(zip(wanted[kind].losses, wanted[kind].norms, strict=True)):
             found = engine.train_batch(iter([_item(step, copy, micro) for micro in range(COUNT)])).item()
             assert found == pytest.approx(loss, abs=1e-5), f"{kind}, stage {stage}, step {step}"
             assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-4), f"{kind}, stage {stage}, {step}"

@@ -12,9 +12,10 @@ from deepspeed.comm.job import groups
 from deepspeed.sequence import mean_loss
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.engine.support import rank
-from tests.harness import on_first_rank, run_ranks
+from tests.harness import on_ranks
+from tests.harness.training import plain_run, train_like
 from tests.parallel.expert.models import VOCABULARY, build
-from tests.parallel.expert.test_auto import adamw, config
+from tests.parallel.expert.test_auto import ADAMW, adamw, config
 
 TOKENS, STEPS = 8, 3
 
@@ -40,48 +41,30 @@ def _losses_of(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor
     return each, labels
 
 
-@on_first_rank
-def _reference(copies: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses and norms of each step, and the trained parameters, in one process."""
-    model = _model()
-    optimizer = adamw(model)
-    losses, norms = [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for data in range(copies):
-            each, labels = _losses_of(model, _batch(step, data))
-            loss = each.sum() / (labels != -100).sum() / copies
-            loss.backward()
-            total += loss.item()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-        losses.append(total)
-    return losses, norms, {name: value.detach() for name, value in model.named_parameters()}
+def _whole_loss(model: Any, step: int, data: int) -> torch.Tensor:
+    each, labels = _losses_of(model, _batch(step, data))
+    return each.sum() / (labels != -100).sum()
 
 
 def _check(stage: int, sequence: int, ep_size: int, far: bool) -> None:
     copies = dist.get_world_size() // sequence
-    losses, norms, trained = _reference(copies)
+    optimizer = lambda given: torch.optim.AdamW(given, **ADAMW)  # noqa: E731
+    expected = plain_run(_model(), STEPS, copies, loss=_whole_loss, optimizer=optimizer)
     model = _model()
     settings = config(stage, ep_size, sequence_parallel_size=sequence, use_data_before_expert_parallelism=far)
     engine = deepspeed.initialize(model=model, optimizer=adamw(model), config=settings)[0]
-    data, place, width = rank() // sequence, rank() % sequence, TOKENS // sequence
-    for step in range(STEPS):
+    place, width = rank() % sequence, TOKENS // sequence
+
+    def part_loss(model: Any, step: int, data: int) -> torch.Tensor:
         batch = {key: value[:, place * width : (place + 1) * width] for key, value in _batch(step, data).items()}
-        each, labels = _losses_of(engine, batch)
-        loss = mean_loss(each, labels)
-        engine.backward(loss)
-        engine.step()
-        result = loss.detach().clone()
-        dist.all_reduce(result)
-        assert result.item() / dist.get_world_size() == pytest.approx(losses[step], rel=1e-5)
-        assert engine.get_global_grad_norm() == pytest.approx(norms[step], rel=1e-5)
+        return mean_loss(*_losses_of(model, batch))
+
+    train_like(engine, expected, part_loss, rank() // sequence)
     sharing = groups._get_expert_parallel_group_ranks(f"ep_size_{ep_size}")
     assert len(sharing) == ep_size
     mine = sharing.index(rank())
     for name, parameter in model.named_parameters():
-        wanted = trained[name]
+        wanted = expected.state[name]
         if not getattr(parameter, "allreduce", True):
             wanted = wanted.chunk(ep_size)[mine]
         torch.testing.assert_close(
@@ -90,21 +73,17 @@ def _check(stage: int, sequence: int, ep_size: int, far: bool) -> None:
     engine.destroy()
 
 
-def _cells(cells: list[tuple[int, int, int, bool]]) -> None:
-    for cell in cells:
-        _check(*cell)
-
-
-def test_two_ranks_share_a_sequence_and_the_experts():
-    run_ranks(_cells, 2, [(stage, 2, 2, False) for stage in (0, 1, 2, 3)])
-
-
 @pytest.mark.parametrize(
-    "cells",
+    ("ranks", "cells"),
     [
-        [(1, 2, 4, False), (3, 2, 2, True)],
-        pytest.param([(3, 2, 4, False), (2, 2, 2, False)], marks=pytest.mark.slow),
+        pytest.param(
+            2, [(stage, 2, 2, False) for stage in (0, 1, 2, 3)], id="two ranks share a sequence and the experts"
+        ),
+        pytest.param(4, [(1, 2, 4, False), (3, 2, 2, True)], id="four ranks"),
+        pytest.param(4, [(3, 2, 4, False), (2, 2, 2, False)], id="four ranks at other stages", marks=pytest.mark.slow),
     ],
 )
-def test_experts_over_data_and_sequence_ranks(cells):
-    run_ranks(_cells, 4, cells, timeout=200)
+@on_ranks(timeout=200)
+def test_experts_over_data_and_sequence_ranks(cells: list[tuple[int, int, int, bool]]) -> None:
+    for cell in cells:
+        _check(*cell)

@@ -2,21 +2,20 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed import get_rank
 
 import deepspeed
 from tests.engine.support import SHARDED
 from tests.harness import on_ranks
-from tests.parallel.expert.models import batch
-from tests.parallel.expert.test_auto import STEPS, adamw, build, reference
+from tests.harness.training import train_like
+from tests.parallel.expert.test_auto import adamw, build, loss_of, plain
 
 
 @on_ranks(4, timeout=200)
 def test_two_by_two() -> None:
     stages = (1, 3)
-    losses, trained, norms = reference("mixtral", 2)
+    expected = plain("mixtral", 2)
     for stage in stages:
         model = build("mixtral")
         settings: dict[str, Any] = {
@@ -28,16 +27,10 @@ def test_two_by_two() -> None:
         }
         engine = deepspeed.initialize(model=model, optimizer=adamw(model), config=settings)[0]
         assert engine.module.model.layers[0].mlp.experts.down_proj.ds_tile_part.global_shape[0] == 4
-        of_data = get_rank() // 2
-        for step in range(STEPS):
-            loss = engine(**batch(step, of_data)).loss
-            assert loss.item() == pytest.approx(losses[step][of_data], abs=1e-4), f"stage {stage}, step {step}"
-            engine.backward(loss)
-            engine.step()
-            assert engine.get_global_grad_norm() == pytest.approx(norms[step], rel=1e-3), f"stage {stage}, step {step}"
+        train_like(engine, expected, loss_of, get_rank() // 2, rel=3e-5, norm_rel=1e-3, what=stage)
         state = engine._consolidated_16bit_state_dict()
         if get_rank() == 0:
             assert state is not None
-            for name, parameter in trained.items():
+            for name, parameter in expected.state.items():
                 assert torch.allclose(state[name], parameter, rtol=1e-3, atol=1e-4), name
         engine.destroy()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from tests.ecosystem.support import needs_transformers
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.parallel.sequence.llama import llama
 from tests.parallel.sequence.test_tiled import Largest
 
@@ -41,7 +41,15 @@ def _batch(length, rows):
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def _answers(stage):
+@pytest.mark.parametrize(
+    ("ranks", "stage"),
+    [
+        (2, 2),
+        *(pytest.param(ranks, stage, marks=pytest.mark.slow) for ranks, stage in ((2, 0), (2, 3), (4, 3))),
+    ],
+)
+@on_ranks()
+def test_evaluation_is_that_of_whole_sequences(stage) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = llama(vocab_size=13).eval()
     # Lengths that differ between the ranks and that they do not divide, and different numbers of sequences.
@@ -79,16 +87,6 @@ def _answers(stage):
             made = [model.generate(mine["input_ids"], **options) for model in (engine.module, whole)]
             assert torch.equal(*made)
         engine.destroy()
-
-
-def test_evaluation_is_that_of_whole_sequences():
-    run_ranks(_answers, 2, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (2, 3), (4, 3)])
-def test_every_stage_evaluates(ranks, stage):
-    run_ranks(_answers, ranks, stage)
 
 
 @on_ranks(2)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import deepspeed
 from tests.ecosystem.support import needs_transformers, on_cpu_ranks
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.sequence.llama import llama
 
 pytestmark = needs_transformers
@@ -72,8 +72,17 @@ class Whole:
                 )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("ranks", "size", "stage", "attention"),
+    [
+        (2, 2, 2, None),
+        (4, 2, 3, "sdpa"),
+        *(pytest.param(4, 4, stage, "sdpa", marks=pytest.mark.slow) for stage in (0, 1, 3)),
+    ],
+)
+@on_ranks()
 @on_cpu_ranks
-def _accelerate(size, stage, attention):
+def test_accelerate(size, stage, attention) -> None:
     """The loop of Accelerate's documentation, with its way to put the loss together."""
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
@@ -114,22 +123,16 @@ def _accelerate(size, stage, attention):
     whole.agrees_with(model.module)
 
 
-def test_accelerate():
-    run_ranks(_accelerate, 2, 2, 2, None)
-
-
-def test_accelerate_with_data_ranks():
-    run_ranks(_accelerate, 4, 2, 3, "sdpa")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_accelerate_on_four(stage):
-    run_ranks(_accelerate, 4, 4, stage, "sdpa")
-
-
+@pytest.mark.parametrize(
+    ("ranks", "size", "stage"),
+    [
+        (2, 2, 2),
+        *(pytest.param(4, size, stage, marks=pytest.mark.slow) for size, stage in ((2, 3), (4, 1), (4, 3))),
+    ],
+)
+@on_ranks(timeout=180)
 @on_cpu_ranks
-def _trainer(size, stage):
+def test_trainer(size, stage) -> None:
     from transformers import Trainer, TrainingArguments
 
     world = dist.get_world_size()
@@ -179,16 +182,6 @@ def _trainer(size, stage):
             for r in range(world)
         ]
         assert found == pytest.approx(sum(per_rank) / world, rel=1e-4)
-
-
-def test_trainer():
-    run_ranks(_trainer, 2, 2, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "stage"), [(2, 3), (4, 1), (4, 3)])
-def test_trainer_on_four(size, stage):
-    run_ranks(_trainer, 4, size, stage, timeout=180)
 
 
 @on_cpu_ranks

@@ -11,7 +11,7 @@ import deepspeed
 from deepspeed.sequence import mean_loss
 from tests.ecosystem.support import needs_transformers
 from tests.engine.support import SHARDED
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.parallel.sequence.llama import llama, packed_batch, padded_batch
 from tests.parallel.sequence.net import cut
 
@@ -77,31 +77,6 @@ def _step(engine: Any, step: int, size: int, tensor: int = 1) -> float:
     return engine.get_global_grad_norm()
 
 
-def _trains(cells: list[tuple[str, int, int, dict[str, Any]]]) -> None:
-    """Three steps; parameters, and the norm before clipping, are those of plain torch."""
-    for name, size, tensor, given in cells:
-        more = {**given, "zero": dict(given.get("zero", {}))}
-        stage, near = more.pop("stage"), more.pop("near", 1e-5)
-        kind = more.pop("model", {})
-        data = dist.get_world_size() // size // tensor
-        expected, model = llama(**kind), llama(**kind)
-        wanted = _plain(expected, data, 3)
-        if more.pop("recomputed", False):
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        engine = deepspeed.initialize(model=model, config=_config(size, stage, **more))[0]
-        assert (engine.sequence_parallel_size, engine.dp_world_size) == (size, data)
-        norms = [_step(engine, step, size, tensor) for step in range(3)]
-        assert norms == pytest.approx(wanted, rel=max(near, 1e-4)), name
-        full = dict(engine.iter_full("fp32"))
-        for key, parameter in expected.named_parameters():
-            if full[key].shape != parameter.shape:  # this rank's experts: they are spread over data ranks
-                parameter = parameter.chunk(data)[dist.get_rank() // size]
-            difference = (full[key] - parameter).norm() / parameter.norm()
-            assert difference < near, (name, key, difference.item())
-        engine.destroy()
-        deepspeed.utils.groups.set_mesh(None)
-
-
 HALF = {"fp16": {"enabled": True, "initial_scale_power": 8}, "near": 2e-2}
 CELLS = [
     ("all on the host", 2, 1, {"stage": 3, "zero": {"offload_param": {"device": "cpu"}, **OFFLOADED}}),
@@ -135,18 +110,38 @@ MORE_CELLS = [
 ]
 
 
-def test_with_what_else_shards():
-    run_ranks(_trains, 2, CELLS)
-
-
-def test_with_tensor_and_expert_ranks():
-    run_ranks(_trains, 4, MORE_CELLS[:2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", MORE_CELLS[2:], ids=lambda cell: cell[0])
-def test_with_more_ranks(cell):
-    run_ranks(_trains, 4, [cell])
+@pytest.mark.parametrize(
+    ("ranks", "cells"),
+    [
+        pytest.param(2, CELLS, id="two ranks"),
+        pytest.param(4, MORE_CELLS[:2], id="tensor and expert ranks"),
+        *(pytest.param(4, [cell], id=cell[0], marks=pytest.mark.slow) for cell in MORE_CELLS[2:]),
+    ],
+)
+@on_ranks()
+def test_with_what_else_shards(cells: list[tuple[str, int, int, dict[str, Any]]]) -> None:
+    """Three steps; parameters, and the norm before clipping, are those of plain torch."""
+    for name, size, tensor, given in cells:
+        more = {**given, "zero": dict(given.get("zero", {}))}
+        stage, near = more.pop("stage"), more.pop("near", 1e-5)
+        kind = more.pop("model", {})
+        data = dist.get_world_size() // size // tensor
+        expected, model = llama(**kind), llama(**kind)
+        wanted = _plain(expected, data, 3)
+        if more.pop("recomputed", False):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        engine = deepspeed.initialize(model=model, config=_config(size, stage, **more))[0]
+        assert (engine.sequence_parallel_size, engine.dp_world_size) == (size, data)
+        norms = [_step(engine, step, size, tensor) for step in range(3)]
+        assert norms == pytest.approx(wanted, rel=max(near, 1e-4)), name
+        full = dict(engine.iter_full("fp32"))
+        for key, parameter in expected.named_parameters():
+            if full[key].shape != parameter.shape:  # this rank's experts: they are spread over data ranks
+                parameter = parameter.chunk(data)[dist.get_rank() // size]
+            difference = (full[key] - parameter).norm() / parameter.norm()
+            assert difference < near, (name, key, difference.item())
+        engine.destroy()
+        deepspeed.utils.groups.set_mesh(None)
 
 
 def _full(engine: Any) -> dict[str, dict[str, torch.Tensor]]:

@@ -64,7 +64,43 @@ def _register(model, size, core="sdpa", **more):
     )
 
 
-def _same(cells, checkpointing=False):
+@on_ranks(2)
+def test_position_ids_may_be_written_into_the_same_memory() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = llama()
+    plain = copy.deepcopy(model)
+    _register(model, size)
+    positions = None
+    for batch in (packed_batch(3), plain_batch(3)):
+        mine = cut(batch, rank, size)
+        positions = mine["position_ids"].clone() if positions is None else positions.copy_(mine["position_ids"])
+        with torch.no_grad():
+            shown = cut({"losses": _loss(plain, batch).view(2, -1)}, rank, size)["losses"].flatten()
+            found = _loss(model, {**mine, "position_ids": positions})
+        torch.testing.assert_close(found, shown, rtol=1e-5, atol=1e-6)
+
+
+CELLS = [("llama", "plain"), ("llama", "packed"), ("one key head", "padded on the left"), ("window", "packed")]
+MORE_CELLS = [("dynamic rotary", "plain"), ("long rotary", "padded"), ("attention without positions", "packed")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cells", "checkpointing"),
+    [
+        pytest.param(2, CELLS, False, id="two ranks"),
+        pytest.param(2, MORE_CELLS, False, id="other rotary embeddings, and none"),
+        pytest.param(4, [("one key head", "padded"), ("two kinds of layers", "packed")], False, id="four ranks"),
+        pytest.param(2, CELLS[:2], True, id="recomputed"),
+        *(
+            pytest.param(
+                ranks, [(model, batch) for model in MODELS for batch in BATCHES], False, marks=pytest.mark.slow
+            )
+            for ranks in (2, 4)
+        ),
+    ],
+)
+@on_ranks(timeout=300)
+def test_a_shared_sequence_is_that_sequence(cells, checkpointing) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for model_name, batch_name in cells:
         whole = BATCHES[batch_name](3)
@@ -96,48 +132,6 @@ def _same(cells, checkpointing=False):
         torch.testing.assert_close(
             _loss(model, {name: value[:1] for name, value in mine.items()}).detach(), shown, rtol=1e-5, atol=1e-5
         )
-
-
-@on_ranks(2)
-def test_position_ids_may_be_written_into_the_same_memory() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model = llama()
-    plain = copy.deepcopy(model)
-    _register(model, size)
-    positions = None
-    for batch in (packed_batch(3), plain_batch(3)):
-        mine = cut(batch, rank, size)
-        positions = mine["position_ids"].clone() if positions is None else positions.copy_(mine["position_ids"])
-        with torch.no_grad():
-            shown = cut({"losses": _loss(plain, batch).view(2, -1)}, rank, size)["losses"].flatten()
-            found = _loss(model, {**mine, "position_ids": positions})
-        torch.testing.assert_close(found, shown, rtol=1e-5, atol=1e-6)
-
-
-CELLS = [("llama", "plain"), ("llama", "packed"), ("one key head", "padded on the left"), ("window", "packed")]
-MORE_CELLS = [("dynamic rotary", "plain"), ("long rotary", "padded"), ("attention without positions", "packed")]
-
-
-def test_a_shared_sequence_is_that_sequence():
-    run_ranks(_same, 2, CELLS)
-
-
-def test_other_rotary_embeddings_and_layers_without_positions():
-    run_ranks(_same, 2, MORE_CELLS)
-
-
-def test_four_ranks():
-    run_ranks(_same, 4, [("one key head", "padded"), ("two kinds of layers", "packed")])
-
-
-def test_with_recomputation():
-    run_ranks(_same, 2, CELLS[:2], True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_combination(ranks):
-    run_ranks(_same, ranks, [(model, batch) for model in MODELS for batch in BATCHES], timeout=300)
 
 
 @on_ranks(2)

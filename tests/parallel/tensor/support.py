@@ -1,13 +1,11 @@
 """Small models for tensor parallelism, and a plain torch run of one rank to compare with."""
 
-import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.harness import on_first_rank
+from tests.harness import training
 from tests.harness.toy_models import causal_model
 
 VOCABULARY = 67
@@ -55,50 +53,15 @@ def loss_of(model: Any, step: int, data: int) -> torch.Tensor:
     return model(input_ids=batch, labels=batch).loss
 
 
-@dataclass
-class Expected:
-    """What one rank computes with a whole model.
-
-    Attributes:
-        losses: Mean over the data-parallel ranks, by step.
-        norms: Of the gradients, before clipping.
-        state: The model afterwards.
-    """
-
-    losses: list[float]
-    norms: list[float]
-    state: dict[str, torch.Tensor]
+def short_loss_of(model: Any, step: int, data: int) -> torch.Tensor:
+    """Of 8 tokens, which two ranks divide."""
+    batch = ids(step, data, 8)
+    return model(input_ids=batch, labels=batch).loss
 
 
-@on_first_rank
-def plain_run(
-    model: nn.Module,
-    steps: int,
-    data: int,
-    accumulation: int = 1,
-    clip: float = 0.5,
-    loss: Any = loss_of,
-    optimizer: Any = adamw,
-) -> Expected:
-    """Trains a copy of ``model`` with plain torch, on rank 0 for all."""
-    loss_of = loss
-    model = copy.deepcopy(model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = optimizer(trained)
-    found = Expected([], [], {})
-    for step in range(steps):
-        optimizer.zero_grad()
-        total = 0.0
-        for micro in range(accumulation):
-            for rank in range(data):
-                loss = loss_of(model, 10 * step + micro, rank) / data / accumulation
-                loss.backward()
-                total += loss.item()
-        found.norms.append(torch.nn.utils.clip_grad_norm_(trained, clip).item())
-        optimizer.step()
-        found.losses.append(total)
-    found.state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return found
+def plain_run(model: nn.Module, steps: int, data: int, accumulation: int = 1, **more: Any) -> training.Expected:
+    """Trains a copy of the whole model in plain torch: see :func:`tests.harness.training.plain_run`."""
+    return training.plain_run(model, steps, data, accumulation, **{"loss": loss_of, "optimizer": adamw, **more})
 
 
 def config(size: int, stage: int, **sections: Any) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.ops.lamb import FusedLamb
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
+from tests.harness.training import train_like
 from tests.parallel.tensor import support
 from tests.parallel.tensor.support import config, llama, loss_of
 
@@ -19,18 +20,23 @@ def lamb(parameters) -> FusedLamb:
     return FusedLamb(list(parameters), lr=3e-2, eps=1e-3, weight_decay=0.1, max_coeff=5.0, min_coeff=0.05)
 
 
-def _stages(size: int, stages: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "size", "stages"),
+    [
+        pytest.param(2, 2, (0, 1, 2, 3), id="two ranks"),
+        pytest.param(4, 2, (0, 1, 2, 3), id="and two with other samples"),
+        pytest.param(4, 4, (2,), id="ranks that share a key/value head"),
+    ],
+)
+@on_ranks()
+def test_it_trains_like_plain_torch(size: int, stages: tuple[int, ...]) -> None:
     rank = dist.get_rank()
     data = dist.get_world_size() // size
     expected = support.plain_run(llama(), STEPS, data, optimizer=lamb)
     for stage in stages:
         model = llama()
         engine = deepspeed.initialize(model=model, optimizer=lamb(model.parameters()), config=config(size, stage))[0]
-        for step in range(STEPS):
-            loss = loss_of(engine, 10 * step, rank // size)
-            engine.backward(loss)
-            engine.step()
-            assert engine.get_global_grad_norm() == pytest.approx(expected.norms[step], rel=1e-4), (stage, step)
+        train_like(engine, expected, loss_of, rank // size, rel=1e-4, what=stage)
         full = engine._consolidated_16bit_state_dict()
         for name, value in expected.state.items() if full is not None else ():
             torch.testing.assert_close(
@@ -41,18 +47,6 @@ def _stages(size: int, stages: tuple[int, ...]) -> None:
                 msg=lambda text: f"stage {stage}, {name}: {text}",  # noqa: B023
             )
         engine.destroy()
-
-
-def test_two_ranks_share_each_layer() -> None:
-    run_ranks(_stages, 2, 2, (0, 1, 2, 3))
-
-
-def test_two_ranks_share_each_layer_and_two_have_other_samples() -> None:
-    run_ranks(_stages, 4, 2, (0, 1, 2, 3))
-
-
-def test_ranks_that_share_a_key_value_head_count_once() -> None:
-    run_ranks(_stages, 4, 4, (2,))
 
 
 @on_ranks(2)

@@ -7,13 +7,9 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.comm.job import groups
 from tests.harness import on_ranks
-from tests.parallel.tensor.support import adamw, config, ids, llama, plain_run
+from tests.harness.training import train_like
+from tests.parallel.tensor.support import adamw, config, llama, plain_run, short_loss_of
 from tests.parallel.tensor.test_training import _check_weights, _whole_are_equal
-
-
-def _loss(model, step: int, data: int) -> torch.Tensor:
-    batch = ids(step, data, 8)
-    return model(input_ids=batch, labels=batch).loss
 
 
 @on_ranks(4)
@@ -25,7 +21,7 @@ def test_whole_parameters_have_equal_bits_after_many_steps() -> None:
         settings = config(2, stage, tensor_parallel=section)
         engine = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=settings)[0]
         for step in range(8):
-            engine.backward(_loss(engine, step, engine.get_data_parallel_rank()))
+            engine.backward(short_loss_of(engine, step, engine.get_data_parallel_rank()))
             engine.step()
         assert engine.global_steps == 8
         _whole_are_equal(engine, 2)
@@ -38,14 +34,7 @@ def test_whole_parameters_have_equal_bits_after_many_steps() -> None:
 
 
 def _train(engine, expected, data_rank: int) -> None:
-    for step, (loss, norm) in enumerate(zip(expected.losses, expected.norms, strict=True)):
-        found = _loss(engine, 10 * step, data_rank)
-        engine.backward(found)
-        engine.step()
-        mean = found.detach().clone()
-        dist.all_reduce(mean)
-        assert mean.item() / dist.get_world_size() == pytest.approx(loss, rel=1e-5)
-        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+    train_like(engine, expected, short_loss_of, data_rank)
     _check_weights(engine, expected)
 
 
@@ -56,7 +45,7 @@ def _train(engine, expected, data_rank: int) -> None:
 @on_ranks(2, timeout=180)
 def test_compiled_blocks(cells) -> None:
     """Every block by itself; collectives stay outside of the graphs."""
-    expected = plain_run(llama(), 3, 1, loss=_loss)
+    expected = plain_run(llama(), 3, 1, loss=short_loss_of)
     for stage, more in cells:
         model = llama()
         settings = config(2, stage, tensor_parallel={"autotp_size": 2, **more})
@@ -72,7 +61,7 @@ def test_compiled_blocks(cells) -> None:
 def test_a_mesh_of_the_program() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    expected = plain_run(llama(), 3, 2, loss=_loss)
+    expected = plain_run(llama(), 3, 2, loss=short_loss_of)
     rank = dist.get_rank()
     for names, data_rank, others in ((("dp", "tp"), rank // 2, [rank // 2 * 2, rank // 2 * 2 + 1]),
                                      (("tp", "dp"), rank % 2, [rank % 2, rank % 2 + 2])):  # fmt: skip

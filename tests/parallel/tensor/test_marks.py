@@ -9,7 +9,8 @@ from torch.nn import functional as F  # noqa: N812
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from tests.harness import assert_states_equal, on_first_rank, on_ranks, run_ranks
+from tests.harness import assert_states_equal, on_ranks, run_ranks
+from tests.harness.training import plain_run, train_like
 from tests.parallel.tensor.support import adamw
 
 WIDTH, INNER, VOCABULARY, STEPS = 8, 12, 20, 3
@@ -165,7 +166,7 @@ class Program(nn.Module):
 
 
 def _ids(step: int, data: int) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(10 * step + data))
+    return torch.randint(0, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(1000 * step + data))
 
 
 def _settings(stage: int) -> dict:
@@ -176,37 +177,8 @@ def _settings(stage: int) -> dict:
     }
 
 
-@on_first_rank
-def _expected(data: int):
-    model = Program(Alone())
-    optimizer = adamw(model.parameters())
-    losses, norms = [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        found = [model(_ids(step, rank)) for rank in range(data)]
-        (sum(found) / data).backward()
-        losses.append(float(sum(found)) / data)
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-    return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def _trained(mpu, size: int, stage: int, losses, norms):
-    model = Program(mpu)
-    engine = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=_settings(stage), mpu=mpu)[0]
-    assert (engine.mp_world_size, engine.dp_world_size) == (size, dist.get_world_size() // size)
-    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
-        found = engine(_ids(step, dist.get_rank() // size))
-        engine.backward(found)
-        if step == 0:
-            gradient = safe_get_full_grad(engine.module.rise[0].weight)
-            assert gradient.shape == (2 * INNER, WIDTH)
-        engine.step()
-        mean = found.detach().clone()
-        dist.all_reduce(mean)
-        assert mean.item() / dist.get_world_size() == pytest.approx(loss, rel=1e-5)
-        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
-    return engine
+def _loss(model, step: int, data: int) -> torch.Tensor:
+    return model(_ids(step, data))
 
 
 def _check_whole(engine, state) -> None:
@@ -221,12 +193,19 @@ def _check_whole(engine, state) -> None:
 
 def _every_stage(size: int, stages: tuple[int, ...], folder: str):
     mpu = Unit(size)
-    losses, norms, state = _expected(dist.get_world_size() // size)
+    expected = plain_run(Program(Alone()), STEPS, dist.get_world_size() // size, loss=_loss, optimizer=adamw)
     for stage in stages:
-        engine = _trained(mpu, size, stage, losses, norms)
-        _check_whole(engine, state)
+        model = Program(mpu)
+        engine = deepspeed.initialize(
+            model=model, optimizer=adamw(model.parameters()), config=_settings(stage), mpu=mpu
+        )[0]
+        assert (engine.mp_world_size, engine.dp_world_size) == (size, dist.get_world_size() // size)
+        train_like(engine, expected, _loss, dist.get_rank() // size)
+        _check_whole(engine, expected.state)
         engine.save_checkpoint(folder, tag=f"stage{stage}")
         kept = {name: value.clone() for name, value in engine.iter_full("fp32")}
+        engine.backward(_loss(engine, 0, 0))
+        assert safe_get_full_grad(engine.module.rise[0].weight).shape == (2 * INNER, WIDTH)
         engine.destroy()
         other = Program(mpu, seed=5)
         engine = deepspeed.initialize(

@@ -16,7 +16,7 @@ from deepspeed.parallel.tensor import structure
 from deepspeed.parallel.tensor.cutting import cut_model
 from deepspeed.parallel.tensor.rules import CutRule, CutStyle
 from tests.ecosystem.support import needs_transformers
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 
 LLAMA = {
     "hidden_size": 32,
@@ -139,28 +139,21 @@ def _cut(model: nn.Module, size: int, **section: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _families(sizes: dict[str, dict[str, Any]], size: int) -> None:
+@needs_transformers
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "size"),
+    [
+        pytest.param(2, {**BY_PLAN, **BY_STRUCTURE}, 2, id="two ranks"),
+        pytest.param(2, MORE, 2, id="more families", marks=pytest.mark.slow),
+        pytest.param(4, {**BY_PLAN, **BY_STRUCTURE}, 4, id="four ranks", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(timeout=300)
+def test_by_their_plan_or_by_their_structure(sizes: dict[str, dict[str, Any]], size: int) -> None:
     for kind, given in sizes.items():
         model = _model(kind, given)
         whole = sum(parameter.numel() for parameter in model.parameters())
         assert _cut(model, size) < 0.95 * whole, kind
-
-
-@needs_transformers
-def test_by_their_plan_or_by_their_structure():
-    run_ranks(_families, 2, {**BY_PLAN, **BY_STRUCTURE}, 2, timeout=180)
-
-
-@needs_transformers
-@pytest.mark.slow
-def test_more_families():
-    run_ranks(_families, 2, MORE, 2, timeout=300)
-
-
-@needs_transformers
-@pytest.mark.slow
-def test_over_four_ranks():
-    run_ranks(_families, 4, {**BY_PLAN, **BY_STRUCTURE}, 4, timeout=300)
 
 
 @needs_transformers

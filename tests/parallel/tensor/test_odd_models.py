@@ -20,7 +20,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor.cutting import cut_model, inputs_of
 from deepspeed.zero.tiling.parts import part_owners_of
 from tests.ecosystem.support import needs_transformers
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.parallel.tensor.test_models import BART, BERT, EXPERTS, GPT2, LATENT, LLAMA, _model
 
 GROUPED = {**LLAMA, "hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 6}
@@ -115,7 +115,16 @@ def _compare(label: str, kind: str, sizes: dict[str, Any], size: int) -> None:
         assert (found - one.grad).abs().max().item() <= allowed * largest, (label, name)
 
 
-def _families(size: int, everything: bool) -> None:
+@needs_transformers
+@pytest.mark.parametrize(
+    ("ranks", "size", "everything"),
+    [
+        pytest.param(2, 2, False, id="unusual"),
+        *(pytest.param(size, size, True, marks=pytest.mark.slow) for size in (2, 3, 4)),
+    ],
+)
+@on_ranks(timeout=900)
+def test_unusual_models(size: int, everything: bool) -> None:
     for label, (kind, sizes) in (EVERYTHING if everything else AWKWARD).items():
         try:
             _compare(label, kind, sizes, size)
@@ -124,18 +133,6 @@ def _families(size: int, everything: bool) -> None:
         ) as error:  # heads that so many ranks cannot share: the message names the layer and what to write
             words = str(error)
             assert size > 2 and "autotp_size" in words and "layer_specs" in words, (label, words)
-
-
-@needs_transformers
-def test_unusual_models():
-    run_ranks(_families, 2, 2, False, timeout=180)
-
-
-@needs_transformers
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_everything(size):
-    run_ranks(_families, size, size, True, timeout=900)
 
 
 @needs_transformers

@@ -9,15 +9,11 @@ from deepspeed.comm.base.counters import traffic
 from deepspeed.errors import DeepSpeedConfigError
 from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import NO_DROPOUT, causal_model, masked_model
-from tests.parallel.tensor.support import adamw, config, ids, llama, plain_run
+from tests.harness.training import train_like
+from tests.parallel.tensor.support import adamw, config, ids, llama, plain_run, short_loss_of
 from tests.parallel.tensor.test_training import _check_weights, _whole_are_equal
 
 LENGTH = 8
-
-
-def _loss(model, step: int, data: int) -> torch.Tensor:
-    batch = ids(step, data, LENGTH)
-    return model(input_ids=batch, labels=batch).loss
 
 
 def _engine(model, size: int, stage: int, is_cut: bool = True, **sections):
@@ -46,7 +42,7 @@ def _held(engine, step: int) -> tuple[torch.Tensor, int, int, int]:
 
     before = _bytes()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        loss = _loss(engine, step, 0)
+        loss = short_loss_of(engine, step, 0)
     engine.backward(loss)
     lengths = list(kept.values())
     return loss.detach(), lengths.count(LENGTH), lengths.count(LENGTH // 2), _bytes() - before
@@ -58,20 +54,13 @@ def test_the_same_numbers() -> None:
     stages = (1, 3)
     rank, data = dist.get_rank(), dist.get_world_size() // size
     for make in (llama, _gpt2):
-        expected = plain_run(make(), 3, data, loss=_loss)
+        expected = plain_run(make(), 3, data, loss=short_loss_of)
         for stage in stages if make is llama else stages[:1]:
             model = make()
             if stage == 3:
                 model.gradient_checkpointing_enable()
             engine = _engine(model, size, stage)
-            for step, (loss, norm) in enumerate(zip(expected.losses, expected.norms, strict=True)):
-                found = _loss(engine, 10 * step, rank // size)
-                engine.backward(found)
-                engine.step()
-                mean = found.detach().clone()
-                dist.all_reduce(mean)
-                assert mean.item() / dist.get_world_size() == pytest.approx(loss, rel=1e-5), (make, stage)
-                assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+            train_like(engine, expected, short_loss_of, rank // size)
             _check_weights(engine, expected)
             if make is llama:
                 _whole_are_equal(engine, size)

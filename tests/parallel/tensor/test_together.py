@@ -12,6 +12,7 @@ import deepspeed
 from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.errors import DeepSpeedConfigError, DivergenceError
 from tests.harness import on_ranks, run_ranks
+from tests.harness.training import train_like
 from tests.parallel.tensor.support import adamw, assert_weights_equal, config, ids, llama, loss_of, plain_run
 
 
@@ -110,11 +111,7 @@ def test_precisions_and_offload() -> None:
         engine.destroy()
     offloaded = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     engine = _engine(llama(), 2, 3, zero_optimization=offloaded)
-    for step, loss in enumerate(expected.losses):
-        found = loss_of(engine, 10 * step, 0)
-        engine.backward(found)
-        engine.step()
-        assert found.item() == pytest.approx(loss, rel=1e-5)
+    train_like(engine, expected, loss_of, 0)
     engine.destroy()
 
 
@@ -140,12 +137,7 @@ def _adapters(cells):
         engine = _engine(model, 2, stage)
         for block in model.base_model.model.model.layers if is_compiled else ():
             block.compile(backend="aot_eager")
-        for step, (loss, norm) in enumerate(zip(expected.losses, expected.norms, strict=True)):
-            found = loss_of(engine, 10 * step, 0)
-            engine.backward(found)
-            engine.step()
-            assert found.item() == pytest.approx(loss, rel=1e-5)
-            assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+        train_like(engine, expected, loss_of, 0)
         full = engine._consolidated_16bit_state_dict()
         if full is not None:
             assert_weights_equal(full, expected.state)

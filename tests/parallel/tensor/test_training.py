@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import deepspeed
 from tests.harness import on_ranks, run_ranks
+from tests.harness.training import train_like
 from tests.parallel.tensor.support import adamw, assert_weights_equal, config, llama, loss_of, plain_run
 
 STEPS = 3
@@ -25,17 +26,7 @@ def _train(model, size: int, stage: int, expected, accumulation: int = 1, **sect
     )[0]
     assert (engine.dp_world_size, engine.mp_world_size) == (data, size)
     assert engine.train_batch_size() == 2 * data * accumulation
-    for step, (loss, norm) in enumerate(zip(expected.losses, expected.norms, strict=True)):
-        total = 0.0
-        for micro in range(accumulation):
-            found = loss_of(engine, 10 * step + micro, rank // size)
-            engine.backward(found)
-            engine.step()
-            total += found.item() / accumulation
-        mean = torch.tensor(total)
-        dist.all_reduce(mean)
-        assert mean.item() / dist.get_world_size() == pytest.approx(loss, rel=1e-5)
-        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+    train_like(engine, expected, loss_of, rank // size, accumulation)
     return engine
 
 
@@ -55,26 +46,22 @@ def _whole_are_equal(engine, size: int) -> None:
         assert all(torch.equal(value, other) for other in others), name
 
 
-def _stages(size: int, stages: tuple[int, ...]):
+@pytest.mark.parametrize(
+    ("ranks", "size", "stages"),
+    [
+        pytest.param(4, 2, (0, 1, 2, 3), id="two ranks share each layer"),
+        pytest.param(8, 4, (0, 3), id="four share it and two the batch", marks=pytest.mark.slow),
+        pytest.param(4, 4, (1, 3), id="two of four share a key/value head"),
+    ],
+)
+@on_ranks(timeout=300)
+def test_it_trains_like_plain_torch(size: int, stages: tuple[int, ...]) -> None:
     expected = plain_run(llama(), STEPS, dist.get_world_size() // size)
     for stage in stages:
         engine = _train(llama(), size, stage, expected)
         _check_weights(engine, expected)
         _whole_are_equal(engine, size)
         engine.destroy()
-
-
-def test_two_ranks_share_each_layer():
-    run_ranks(_stages, 4, 2, (0, 1, 2, 3))
-
-
-@pytest.mark.slow
-def test_four_ranks_share_each_layer_and_two_data_ranks_the_batch():
-    run_ranks(_stages, 8, 4, (0, 3), timeout=300)
-
-
-def test_four_ranks_share_each_layer_and_two_of_them_a_key_value_head():
-    run_ranks(_stages, 4, 4, (1, 3))
 
 
 @on_ranks(4)
@@ -88,14 +75,7 @@ def test_a_model_that_was_built_sharded_is_cut() -> None:
     engine = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=settings)[0]
     held = sum(bucket.shard.numel() for bucket in engine._runtime.buckets)
     assert held < 0.45 * sum(value.numel() for value in expected.state.values())
-    for step, (loss, norm) in enumerate(zip(expected.losses, expected.norms, strict=True)):
-        found = loss_of(engine, 10 * step, rank // 2)
-        engine.backward(found)
-        engine.step()
-        mean = found.detach().clone()
-        dist.all_reduce(mean)
-        assert mean.item() / 4 == pytest.approx(loss, rel=1e-5)
-        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+    train_like(engine, expected, loss_of, rank // 2)
     _check_weights(engine, expected)
     engine.destroy()
 

@@ -42,7 +42,15 @@ def _step(engine, step: int) -> None:
     engine.step()
 
 
-def _accessors(size: int, stages: tuple[int, ...]):
+@pytest.mark.parametrize(
+    ("ranks", "size", "stages"),
+    [
+        pytest.param(4, 2, (0, 2, 3), id="two ranks share each layer"),
+        pytest.param(4, 4, (1,), id="and a key/value head"),
+    ],
+)
+@on_ranks()
+def test_accessors_deal_in_whole_parameters(size: int, stages: tuple[int, ...]) -> None:
     whole = llama()
     for data in range(dist.get_world_size() // size):
         (loss_of(whole, 0, data) / (dist.get_world_size() // size)).backward()
@@ -71,14 +79,6 @@ def _accessors(size: int, stages: tuple[int, ...]):
             name: tuple(value.shape) for name, value in expected.items()
         }
         engine.destroy()
-
-
-def test_accessors_deal_in_whole_parameters():
-    run_ranks(_accessors, 4, 2, (0, 2, 3))
-
-
-def test_accessors_where_ranks_share_a_key_value_head():
-    run_ranks(_accessors, 4, 4, (1,))
 
 
 def _everything(engine) -> dict[str, torch.Tensor]:
