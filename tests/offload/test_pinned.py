@@ -19,7 +19,7 @@ from deepspeed.offload.streams import CopyHandle, CopyStream
 from deepspeed.zero.storage import MemoryTracker, StorageKind, Tier
 from tests.harness import assert_states_equal, on_ranks, run_ranks
 from tests.harness.toy_models import make_batch
-from tests.offload.test_cells import offload
+from tests.offload.test_tiers import offload
 from tests.offload.training import Elsewhere, Trained, collect, config, make_engine, train, train_some
 
 

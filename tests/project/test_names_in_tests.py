@@ -14,7 +14,7 @@ from tests.project.graph import ROOT
 
 # Names that a test expects not to exist.
 _ABSENT = {
-    ("tests/surface/test_features.py", "InferenceEngineV2.no_such_name"),
+    ("tests/missing_features/test_table.py", "InferenceEngineV2.no_such_name"),
 }
 
 

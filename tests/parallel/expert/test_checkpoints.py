@@ -17,7 +17,7 @@ from tests.engine.support import SHARDED, WIDTH, engine_of, rank
 from tests.harness import run_ranks
 from tests.parallel.expert.models import batch, build, transformers
 from tests.parallel.expert.test_auto import adamw, config
-from tests.parallel.expert.test_parity import Net, logical, tokens
+from tests.parallel.expert.test_layer import Net, logical, tokens
 
 STATES = ("exp_avg", "exp_avg_sq")
 

@@ -23,7 +23,7 @@ from tests.engine.support import WIDTH, adamw, engine_of, rank, same_on_all_rank
 from tests.harness import run_ranks
 from tests.parallel.expert.models import batch, build
 from tests.parallel.expert.test_auto import config
-from tests.parallel.expert.test_parity import EXPERTS, Net, distinguished, logical, tokens
+from tests.parallel.expert.test_layer import EXPERTS, Net, distinguished, logical, tokens
 
 
 def _net(ep_size: int, **options: Any) -> Net:

@@ -24,7 +24,7 @@ from tests.parallel.expert.models import VOCABULARY, batch, build
 from tests.parallel.expert.test_auto import adamw as adamw_of
 from tests.parallel.expert.test_auto import config, of_this_rank
 from tests.parallel.expert.test_combinations import _losses, _net
-from tests.parallel.expert.test_parity import Net, close, distinguished, logical, tokens
+from tests.parallel.expert.test_layer import Net, close, distinguished, logical, tokens
 from tests.parallel.pipe.test_never_hang import SOON, raised_by
 
 

@@ -9,7 +9,7 @@ from tests.engine.support import SHARDED, engine_of, inputs, rank
 from tests.harness import on_ranks
 from tests.harness.toy_models import tower
 from tests.parallel.expert.test_combinations import _losses, _net
-from tests.parallel.expert.test_parity import Net, compare
+from tests.parallel.expert.test_layer import Net, compare
 
 
 @on_ranks(4)

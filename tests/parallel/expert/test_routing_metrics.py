@@ -15,7 +15,7 @@ from deepspeed.parallel.expert.spread import Spread, is_stack, spread
 from tests.engine.support import engine_of
 from tests.harness import run_ranks
 from tests.parallel.expert.models import batch, build
-from tests.parallel.expert.test_parity import Net, tokens
+from tests.parallel.expert.test_layer import Net, tokens
 
 
 def test_numbers_and_picture(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from deepspeed.parallel.tensor.cutting import cut_model, inputs_of
 from deepspeed.zero.tiling.parts import part_owners_of
 from tests.ecosystem.support import needs_transformers
 from tests.harness import on_ranks
-from tests.parallel.tensor.test_models import BART, BERT, EXPERTS, GPT2, LATENT, LLAMA, _model
+from tests.parallel.tensor.test_cutting import BART, BERT, EXPERTS, GPT2, LATENT, LLAMA, _model
 
 GROUPED = {**LLAMA, "hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 6}
 GROUPED |= {"intermediate_size": 37, "tie_word_embeddings": True}

@@ -16,7 +16,7 @@ from tests.ecosystem.support import needs_transformers
 from tests.engine.support import inputs, rank, same_on_all_ranks
 from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import tower
-from tests.parallel.expert.test_parity import Net, distinguished, tokens
+from tests.parallel.expert.test_layer import Net, distinguished, tokens
 from tests.parallel.pipe import support as pipe
 from tests.parallel.sequence import llama as sequences
 from tests.parallel.sequence.net import cut

@@ -19,7 +19,7 @@ from deepspeed.errors import CheckpointError
 from tests.checkpoint.upstream_pipeline_run import build, train
 from tests.harness import run_ranks
 
-HERE = Path(__file__).resolve().parent / "fixtures"
+HERE = Path(__file__).resolve().parents[1] / "fixtures"
 
 
 @pytest.fixture

@@ -89,8 +89,8 @@ def test_models_that_cannot_be_planned():
         ("needs_sizes", "needs layers, hidden; give a function"),
         ("fails", "cannot be built: ValueError: no such size"),
         ("makes_three", "found a tuple of 3"),
-        ("exits", r"forward of Exits failed at test_planned_models.py, line \d+: SystemExit: 0"),
-        ("selects", r"forward of Selects failed at test_planned_models.py, line \d+: .*micro-batch 2"),
+        ("exits", r"forward of Exits failed at test_models.py, line \d+: SystemExit: 0"),
+        ("selects", r"forward of Selects failed at test_models.py, line \d+: .*micro-batch 2"),
     ):
         with pytest.raises(DeepSpeedConfigError, match=expected):
             plan(f"{__name__}:{name}")

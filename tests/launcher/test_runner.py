@@ -178,7 +178,7 @@ def test_wrong_scripts(arguments, message):
         (["--world_info=eyJhIjogWzBdfQ==", "--bind_core_list=99999", SCRIPT], r"cores \[99999\] are not among"),
         (
             ["--world_info=eyJhIjogWzBdfQ==", f"--enable_each_rank_log={__file__}", SCRIPT],
-            r"--enable_each_rank_log .*test_options\.py: cannot be written \(File exists\)",
+            r"--enable_each_rank_log .*test_runner\.py: cannot be written \(File exists\)",
         ),
         (
             ["--world_info=eyJhIjogWzBdfQ==", "--placed_by=openmpi", SCRIPT],

@@ -16,7 +16,7 @@ from tests.engine.support import engine_of, rank
 from tests.harness import run_ranks
 from tests.parallel.expert.models import build
 from tests.parallel.expert.test_auto import adamw, config, of_this_rank
-from tests.parallel.expert.test_parity import Net, logical
+from tests.parallel.expert.test_layer import Net, logical
 
 STATES = ("exp_avg", "exp_avg_sq")
 

@@ -25,7 +25,7 @@ from tests.checkpoint.training import fragments, joined
 from tests.checkpoint.upstream_run import build, train
 from tests.harness import assert_states_equal, run_ranks
 
-HERE = Path(__file__).resolve().parent / "fixtures"
+HERE = Path(__file__).resolve().parents[1] / "fixtures"
 SHARDED = [name for name, made in FIXTURES.items() if made[1] > 0]
 
 
