@@ -21,7 +21,7 @@ from torch import nn
 
 from deepspeed.engine import DeepSpeedEngine
 from tests.engine.support import SHARDED, adamw, engine_of
-from tests.harness.compare import assert_states_equal
+from tests.harness.compare import assert_states_equal, on_first_rank
 from tests.zero.reading import full_masters, full_params
 
 # Nothing kept between forward and backward and nothing ahead; and the other extreme, as most people run it.
@@ -73,13 +73,20 @@ class Plain:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def assert_masters(self, engine: DeepSpeedEngine, where: str = "", **tolerance: float) -> None:
-        """Asserts that the fp32 weights of the engine, frozen ones too, are those of this model. A collective."""
-        limits = {"rtol": 1e-5, "atol": 1e-6, **tolerance}
-        half = (torch.float16, torch.bfloat16)
-        params = {n: value.float() if value.dtype in half else value for n, value in full_params(engine).items()}
-        for name, value in {**params, **full_masters(engine)}.items():
-            expected = self.model.get_parameter(name.replace("_orig_mod.", "")).detach()
-            torch.testing.assert_close(value, expected, msg=lambda text, n=name: f"{where}, {n}: {text}", **limits)
+        """As :func:`assert_masters`, with the weights of this model."""
+        assert_masters(engine, dict(self.model.named_parameters(remove_duplicate=False)), where, **tolerance)
+
+
+def assert_masters(
+    engine: DeepSpeedEngine, weights: Mapping[str, torch.Tensor], where: str = "", **tolerance: float
+) -> None:
+    """Asserts that the fp32 weights of the engine, frozen ones too, are ``weights``, by name. A collective."""
+    limits = {"rtol": 1e-5, "atol": 1e-6, **tolerance}
+    half = (torch.float16, torch.bfloat16)
+    params = {n: value.float() if value.dtype in half else value for n, value in full_params(engine).items()}
+    for name, value in {**params, **full_masters(engine)}.items():
+        expected = weights[name.replace("_orig_mod.", "")].detach()
+        torch.testing.assert_close(value, expected, msg=lambda text, n=name: f"{where}, {n}: {text}", **limits)
 
 
 @dataclass(frozen=True)
@@ -113,28 +120,39 @@ class Case:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
+@on_first_rank
+def _plain_steps(case: Case, ranks: int) -> list[tuple[list[torch.Tensor], dict[str, torch.Tensor]]]:
+    """Trains the row in plain torch; returns the losses of all ranks and the weights after each step."""
+    plain, steps = Plain(case.model, ranks=ranks), []
+    for step in range(case.steps):
+        if case.change is not None:
+            case.change(plain.model, step)
+        losses = plain.step(lambda model, of, step=step: case.loss(model, step, of))
+        weights = {n: p.detach().clone() for n, p in plain.model.named_parameters(remove_duplicate=False)}
+        steps.append(([loss.detach() for loss in losses], weights))
+    return steps
+
+
 def check(*cases: Case) -> None:
     """Trains each row both ways; compares losses and weights after every step. All ranks must call."""
     rank = dist.get_rank()
     for case in cases:
+        expected = _plain_steps(case, dist.get_world_size())
         for stage, zero in case.stages:
-            plain = Plain(case.model)
             engine = engine_of(case.prepare(seeded(case.model)), stage, zero=zero, **case.config)
             case.ready(engine)
-            for step in range(case.steps):
+            for step, (losses, weights) in enumerate(expected):
                 if case.change is not None:
-                    case.change(plain.model, step)
                     case.change(engine.module, step)
                 loss = case.loss(engine, step, rank)
                 loss.backward() if case.own_backward else engine.backward(loss)
                 engine.step()
-                expected = plain.step(lambda model, of, case=case, step=step: case.loss(model, step, of))[rank]
                 where = f"{case.name}, stage {stage}, {zero}, step {step}"
                 limits = {"rtol": 1e-5, "atol": 1e-6, **case.tolerance}
                 torch.testing.assert_close(
-                    loss.detach(), expected.detach(), msg=lambda text, at=where: f"{at}, loss: {text}", **limits
+                    loss.detach(), losses[rank], msg=lambda text, at=where: f"{at}, loss: {text}", **limits
                 )
-                plain.assert_masters(engine, where, **case.tolerance)
+                assert_masters(engine, weights, where, **case.tolerance)
             engine.destroy()
 
 
