@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 RELEASE = "1.1.0"
@@ -44,6 +45,7 @@ VERSION = RELEASE if COMMIT == UNKNOWN else f"{RELEASE}+g{COMMIT[:8]}"
 """The version of the distribution. Its local label tells it from the package of this name in the public registry."""
 
 
+@cache  # reading the metadata takes a millisecond
 def info_line() -> str:
     """Returns a line that tells which package runs: version, commit, branch, distribution and path.
 
