@@ -16,7 +16,7 @@ from tests.harness import on_ranks, run_ranks
 from tests.harness.training import Expected, plain_run, train_like
 from tests.parallel.expert.models import CONFIGS, batch, build
 
-STEPS = 5
+STEPS = 3
 
 
 ADAMW = {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}

@@ -15,7 +15,7 @@ from tests.harness import on_first_rank, run_ranks
 from tests.parallel.expert.every_family import VOCABULARY, build, families, loss_of
 from tests.zero.construction.pretrained import zero3_switched_on
 
-STEPS = 5
+STEPS = 3
 CUTS = {
     "experts": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
     "tensor": {"tensor_parallel": {"autotp_size": 2}},

@@ -45,9 +45,9 @@ def _train(engine, expected, data_rank: int) -> None:
 @on_ranks(2, timeout=180)
 def test_compiled_blocks(cells) -> None:
     """Every block by itself; collectives stay outside of the graphs."""
-    expected = plain_run(llama(), 3, 1, loss=short_loss_of)
+    expected = plain_run(llama(num_hidden_layers=1), 3, 1, loss=short_loss_of)
     for stage, more in cells:
-        model = llama()
+        model = llama(num_hidden_layers=1)
         settings = config(2, stage, tensor_parallel={"autotp_size": 2, **more})
         engine = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=settings)[0]
         for block in model.model.layers:
