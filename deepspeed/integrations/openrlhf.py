@@ -274,16 +274,16 @@ class Strategy:
         """Saves a checkpoint, after which at most ``max_num`` are in ``save_dir``. Every rank must call it.
 
         Args:
-            max_mem: GiB that older checkpoints may take; the oldest are deleted first.
+            max_mem: GiB that checkpoints may take; the oldest are deleted first, never the new one.
         """
-        if self.is_rank_0():
-            folder = Path(save_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            found = sorted((one for one in folder.iterdir() if one.is_dir()), key=lambda one: one.stat().st_mtime)
-            while found and (len(found) >= max_num or sum(map(_bytes_below, found)) > max_mem * _GIB):
+        _inner(model).save_checkpoint(save_dir, tag=tag, client_state=client_state or {}, save_latest=save_latest)
+        comm.barrier()
+        if self.is_rank_0():  # afterwards, so that there is always one that is whole
+            folders = (one for one in Path(save_dir).iterdir() if one.is_dir())
+            found = sorted(folders, key=lambda one: one.stat().st_mtime)
+            while len(found) > 1 and (len(found) > max_num or sum(map(_bytes_below, found)) > max_mem * _GIB):
                 shutil.rmtree(found.pop(0))
         comm.barrier()
-        _inner(model).save_checkpoint(save_dir, tag=tag, client_state=client_state or {}, save_latest=save_latest)
 
     def load_ckpt(
         self,
