@@ -72,8 +72,8 @@ class Feature:
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
-        "the exchange of tokens by DeepEP",
-        "Tokens are sent by the backend's own all-to-all.",
+        "the exchange of tokens by DeepEP (package deep_ep)",
+        "Tokens are sent by the backend's own all-to-all, once to each rank; to install deep_ep changes nothing yet.",
         keys=(Key("expert_parallel.comm_backend", lambda value: value == "deepep", 'set it to "comm"'),),
     ),
     Feature(

@@ -1,5 +1,7 @@
 """Plans of mixtures of experts against real ranks, whose tokens go to all experts alike."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +26,15 @@ from tests.plan.cells import SAMPLES, TOKENS, Cell
 
 SHAPE = DecoderShape(layers=2, hidden=128, heads=4, vocab=512, intermediate=256, experts=8, experts_per_token=2)
 RANKS = 4
+
+
+@pytest.fixture
+def _even_plan() -> Iterator[None]:
+    """Plans as the tokens of the real ranks below choose: all experts of a token are on one rank."""
+    with patch(
+        "deepspeed.parallel.expert.dispatch.expected_rows", lambda tokens, _choices, _experts, size: tokens // size
+    ):
+        yield
 
 
 def _planned(cell: Cell, ep: int, **more: Any) -> Any:
@@ -98,6 +109,7 @@ def _measure_spread() -> list[dict[str, Any]]:
 
 
 @needs_transformers
+@pytest.mark.usefixtures("_even_plan")
 def test_a_model_whose_experts_the_configuration_spreads():
     real = run_ranks(_measure_spread, 2, timeout=200)
     for number, config in enumerate(_spread_cells()):
@@ -122,22 +134,28 @@ def test_a_model_whose_experts_the_configuration_spreads():
         pytest.param([(Cell(1, accumulation=2), 2)], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("_even_plan")
 def test_against_real_ranks(cells):
     _compare(cells)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_even_plan")
 def test_against_real_ranks_at_every_stage():
     _compare([(Cell(stage, accumulation=2), ep) for ep in (4, 2, 1) for stage in range(4)])
 
 
 def test_what_is_sent_is_the_formula():
-    """2 k S M (1 - 1 / ep) each way, in forward and in backward, and the counts of the routes."""
+    """Each token once to each rank, each way, in forward and in backward; pairs of routes, and the counts."""
     for ep in (2, 4):
         calls, nbytes = _planned(Cell(1), ep).simulated.flow.requested_along["all_to_all", "expert"]
-        rows = SHAPE.experts_per_token * SAMPLES * TOKENS * SHAPE.hidden * 2 * (ep - 1) // ep
-        expected = SHAPE.experts * 8 * (ep - 1) // ep
-        assert calls == SHAPE.layers * 5 and nbytes == SHAPE.layers * (4 * rows + expected)
+        tokens, choices = SAMPLES * TOKENS, SHAPE.experts_per_token
+        others = SHAPE.experts - SHAPE.experts // ep
+        rows = round(tokens * (1 - math.comb(others, choices) / math.comb(SHAPE.experts, choices)))
+        pairs = -(-16 * tokens * choices // ep // (2 * SHAPE.hidden))
+        expected = (SHAPE.experts // ep + 1) * 8 * (ep - 1)
+        sent = (ep - 1) * (rows + pairs) * SHAPE.hidden * 2
+        assert calls == SHAPE.layers * 5 and nbytes == SHAPE.layers * (4 * sent + expected)
 
 
 def test_a_plan_does_not_change_the_next():

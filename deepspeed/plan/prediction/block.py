@@ -7,6 +7,7 @@ writes once, its backward reads its input too. What a block keeps for backward f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from deepspeed.plan.decoder import DecoderShape
@@ -280,10 +281,19 @@ class BlockCost:
             self._add_context_exchanges(forward, backward)
         if self._shape.experts and layout.experts > 1:
             copies = self._shape.experts_per_token if layout.sends_once_per_node else 1
-            rows = 2 * self._rows * self._shape.hidden
-            once = 2 * network.exchange_of_activations(rows, layout.expert_group, copies=copies)
+            rows = self._rows
+            if not (layout.sends_once_per_node or layout.is_megatron or layout.is_fsdp):  # once to each rank
+                rows = self._tokens * layout.imbalance * layout.experts * self._share_of_rank()
+            once = 2 * network.exchange_of_activations(
+                2 * rows * self._shape.hidden, layout.expert_group, copies=copies
+            )
             forward.wait_along("expert", once, once)
             backward.wait_along("expert", once, once)
+
+    def _share_of_rank(self) -> float:
+        """Returns the share of tokens that have an expert on a given rank."""
+        experts, choices = self._shape.experts, self._shape.experts_per_token
+        return 1 - math.comb(experts - experts // self._layout.experts, choices) / math.comb(experts, choices)
 
     def _add_context_exchanges(self, forward: WorkTimes, backward: WorkTimes) -> None:
         layout, network = self._layout, self._network

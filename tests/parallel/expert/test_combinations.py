@@ -126,7 +126,7 @@ def _stages_and_sizes() -> None:
 
 
 def _traffic() -> None:
-    """Bytes sent: 2 k S M (1 - 1 / ep) in each of forward and backward, however large the capacity."""
+    """Bytes sent: each token once to the other rank and back, with pairs of routes, whatever the capacity."""
     torch.manual_seed(rank())
     layer = MoE(8, nn.Linear(8, 8), 4, ep_size=2, k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
     layer.set_deepspeed_parallelism()
@@ -138,10 +138,12 @@ def _traffic() -> None:
         out, _, counts = layer(x)
         out.sum().backward()
     away = int(counts[2:].sum() if rank() == 0 else counts[:2].sum())
+    is_away = layer.deepspeed_moe.gate.wg(x).topk(2).indices // 2 != rank()
+    assert away == is_away.sum()
     result = [None, None]
-    dist.all_gather_object(result, away)
+    dist.all_gather_object(result, int(is_away.any(1).sum()) + -(-16 * away // 32))
     # Forward: tokens out (mine away), results back (what came); backward the same again; and one exchange of counts.
-    assert traffic.requested_along["all_to_all", "expert"].nbytes == 2 * sum(result) * 8 * 4 + 2 * 8
+    assert traffic.requested_along["all_to_all", "expert"].nbytes == 2 * sum(result) * 8 * 4 + 3 * 8
     assert traffic.requested_along["all_to_all", "expert"].calls == 5
     assert 0 < away < 128
 
