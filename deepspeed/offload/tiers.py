@@ -24,6 +24,7 @@ from deepspeed.offload.file_io import IoSettings, Transfer
 from deepspeed.offload.files import BufferSize, CachePolicy, FileMemory, FileSettings
 from deepspeed.offload.host import HostGradientDestination, HostMemory, HostUpdate, StagingPool
 from deepspeed.offload.pinned import may_pin, page_buffer, round_to_pages
+from deepspeed.offload.streamed import StreamedUpdate
 from deepspeed.offload.streams import CopyStream
 from deepspeed.offload.threads import CoreLease
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
@@ -96,7 +97,10 @@ def open_tiers(
     if placement.master_tier is Tier.HOST:
         masters[Tier.HOST] = HostMemory(device, pin=pin_masters, up=up)
         chunk = _whole_chunks(zero.sub_group_size)
-        strategies[Tier.HOST] = HostUpdate(chunk_numel=chunk, pin=pin_masters, up=up)
+        if optimizer is not None and optimizer.update == "device":
+            strategies[Tier.HOST] = StreamedUpdate(device, chunk_numel=chunk, up=up, down=down)
+        else:
+            strategies[Tier.HOST] = HostUpdate(chunk_numel=chunk, pin=pin_masters, up=up)
     if param is not None and placement.param_tier is Tier.FILE:
         cache = CachePolicy(param.page_cache, is_trained, ranks_here)
         params[Tier.FILE] = _param_files(root, param, device, rank=rank, pin=pin_params, up=up, cache=cache)

@@ -69,6 +69,12 @@ class OffloadOptimizer(Section):
         maximum=1,
         since="0.12.3",
     )
+    update: Annotated[Literal["host", "device"], AnyCase] = key(
+        "host",
+        "Where masters in host memory are updated. host: on the host's cores. device: on the device, through which "
+        "masters and states are streamed; for hosts with few cores. It needs device cpu and device memory for three "
+        "chunks of at most 4,194,304 elements.",
+    )
     super_offload: Bool = key(
         False,
         "Update each bucket in a thread during backward, as soon as its gradient is on the host. With clipping or "
