@@ -192,6 +192,29 @@ def _offload(zero: ZeroOptimization, findings: ConfigMessages) -> None:
                 "through buffers, after the norm is known. Change the device, or set super_offload to false",
                 at,
             )
+    if optimizer.update == "device":
+        on_host = "updates masters in host memory through the device"
+        if optimizer.device != "cpu":
+            findings.problem(
+                (ZERO, "offload_optimizer", "update"),
+                f'"device" {on_host}: it needs zero_optimization.offload_optimizer.device "cpu", found '
+                f'"{optimizer.device}". Change the device, or set update to "host"',
+                at,
+            )
+        if optimizer.super_offload:
+            findings.problem(
+                (ZERO, "offload_optimizer", "update"),
+                f'"device" {on_host} after the norm is known, found super_offload true, which updates on the host '
+                'before. Set one of them to its default: update to "host", or super_offload to false',
+                (ZERO, "offload_optimizer", "super_offload"),
+            )
+        if zero.stage == 3 and param is not None and param.device == "nvme":
+            findings.problem(
+                (ZERO, "offload_optimizer", "update"),
+                '"device" writes parameters on the device or in host memory, found '
+                'zero_optimization.offload_param.device "nvme". Set update to "host", or offload_param.device to "cpu"',
+                (ZERO, "offload_param", "device"),
+            )
     if optimizer.ratio < 1 and zero.stage < 3:
         findings.problem(
             (ZERO, "offload_optimizer", "ratio"),
@@ -201,6 +224,13 @@ def _offload(zero: ZeroOptimization, findings: ConfigMessages) -> None:
 
 
 def _reduction(root: Root, findings: ConfigMessages) -> None:
+    if root.zero_optimization.exact_sums is True and root.zero_optimization.stage == 0:
+        findings.problem(
+            (ZERO, "exact_sums"),
+            "true needs zero_optimization.stage 1, 2 or 3, found stage 0, where all ranks sum all gradients. Choose "
+            'another stage, or set exact_sums to "auto"',
+            STAGE,
+        )
     if root.gradient_allreduce_op == "sum" and root.zero_optimization.stage == 3:
         findings.problem(
             ("gradient_allreduce_op",), '"sum" cannot be combined with zero_optimization.stage 3; use "mean"', STAGE

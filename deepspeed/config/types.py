@@ -156,6 +156,7 @@ FloatList = Annotated[list[Float], BeforeValidator(_tuple_to_list)]
 TextList = Annotated[list[str], BeforeValidator(_to_list)]
 TextsOrAuto = Annotated[list[str] | Literal["auto"], _or_auto(_to_list)]
 PerGroup = Annotated[float | list[float], BeforeValidator(_number_or_list)]
+BoolOrAuto = Annotated[bool | Literal["auto"], _or_auto(to_bool)]
 IntOrAuto = Annotated[int | Literal["auto"], _or_auto(to_int)]
 FloatOrAuto = Annotated[float | Literal["auto"], _or_auto(to_float)]
 AnyCase = BeforeValidator(lambda value: value.strip().lower() if isinstance(value, str) else value)

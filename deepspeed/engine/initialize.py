@@ -35,6 +35,9 @@ from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime import build_runtime
 from deepspeed.zero.update.driver import driver_of
 
+_MOST_ROUNDING = 64
+"""Ranks up to which NCCL's sums of 16-bit gradients, which round at every rank, are used by default."""
+
 
 def initialize(
     args: Any = None,
@@ -161,4 +164,7 @@ def _make_groups(
         divisor=gradient_divisor(setup.root, setup.ranks),
         copies=own_groups,
     )
+    exact = setup.root.zero_optimization.exact_sums
+    for group in groups:
+        group.reduce.sums_exactly = group.reduce.size > _MOST_ROUNDING if exact == "auto" else exact
     return compressed(groups, setup, precision, has_warm_up=has_warm_up)

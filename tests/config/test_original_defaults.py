@@ -23,6 +23,7 @@ ONLY_HERE = (
     "data_efficiency.", "elasticity.", "expert_parallel.dispatch_dtype", "float8.", "max_consecutive_skipped_steps",
     "optimizer.params[", "pipeline.", "preemption.", "quantize_training.", "run_report.", "sequence_parallel.",
     "sparse_attention.apply_to", "tensor_parallel.", "trace.", "eigenvalue.model_name", "zero_optimization.agreement",
+    "zero_optimization.exact_sums", "zero_optimization.offload_optimizer.update",
 )  # fmt: skip
 
 

@@ -83,6 +83,13 @@ class NativeWork:
         self._keep = None
 
 
+def _sum_parts(parts: torch.Tensor, out: torch.Tensor, how: Reduction) -> None:
+    """Leaves the scaled sum of ``parts`` ``[ranks, numel]``, made in fp32 in one pass, in ``out``."""
+    is_wide = out.dtype == torch.float32
+    total = torch.sum(parts, 0, dtype=torch.float32, out=out if is_wide else None)
+    scaled_sum([total], out, how.scale, how.visit)
+
+
 class NativeTransport(Transport):
     """The backend's own collectives, on ``device``. Calls must be made in the same order on all ranks of the group."""
 
@@ -163,6 +170,12 @@ class NativeTransport(Transport):
         traffic.record_requested("reduce_scatter", nbytes, self.axis)
         if flat.numel() == 0:
             return DoneWork()
+        if self.sums_exactly and flat.element_size() < 4:
+            traffic.record_ran("all_to_all_single", nbytes - nbytes // self.size, self.axis)
+            received = torch.empty_like(flat)
+            work = self.group.alltoall_base(received, flat, [], [])
+            finish = functools.partial(_sum_parts, received.view(self.size, -1), out, how)
+            return self._work(work, "reduce", how.key, how.label, finish, (flat, out))
         traffic.record_ran("reduce_scatter_tensor", nbytes, self.axis)
         target = out if out.dtype == flat.dtype else torch.empty_like(self.my_slice(flat))
         work = self.group._reduce_scatter_base(target, flat)

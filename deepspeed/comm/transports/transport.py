@@ -185,6 +185,9 @@ class Transport:
     # docs/design/zero.md.
     needs_one_order = False
     runs_on_stream = False  # transfers run on a stream of the device, and so do waits for them
+    # 16-bit buffers are reduced to their owners by an exchange and one sum in fp32, where the backend's own collective
+    # would round at every rank on the way; on gloo they always are
+    sums_exactly = False
 
     def __init__(self, group: Any, rank: int, size: int, axis: str = DATA) -> None:
         self.group = group  # the torch process group, or None for the transport of one rank

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from deepspeed.config.section import Section, key
 from deepspeed.config.sections.offload import OffloadOptimizer, OffloadParam
-from deepspeed.config.types import AnyCase, Bool, Float, Int, IntOrAuto, Stage, TextList
+from deepspeed.config.types import AnyCase, Bool, BoolOrAuto, Float, Int, IntOrAuto, Stage, TextList
 
 LEAF_CLASSES = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -96,6 +96,13 @@ class ZeroOptimization(Section):
         True,
         "Reduce each gradient to its owner only.",
         no_effect="the stage decides: sharded gradients are reduced to their owner, replicated ones to all ranks",
+    )
+    exact_sums: BoolOrAuto = key(
+        "auto",
+        "Reduce 16-bit gradients by an exchange and one sum in fp32, with the bytes of 16-bit gradients, instead of "
+        "by NCCL, which rounds at every rank on the way. It needs memory for a second copy of a bucket in flight. "
+        "auto: where more than 64 ranks share a bucket. On gloo sums are always made so. Stages 1 to 3.",
+        own_auto=True,
     )
     allgather_bucket_size: Int = key(
         500_000_000,
