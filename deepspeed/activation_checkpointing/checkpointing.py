@@ -32,6 +32,7 @@ from deepspeed.comm.job.mpu import call_mpu, call_tensor_mpu
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist, warn_once
 from deepspeed.nested import tensors_of
+from deepspeed.offload.activations import HostActivations
 
 __all__ = [
     "CheckpointFunction",
@@ -99,7 +100,9 @@ def _keeping(options: Settings) -> Any:
         return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
     if not options.checkpoint_in_cpu:
         return nullcontext()
-    return torch.autograd.graph.save_on_cpu(pin_memory=get_accelerator().device_name() != "cpu")
+    if settings.on_host is None:
+        settings.on_host = HostActivations(torch.device(get_accelerator().current_device_name()))
+    return settings.on_host.block()
 
 
 def _fits_reentrant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -338,6 +341,7 @@ class Settings:
     num_layers: int | None = None  # number of checkpointed blocks, as the program passes it; for information
     mpu: Any = None  # the program's model-parallel unit
     configured: bool = False  # whether :func:`configure` was called
+    on_host: HostActivations | None = None  # what blocks keep in host memory; made by the first one
 
 
 settings = Settings()

@@ -71,19 +71,24 @@ class CopyStream:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> CopyHandle:
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keeps the memory of a device tensor from being reused before the copies queued so far are complete."""
+        if self._stream is not None and tensor.device.type != "cpu":
+            tensor.record_stream(self._stream)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, keeps: bool = True) -> CopyHandle:
         """Starts to copy ``source`` to ``target``, of equal shapes; inside or outside :meth:`context`.
 
-        Neither tensor may be changed until the copy is complete.
+        Neither tensor may be changed until the copy is complete. Without ``keeps`` the caller holds both until the
+        stream on which the device's tensor was made waits for the copy, or calls :meth:`keep`.
         """
         if self._stream is None:
             target.copy_(source)
             return CopyHandle()
         with self.context():
             target.copy_(source, non_blocking=True)
-            for tensor in (target, source):
-                if tensor.device.type != "cpu":  # its memory must not be reused before the copy is complete
-                    tensor.record_stream(self._stream)
+            for tensor in (target, source) if keeps else ():
+                self.keep(tensor)
             event = get_accelerator().Event()
             event.record(self._stream)
         return CopyHandle(event)

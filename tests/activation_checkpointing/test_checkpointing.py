@@ -16,6 +16,7 @@ from deepspeed.activation_checkpointing.checkpointing import ActivationShard, Pa
 from deepspeed.activation_checkpointing.feature import recompute_attention
 from deepspeed.comm.job.job import Job, axis_of
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.offload import activations
 from tests.engine.support import SHARDED, adamw
 from tests.harness import on_ranks, run_ranks
 from tests.harness.logged import logged
@@ -121,15 +122,8 @@ def test_only_the_input_is_kept():
 @pytest.mark.parametrize("function", ["checkpoint", "non_reentrant_checkpoint"])
 def test_kept_input_goes_to_the_host(function, monkeypatch):
     packed: list[torch.Tensor] = []
-    original = torch.autograd.graph.save_on_cpu
-
-    class Recording(original):
-        def __init__(self, pin_memory: bool = False) -> None:
-            super().__init__(pin_memory)
-            pack = self.pack_hook
-            self.pack_hook = lambda tensor: (packed.append(tensor), pack(tensor))[1]
-
-    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Recording)
+    pack = activations._SavedBlock.pack
+    monkeypatch.setattr(activations._SavedBlock, "pack", lambda self, x: (packed.append(x), pack(self, x))[1])
     checkpointing.configure(None, checkpoint_in_cpu=True)
     x = torch.randn(4, 8, requires_grad=True)
     getattr(checkpointing, function)(Block(), x).sum().backward()

@@ -22,20 +22,6 @@ def _attends_to_chunks_in_host_memory(_device: Device) -> Callable[[], Any]:
     return lambda: _layer(tensors, True).square().sum().backward()
 
 
-def _keeps_inputs_in_host_memory(_device: Device) -> Callable[[], Any]:
-    checkpointing.configure(None, checkpoint_in_cpu=True)
-    layers = [nn.Linear(64, 64).to("cuda") for _ in range(3)]
-    x = torch.ones(8, 64).to("cuda").requires_grad_()
-
-    def step() -> None:
-        y = x
-        for layer in layers:
-            y = checkpointing.checkpoint(layer, y)
-        y.sum().backward()
-
-    return step
-
-
 def _keeps_parts_in_host_memory(_device: Device) -> Callable[[], Any]:
     parts = Partition(axis_of(FakeGroup((0,)), "tensor"), on_host=True)
     x = torch.ones(8, 64).to("cuda")
@@ -53,7 +39,6 @@ def _compares_batches(device: Device) -> Callable[[], Any]:
     "user",
     [
         _attends_to_chunks_in_host_memory,
-        _keeps_inputs_in_host_memory,
         _keeps_parts_in_host_memory,
         _compares_batches,
     ],

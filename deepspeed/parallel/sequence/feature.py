@@ -28,9 +28,9 @@ from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import output_head, unwrapped
 from deepspeed.models.checkpointing import checkpoint_layers, replace_checkpoint_functions
 from deepspeed.models.head import changes_behind_head, forward_by_losses, has_plain_head, token_losses_of
+from deepspeed.offload.activations import HostActivations
 from deepspeed.parallel.sequence import state
 from deepspeed.parallel.sequence.context import sharing_of
-from deepspeed.parallel.sequence.host_chunks import HostChunks
 from deepspeed.parallel.sequence.tiled import tiled
 from deepspeed.parallel.sequence.ulysses import adopt_model
 from deepspeed.parallel.sequence.vocabulary import chunked_cross_entropy
@@ -59,7 +59,7 @@ class SequenceParallelism(EngineFeature):
                 in_evaluation=section.evaluation == "loss",
             )
         if section.offload_checkpoints:
-            offload_checkpoints(setup.model)
+            offload_checkpoints(setup.model, setup.device)
         if ranks.mesh.size(SEQUENCE) == 1:
             return {}
         if setup.mesh_is_ours:
@@ -130,7 +130,7 @@ def recompute_between_exchanges(job: Job, model: nn.Module) -> None:
     found.recompute_core = True
 
 
-def offload_checkpoints(model: nn.Module) -> None:
+def offload_checkpoints(model: nn.Module, device: torch.device) -> None:
     """Enables checkpointing of a Transformers model's layers, and keeps their saved tensors on the host; in place.
 
     Raises:
@@ -144,8 +144,10 @@ def offload_checkpoints(model: nn.Module) -> None:
             "model's own code, or set it to false"
         )
 
+    store = HostActivations(device)
+
     def keep_on_host(model: nn.Module, _args: Any) -> None:
-        replace_checkpoint_functions(model, lambda one: one if isinstance(one, _OnHost) else _OnHost(one))
+        replace_checkpoint_functions(model, lambda one: one if isinstance(one, _OnHost) else _OnHost(one, store))
 
     # In every pass, as the program may enable checkpointing again, with its own functions.
     model.register_forward_pre_hook(keep_on_host)
@@ -157,25 +159,12 @@ def offload_checkpoints(model: nn.Module) -> None:
 class _OnHost:
     """A checkpoint function whose saved tensors are kept on the host."""
 
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self._copies: HostChunks | None = None
+    def __init__(self, function: Any, store: HostActivations) -> None:
+        self._function, self._store = function, store
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+        with self._store.block():
             return self._function(*args, **kwargs)
-
-    def _pack(self, tensor: torch.Tensor) -> tuple[HostChunks | None, torch.Tensor]:
-        if tensor.device.type == "cpu":
-            return None, tensor
-        if self._copies is None:
-            self._copies = HostChunks(tensor.device)
-        return self._copies, self._copies.put(tensor)
-
-
-def _unpack(packed: tuple[HostChunks | None, torch.Tensor]) -> torch.Tensor:
-    copies, kept = packed
-    return kept if copies is None else copies.fetch([kept]).take()[0]
 
 
 def tile_model(model: nn.Module, *, mlp: bool, loss: bool, tokens: int, in_evaluation: bool = False) -> None:

@@ -321,13 +321,13 @@ def test_by_configuration(stage, cuts_vocabulary) -> None:
 @on_ranks(1)
 def test_checkpoints_on_the_host() -> None:
     """Only the layers' inputs go to the host, and come back for backward; also after checkpointing is set anew."""
-    from deepspeed.parallel.sequence import feature
+    from deepspeed.offload import activations
     from tests.parallel.sequence.llama import llama, plain_batch
 
-    moved, fetched, move = [], [], feature._OnHost._pack
-    feature._OnHost._pack = lambda self, tensor: moved.append(tensor.shape) or move(self, tensor)
-    back = feature._unpack
-    feature._unpack = lambda packed: fetched.append(packed[1].shape) or back(packed)
+    moved, fetched, move = [], [], activations._SavedBlock.pack
+    activations._SavedBlock.pack = lambda self, tensor: moved.append(tensor.shape) or move(self, tensor)
+    back = activations._unpack
+    activations._unpack = lambda packed: fetched.append(packed.shape) or back(packed)
     try:
         found = {}
         for offload in (False, True):
@@ -349,7 +349,7 @@ def test_checkpoints_on_the_host() -> None:
         assert [shape for shape in moved if len(shape) > 1] == [(2, 16, 16)] * 6  # two layers, three steps
         assert fetched.count((2, 16, 16)) == 6
     finally:
-        feature._OnHost._pack, feature._unpack = move, back
+        activations._SavedBlock.pack, activations._unpack = move, back
     for name, value in found[True].items():
         torch.testing.assert_close(value, found[False][name], rtol=1e-5, atol=1e-6)
 
@@ -369,7 +369,7 @@ def test_a_tiled_mlp_takes_any_number_of_tokens(tokens):
 
 def test_models_that_cannot_be_tiled_are_refused():
     with pytest.raises(DeepSpeedConfigError, match="offload_checkpoints: Linear is no Transformers model"):
-        offload_checkpoints(nn.Linear(2, 2))
+        offload_checkpoints(nn.Linear(2, 2), torch.device("cpu"))
     with pytest.raises(DeepSpeedConfigError, match="sequence_parallel.tiled_mlp: Linear has no module"):
         tile_model(nn.Linear(2, 2), mlp=True, loss=False, tokens=1)
     with pytest.raises(DeepSpeedConfigError, match="sequence_parallel.tiled_loss: Linear is no causal language model"):
