@@ -4,8 +4,9 @@ The attention function gets queries, keys and values of this rank's tokens and a
 exchange. The library builds masks from functions of positions, which would be evaluated at positions within the rank's
 part. So the mask function recognizes the kind of mask instead, and raises for unknown kinds.
 
-Attention over whole sequences builds no mask of tokens by tokens: it runs once per document and, with a sliding window,
-once per block. So memory is linear in the length.
+Attention over whole sequences builds no mask of tokens by tokens: all packed documents are one call where torch has a
+kernel for it (``packed``); elsewhere it runs once per document and, with a sliding window, once per block. So memory is
+linear in the length.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from deepspeed.models.attention import call_attention
 from deepspeed.models.masks import UnknownMaskError, mask_kind, mask_of_implementation
 from deepspeed.parallel.sequence.context import Documents, SequenceParallelContext, registered, registered_by
 from deepspeed.parallel.sequence.exchange import exchange, shares_of_heads
+from deepspeed.parallel.sequence.packed import attend_at_once, attends_at_once
 from deepspeed.parallel.sequence.ring import ring_attention
 from deepspeed.parallel.sequence.saved_result import SavedResult
 from deepspeed.uncompiled import uncompiled
@@ -352,7 +354,7 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Returns the attention within each document, by torch's fused kernel: ``[batch, heads, tokens, width of value]``.
+    """Returns the attention within each document, by torch's fused kernels: ``[batch, heads, tokens, width of value]``.
 
     Args:
         query: ``[batch, heads, tokens, width]``.
@@ -366,6 +368,8 @@ def attend(
     options: dict[str, Any] = {"scale": scale, "dropout_p": dropout}
     if documents is None:
         return _attend(query, key, value, is_causal, window, options)
+    if attends_at_once(query, key, value, dropout):
+        return attend_at_once(query, key, value, documents, is_causal=is_causal, window=window, scale=scale)
     if all(row.order is None and row.lengths == documents[0].lengths for row in documents):
         cut = zip(*(tensor.split(documents[0].lengths, dim=2) for tensor in (query, key, value)), strict=True)
         return torch.cat([_attend(q, k, v, is_causal, window, options) for q, k, v in cut], dim=2)
