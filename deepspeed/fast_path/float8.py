@@ -7,6 +7,7 @@ checkpoints and exports are those of a run without float8.
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,11 +17,14 @@ from torch import nn
 from typing_extensions import override
 
 from deepspeed.config.sections.float8 import Float8
-from deepspeed.engine_feature import EngineFeature, EngineSetup
+from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.give_base import give_base
 from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor.linear import ColumnLinear, RowLinear
+from deepspeed.zero.float8_gather import Float8Transport, exchange_scales
+from deepspeed.zero.group import Groups
+from deepspeed.zero.runtime import ZeroRuntime
 
 SIDE = 16
 """Sides of weights must be multiples of this for the devices' products."""
@@ -37,12 +41,8 @@ class Float8Layers(EngineFeature):
         section = setup.root.float8
         if section is None or not section.enabled:
             return
-        if section.gather == "float8" and setup.root.zero_optimization.stage == 3:
-            raise NotYetSupportedError(
-                'float8.gather="float8": this release gathers in the compute dtype; set it to "none"'
-            )
         if section.gather == "float8":
-            log_dist("float8.gather has no effect: weights are gathered for a pass at ZeRO stage 3 only")
+            _refuse_gather(setup, section)
         _check(torchao_config(section), setup.device)
 
     @override
@@ -51,8 +51,71 @@ class Float8Layers(EngineFeature):
             use_float8(setup.model, setup.root.float8)
         return {}
 
+    @override
+    def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Groups, batch_size: int) -> EngineHooks | None:
+        section = setup.root.float8
+        if section is None or not section.enabled or section.gather != "float8":
+            return None
+        target = torchao_config(section).cast_config_weight.target_dtype
+        weights = _gathered_weights(setup.model)
+        made = [
+            bucket.gather_in_float8(
+                [tile for tile, parameter in enumerate(bucket.params) if id(parameter) in weights], target
+            )
+            for bucket in runtime.buckets
+        ]
+        return ScaleHooks([transport for transport in made if transport is not None])
+
 
 FEATURE = Float8Layers()
+
+
+def _refuse_gather(setup: EngineSetup, section: Float8) -> None:
+    """Raises for what cannot gather in float8; logs where nothing is gathered."""
+    root, zero = setup.root, setup.root.zero_optimization
+    if zero.stage != 3:
+        log_dist("float8.gather has no effect: weights are gathered for a pass at ZeRO stage 3 only")
+        return
+    others = {
+        f'float8.recipe="{section.recipe}", which casts a weight with other scales in backward': (
+            section.recipe != "tensorwise"
+        ),
+        "zero_optimization.offload_param": zero.offload_param is not None,
+        "zero_optimization.zero_quantized_weights": zero.zero_quantized_weights,
+        "communication_compression.weights": root.communication_compression.weights is not None,
+        "weights in fp32, where a second cast may have another scale (set bf16.enabled or fp16.enabled)": not (
+            root.bf16.enabled or root.fp16.enabled
+        ),
+    }
+    found = [name for name, is_used in others.items() if is_used]
+    if found:
+        raise NotYetSupportedError(
+            f'float8.gather="float8" with {" and ".join(found)}: not supported; set gather to "none", or change that'
+        )
+
+
+def _gathered_weights(model: nn.Module) -> set[int]:
+    """Returns the ``id`` of the weights that only torchao's products read."""
+    users = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    kind = _torchao(".float8_linear").Float8Linear
+    return {id(layer.weight) for layer in model.modules() if isinstance(layer, kind) and users[id(layer.weight)] == 1}
+
+
+class ScaleHooks(EngineHooks):
+    """Makes the scales of gathered weights anew after each update."""
+
+    def __init__(self, transports: list[Float8Transport]) -> None:
+        self._transports = transports
+        exchange_scales(transports)
+
+    @override
+    def after_update(self, global_steps: int, *, was_skipped: bool) -> None:
+        if not was_skipped:
+            exchange_scales(self._transports)
+
+    @override
+    def resume(self, global_steps: int, skipped_steps: int) -> None:
+        exchange_scales(self._transports)
 
 
 def torchao_config(section: Float8) -> Any:

@@ -28,7 +28,7 @@ import itertools
 import logging
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import compress
 from typing import Any, TypeVar
 
@@ -41,6 +41,7 @@ from deepspeed.errors import CallOrderError, require_state
 from deepspeed.logging import log_dist, warn_once
 from deepspeed.zero.address import Gatherer, Loan, State, mark_full, mark_sharded, remember_class, set_address
 from deepspeed.zero.construction.provisional import copy_sharded
+from deepspeed.zero.float8_gather import Float8Transport
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.ranges import in_profile
@@ -210,6 +211,20 @@ class Bucket:
         if self.is_sharded:
             self.memory.write(self.shard, self.transport.my_slice(self.full.tensor))
             self.memory.settle()
+            self.note_written()
+
+    def note_written(self) -> None:
+        """Called when all ranks have written to the shard, outside of an update."""
+        if isinstance(self._compute_transport, Float8Transport):
+            self._compute_transport.is_stale = True
+
+    def gather_in_float8(self, tiles: Collection[int], target: torch.dtype) -> Float8Transport | None:
+        """Makes gathers that the model uses send some weights in float8; returns None where nothing is gathered."""
+        if not (self.is_sharded and tiles and self.transport.size > 1):
+            return None
+        made = Float8Transport(self._compute_transport, self.layout, tiles, target, lambda: self.shard)
+        self._compute_transport = made
+        return made
 
     def _next_key(self) -> int:
         self._gathers += 1

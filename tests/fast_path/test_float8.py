@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.comm.base.counters import traffic
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.pipe import PipelineModule
 from tests.ecosystem.support import on_cpu_ranks
@@ -152,9 +153,71 @@ def test_checkpoints_move_between_float8_and_bf16(tmp_path):
     run_ranks(_moves, 2, str(tmp_path))
 
 
+def _gathered_in_float8(cells):
+    for compiled, more in cells:
+        losses, weights = _plain("tensorwise")
+        for gather in ("none", "float8"):
+            config = {**_config(3, **more), "float8": {"gather": gather, "emulate": True}}
+            engine = deepspeed.initialize(model=_Net(), config=config)[0]
+            if compiled:
+                engine.compile(backend="aot_eager")
+            assert _train(engine) == losses, (gather, more)
+            masters = full_masters(engine)
+            assert all(torch.equal(masters[name], weights[name]) for name in weights), (gather, more)
+            with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+                for name, parameter in engine.module.named_parameters():
+                    assert torch.equal(parameter, weights[name].bfloat16())  # whoever reads gets what is not rounded
+            if gather == "float8" and not compiled:
+                _edits(engine)
+            engine.destroy()
+
+
+def _edits(engine):
+    """Values written inside GatheredParameters get scales of their own; those of one rank alone are refused."""
+    layer = engine.module.blocks[0][0]
+    with deepspeed.zero.GatheredParameters([layer.weight], modifier_rank=0):
+        layer.weight.data.mul_(100)
+    with deepspeed.zero.GatheredParameters([layer.weight]):
+        written = layer.weight.detach().clone()
+    seen = []
+    handle = layer.register_forward_pre_hook(lambda module, _: seen.append(module.weight.detach().clone()))
+    engine(_batches()[0])
+    handle.remove()
+    scale = 448 / written.abs().max().double()
+    rounded = (written.float() * scale.float()).to(torch.float8_e4m3fn).float() / scale.float()
+    assert torch.equal(seen[0], rounded.bfloat16())
+
+
+def test_bits_of_torchao_with_gathers_in_float8():
+    recomputed = {"activation_checkpointing": {"blocks": True}}
+    run_ranks(_gathered_in_float8, 2, [(False, {}), (True, {}), (False, recomputed)])
+
+
+def _bytes():
+    """One byte of two for each element of the products' weights, and one exchange of scales for an update."""
+    counted = {}
+    for gather in ("none", "float8"):
+        config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+        traffic.reset()
+        losses = _losses({**config, "float8": {"gather": gather, "emulate": True}})
+        counted[gather] = traffic.requested["all_gather"].nbytes, losses.tolist()
+    assert counted["none"][1] == counted["float8"][1]
+    layers, others = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96), 2 * 64 * 96
+    share = layers / (layers + others)
+    assert 0.5 * share <= 1 - counted["float8"][0] / counted["none"][0] + 0.01
+
+
+def test_bytes_of_gathers_in_float8():
+    run_ranks(_bytes, 2)
+
+
 def _refusals():
-    with pytest.raises(NotYetSupportedError, match='set it to "none"'):
-        deepspeed.initialize(model=_Net(), config=_config(3, float8={"gather": "float8", "emulate": True}))
+    for more in ({"recipe": "rowwise"}, {}):
+        config = {**_config(3), "float8": {"gather": "float8", "emulate": True, **more}}
+        if not more:
+            config["bf16"] = {"enabled": False}
+        with pytest.raises(NotYetSupportedError, match='set gather to "none"'):
+            deepspeed.initialize(model=_Net(), config=config)
     with pytest.raises(DeepSpeedConfigError, match=r"found none in _Net but .*blocks.0.2"):
         deepspeed.initialize(
             model=_Net(), config=_config(1, float8={"skip": ["0.0", "1.0", "lm_head"], "emulate": True})

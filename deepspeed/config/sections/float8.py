@@ -27,5 +27,7 @@ class Float8(Section):
     )
     emulate: Bool = key(False, "Multiply in the compute dtype after rounding to float8, on devices without float8.")
     gather: Annotated[Literal["none", "float8"], AnyCase] = key(
-        "none", "How stage 3 sends these weights. none: in the compute dtype. float8: not built yet, and refused."
+        "none",
+        "How stage 3 sends these weights. none: in the compute dtype. float8: one byte per element, with the results "
+        "of none bit for bit; for the recipe tensorwise and 16-bit weights.",
     )

@@ -372,6 +372,8 @@ class GatheredBlock:
         for parameter, address in [*self._present, *self._loaned]:
             if self._stays_full(address):
                 keep_full(address, parameter.data)
+            elif isinstance(address.bucket, Bucket):
+                address.bucket.note_written()
 
     def _stays_full(self, address: Address) -> bool:
         """Returns whether every rank continues to use the full values after this block."""
@@ -452,6 +454,8 @@ def keep_full(address: Address, values: torch.Tensor) -> None:
         fragment = bucket.fragment(tile)
         if fragment is not None:
             bucket.shard[fragment.in_slice].copy_(flat[fragment.in_tile])
+        if isinstance(bucket, Bucket):
+            bucket.note_written()
     if isinstance(bucket, Bucket) and bucket.state is State.FULL:
         view = bucket.view(tile)
         if view.data_ptr() != values.data_ptr():
@@ -501,5 +505,7 @@ def partition(params: Iterable[torch.Tensor], *, keep_values: bool) -> None:
                 fragment = bucket.fragment(address.tile)
                 if fragment is not None:
                     bucket.keep_fragment(fragment, parameter.data.reshape(-1)[fragment.in_tile])
+                if isinstance(bucket, Bucket):
+                    bucket.note_written()
             del bucket.loans[address.tile]
             bucket.end_loan(address.tile, parameter)  # type: ignore[arg-type]
