@@ -56,6 +56,13 @@ def graph_breaks() -> dict[str, int]:
     return dict(counters["graph_break"])
 
 
+def compiled_graphs() -> int:
+    """Returns how many graphs have been compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
 def memory_budget(share: float | None) -> AbstractContextManager[Any]:
     """Returns a context in which compiled graphs keep this share of their activations; None: torch's setting."""
     from torch._functorch import config

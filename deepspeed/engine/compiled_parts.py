@@ -9,6 +9,7 @@ compiled forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from inspect import Parameter, signature
 from types import FunctionType
@@ -20,7 +21,13 @@ from typing_extensions import override
 
 from deepspeed.give_base import give_base
 from deepspeed.logging import log_dist
-from deepspeed.torch_private import compiler_backend, graph_breaks, is_inside_backward, memory_budget
+from deepspeed.torch_private import (
+    compiled_graphs,
+    compiler_backend,
+    graph_breaks,
+    is_inside_backward,
+    memory_budget,
+)
 from deepspeed.zero.address import gather_for_use
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -115,43 +122,29 @@ class PartsCompiler:
         return {part.name: part.report() for part in self._parts.values() if part.ran}
 
 
-class CompiledFunction:
-    """The compiled forward of modules that are alike, or a compiled function."""
+class GraphCount:
+    """Counts what the compiler makes of one function, or of modules that are alike."""
 
-    def __init__(self, name: str, run: Any, compiler: PartsCompiler) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
         self.graphs = 0
         self._breaks: dict[str, None] = {}
         self._recompilations = 0
         self._modes: set[Any] = set()
-        self._compiler = compiler
-        self.wrapped: Any = None  # the function as it was; None for the forward of modules
-        # The compiler keeps its results by code object: a copy of its own, so that other parts do not share its limit.
-        code = run.__code__.replace(co_name=f"run_{name.replace('.', '_')}")
-        self._eager = FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
-        self._eager.__kwdefaults__ = run.__kwdefaults__
-        self._run = compiler.compiled(self._eager)
-
-    def __deepcopy__(self, memo: Any) -> CompiledFunction:
-        return self
 
     @property
     def ran(self) -> bool:
         """Whether it has been called."""
         return bool(self._modes)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the function returns. Steps of a generation with a cache, which grows, run eagerly."""
-        if kwargs.get("past_key_values") is not None:
-            return self._eager(*args, **kwargs)
-        training = getattr(args[0], "training", True) if args else True
+    @contextmanager
+    def counting(self, *, training: bool) -> Iterator[None]:
+        """Counts the compilations inside the context, which is one call."""
         mode = (training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         is_first, graphs, breaks = mode not in self._modes, self.graphs, graph_breaks()
-        outer, self._compiler.running = self._compiler.running, self
         try:
-            return self._run(*args, **kwargs)
+            yield
         finally:
-            self._compiler.running = outer
             self._modes.add(mode)
             now = graph_breaks()
             if self.graphs != graphs or now != breaks:
@@ -167,6 +160,61 @@ class CompiledFunction:
     def report(self) -> dict[str, Any]:
         """Returns ``{"graphs": number, "breaks": [reasons], "recompilations": number}``."""
         return {"graphs": self.graphs, "breaks": [*self._breaks], "recompilations": self._recompilations}
+
+
+class CompiledFunction(GraphCount):
+    """The compiled forward of modules that are alike, or a compiled function."""
+
+    def __init__(self, name: str, run: Any, compiler: PartsCompiler) -> None:
+        super().__init__(name)
+        self._compiler = compiler
+        self.wrapped: Any = None  # the function as it was; None for the forward of modules
+        # The compiler keeps its results by code object: a copy of its own, so that other parts do not share its limit.
+        code = run.__code__.replace(co_name=f"run_{name.replace('.', '_')}")
+        self._eager = FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
+        self._eager.__kwdefaults__ = run.__kwdefaults__
+        self._run = compiler.compiled(self._eager)
+
+    def __deepcopy__(self, memo: Any) -> CompiledFunction:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the function returns. Steps of a generation with a cache, which grows, run eagerly."""
+        if kwargs.get("past_key_values") is not None:
+            return self._eager(*args, **kwargs)
+        outer, self._compiler.running = self._compiler.running, self
+        try:
+            with self.counting(training=getattr(args[0], "training", True) if args else True):
+                return self._run(*args, **kwargs)
+        finally:
+            self._compiler.running = outer
+
+
+class _CompiledByProgram(nn.Module):
+    """Mixin in front of the class of a module that the program has compiled: counts what the compiler makes of it."""
+
+    _graph_count: GraphCount
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        count, before = self._graph_count, compiled_graphs()
+        with count.counting(training=self.training):
+            try:
+                return super().__call__(*args, **kwargs)
+            finally:
+                count.graphs += compiled_graphs() - before
+
+
+def count_graphs_of_program(model: nn.Module) -> list[GraphCount]:
+    """Counts, from now on, the graphs of modules that the program has compiled (``nn.Module.compile``), in order."""
+    found = []
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None:
+            count = give_base(module, _CompiledByProgram).__dict__["_graph_count"] = GraphCount(name)
+            found.append(count)
+    return found
 
 
 class CompiledPart(nn.Module):

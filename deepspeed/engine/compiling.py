@@ -14,7 +14,7 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections.root import Compile
-from deepspeed.engine.compiled_parts import CompiledFunction, PartsCompiler, parts_of
+from deepspeed.engine.compiled_parts import CompiledFunction, PartsCompiler, count_graphs_of_program, parts_of
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.give_base import wrap_forward
 from deepspeed.logging import log_dist
@@ -36,6 +36,7 @@ class EngineCompile:
         self._budget = section.activation_memory_budget if section.enabled else None
         self._gathers_between = gathers_between
         self._parts: PartsCompiler | None = None
+        self._of_program = count_graphs_of_program(module)
         if section.enabled and not section.disable:
             self.compile(section.backend, section.kwargs)
 
@@ -87,7 +88,8 @@ class EngineCompile:
     def compile_report(self) -> dict[str, dict[str, Any]]:
         """Returns what the compiler made of each part that has run on this rank; empty if none is compiled.
 
-        Modules that share their graphs are named once, by the first of them.
+        Modules that share their graphs are named once, by the first of them. Those that the program has compiled by
+        ``nn.Module.compile`` before ``initialize`` count too; forwards that a backward repeats do not, there.
 
         Returns:
             ``{name: {"graphs": number, "breaks": [reasons], "recompilations": number}}``. Graphs count those of
@@ -95,7 +97,8 @@ class EngineCompile:
             mode (training or not, with gradients or not) in which the part had run before. ``"loss"`` is the loss
             function of a Transformers model.
         """
-        return {} if self._parts is None else self._parts.report()
+        of_program = {count.name: count.report() for count in self._of_program if count.graphs}
+        return of_program | ({} if self._parts is None else self._parts.report())
 
 
 def _backend_of(backend: Any) -> Any:
