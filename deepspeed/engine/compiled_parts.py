@@ -190,7 +190,7 @@ class CompiledFunction(GraphCount):
             self._compiler.running = outer
 
 
-class _CompiledByProgram(nn.Module):
+class _ProgramCompiledModule(nn.Module):
     """Mixin in front of the class of a module that the program has compiled: counts what the compiler makes of it."""
 
     _graph_count: GraphCount
@@ -212,7 +212,7 @@ def count_graphs_of_program(model: nn.Module) -> list[GraphCount]:
     found = []
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None:
-            count = give_base(module, _CompiledByProgram).__dict__["_graph_count"] = GraphCount(name)
+            count = give_base(module, _ProgramCompiledModule).__dict__["_graph_count"] = GraphCount(name)
             found.append(count)
     return found
 

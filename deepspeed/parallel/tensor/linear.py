@@ -60,7 +60,7 @@ class ProductBackend(Protocol):
         """Returns ``gradient.T @ values``."""
 
 
-class _Product(torch.autograd.Function):
+class _ProductFunction(torch.autograd.Function):
     """A linear layer without a bias, by :class:`ProductBackend`."""
 
     @staticmethod
@@ -258,7 +258,7 @@ def _row(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
         values = scatter_to(values, cut.channel, cut.parts, f"the gradient of the input of {cut.name}")
     if cut.sequence is not None and cut.sequence.is_cut:
         if cut.products is not None:
-            product = cut.sequence.leave(_Product.apply(values, weight, cut.products))
+            product = cut.sequence.leave(_ProductFunction.apply(values, weight, cut.products))
         else:
             product = cut.sequence.leave(F.linear(values, weight.t() if cut.is_transposed else weight))
         if bias is None:
