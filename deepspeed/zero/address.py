@@ -424,7 +424,7 @@ class ShardedData(torch.Tensor):
         raise ShardedAccessError(_refusal(mine.__dict__.get("_ds_data_of") if mine is not None else None, name))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own declaration is that of a function
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Raises for what no torch function announces: ``torch.tensor(data)``, ``torch.func``, constructors."""
