@@ -123,7 +123,14 @@ class Autotuner:
         width = None if sys.stdout.isatty() else 130
         Console(width=width).print(results_table(queue, samples=self._samples))
         if queue.best is not None:
-            self._print_gain(queue)
+            best = queue.measured[queue.best]
+            ran = self._profile["changes"]
+            text = f"{queue.best}: {best * 1e3:.2f} ms per update, {self._samples / best:,.1f} samples/s of wall time"
+            if ran[TOTAL] == self._samples:
+                text += (
+                    f"; with its own configuration it took {self._profile['seconds'] * 1e3:.2f} ms in the first start"
+                )
+            Console().print(text, soft_wrap=True, highlight=False, markup=False)
 
     def write_optimal_config(self) -> None:
         """Writes ``ds_config_optimal.json``, ``cmd_optimal.txt`` and ``summary.txt`` to ``autotuning.results_dir``."""
@@ -294,15 +301,6 @@ class Autotuner:
         if len(refused) == len(queue.rows):
             return refused[0].refusal if refused else "the configuration leaves nothing to choose"
         return "no candidate fits; the table lists the missing memory. Use more devices, which ds_plan can plan for"
-
-    def _print_gain(self, queue: TrialQueue) -> None:
-        assert queue.best is not None
-        best = queue.measured[queue.best]
-        ran = self._profile["changes"]
-        text = f"{queue.best}: {best * 1e3:.2f} ms per update, {self._samples / best:,.1f} samples/s of wall time"
-        if ran[TOTAL] == self._samples:
-            text += f"; with its own configuration it took {self._profile['seconds'] * 1e3:.2f} ms in the first start"
-        Console().print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def _launcher(command: Sequence[str]) -> list[str]:

@@ -266,7 +266,16 @@ class TuningHooks(EngineHooks):
         if comm.get_rank() == 0:
             ratio = planner.calibrate(before, inside)
             started = time.process_time()
-            write_json(folder / "model_info.json", self._model_info(planner, before))
+            plan = planner.plan(before)
+            write_json(
+                folder / "model_info.json",
+                {
+                    "num_params": plan.parameters,
+                    "trainable_num_params": plan.trained,
+                    "activation_mem_per_gpu": max(plan.activations.values(), default=0),
+                    "rank": plan.rank,
+                },
+            )
             planners = ranks_that_plan(len(settings), time.process_time() - started, own_ranks, refine=refine)
         # All planning ranks use the measurements of rank 0.
         label = "the measured step of the first rank"
@@ -345,15 +354,6 @@ class TuningHooks(EngineHooks):
         made = measure_device(dtype, device, memory)
         world = comm.get_world_size()
         return Machine(made, max(world // own_ranks, 1), min(own_ranks, world), memory, network=max(made.link, 1.0))
-
-    def _model_info(self, planner: CandidatePlanner, changes: Changes) -> dict[str, Any]:
-        plan = planner.plan(changes)
-        return {
-            "num_params": plan.parameters,
-            "trainable_num_params": plan.trained,
-            "activation_mem_per_gpu": max(plan.activations.values(), default=0),
-            "rank": plan.rank,
-        }
 
 
 class TuningFeature(EngineFeature):

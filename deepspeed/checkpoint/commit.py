@@ -142,7 +142,14 @@ def clean(root: Path) -> None:
     for name in [] if in_use else names:
         path = root / name
         if name.startswith(REPLACED) and (path.is_dir() or path.is_symlink()):
-            _finish_replacement(root, path, tag_of_replaced(name))
+            final = root / tag_of_replaced(name)
+            if final.exists():
+                _keep_foreign_files(path, final)
+                disk.remove_folder(path)
+            else:
+                disk.make_folder(final.parent)
+                disk.rename(path, final)
+                logger.warning("%s: a save of this tag was interrupted; the tag has its former content again", final)
         elif name.startswith(SAVING) and path.is_file() and _is_left_over(path):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)  # a file that was about to replace another
@@ -172,17 +179,6 @@ def _remove_if_abandoned(folder: Path, lock_file: Path) -> bool:
     finally:
         lock.release()
     return True
-
-
-def _finish_replacement(root: Path, replaced: Path, tag: str) -> None:
-    final = root / tag
-    if final.exists():
-        _keep_foreign_files(replaced, final)
-        disk.remove_folder(replaced)
-    else:
-        disk.make_folder(final.parent)
-        disk.rename(replaced, final)
-        logger.warning("%s: a save of this tag was interrupted; the tag has its former content again", final)
 
 
 def point_latest(root: Path, tag: str) -> None:

@@ -280,7 +280,11 @@ def _write(
         if source.buffers:
             tensors = [(name, source.read_buffer(name)) for name in source.buffers]
             files.append(writer.write_tensors(names.buffers_file(), BUFFERS, tensors))
-        for name, value in ((names.TRAINING_STATE, _training(state)), (names.model_states_file(0), _top(state))):
+        kept = {key: value for key, value in state.model_states.items() if key not in _DROPPED}
+        for name, value in (
+            (names.TRAINING_STATE, _training(state)),
+            (names.model_states_file(0), {"module": None, "optimizer": None, **kept}),
+        ):
             files.append(writer.write_bytes(name, restricted.dumps(value)))
     return files
 
@@ -297,11 +301,6 @@ def _training(state: TrainingState) -> dict[str, Any]:
         "lr_scheduler": state.lr_scheduler,
         "extra_state": state.extra_state,
     }
-
-
-def _top(state: TrainingState) -> dict[str, Any]:
-    kept = {key: value for key, value in state.model_states.items() if key not in _DROPPED}
-    return {"module": None, "optimizer": None, **kept}
 
 
 if __name__ == "__main__":

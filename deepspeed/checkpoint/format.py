@@ -202,7 +202,17 @@ class Manifest:
             "left_out": sorted(self.left_out),
             "frozen": sorted(self.frozen),
             "buckets": [_encode_bucket(bucket) for bucket in self.buckets],
-            "files": [_encode_file(entry) for entry in self.files],
+            "files": [
+                {
+                    "name": entry.name,
+                    "kind": entry.kind,
+                    "size": entry.size,
+                    "crc32": list(entry.checksums),
+                    "pieces": [[p.bucket, p.start, p.stop, dtype_code(p.dtype), p.offset] for p in entry.runs],
+                    "tensors": [[t.name, list(t.shape), dtype_code(t.dtype), t.offset] for t in entry.tensors],
+                }
+                for entry in self.files
+            ],
         }
         text = _canonical(body)
         return f'{{"digest":"{_digest(text)}","manifest":{text}}}\n'.encode()
@@ -258,17 +268,6 @@ def _encode_part(part: TilePart | None) -> list[Any] | None:
         return None
     regions = [[list(region.whole), list(region.tile), list(region.shape)] for region in part.regions]
     return [part.name, list(part.global_shape), regions]
-
-
-def _encode_file(entry: SavedFile) -> dict[str, Any]:
-    return {
-        "name": entry.name,
-        "kind": entry.kind,
-        "size": entry.size,
-        "crc32": list(entry.checksums),
-        "pieces": [[p.bucket, p.start, p.stop, dtype_code(p.dtype), p.offset] for p in entry.runs],
-        "tensors": [[t.name, list(t.shape), dtype_code(t.dtype), t.offset] for t in entry.tensors],
-    }
 
 
 class _Checker:

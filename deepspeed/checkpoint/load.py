@@ -299,7 +299,15 @@ def _prepare(
         )
     strict = options.strict and options.custom_load_fn is None
     if strict and not matches and run_state.shapes() and source.parameters:
-        raise CheckpointError(_of_another_kind(run_state, found, options, source))
+        tag = "" if options.tag is None else f" -t {options.tag}"
+        expected, there = kind_of_names(run_state.shapes()), kind_of_names(source.parameters)
+        raise CheckpointError(
+            f"{found.folder} does not fit the model; nothing was loaded: expected the weights of {expected}, found "
+            f"those of {there}; no name is in both. Load it into a model of the kind that saved it. Or write its "
+            f"weights by `python {options.root}/zero_to_fp32.py {options.root} OUTPUT{tag}`, give them the names of "
+            "this model, and load_state_dict them before initialize (deepspeed.pipe.transformers_state_dict renames "
+            "those of PipelineModule.from_transformers)"
+        )
     _check_fit(str(found.folder), difference, strict=strict)
     weights = WeightFiller(
         run_state.runtime, source, matches, use_masters=run_state.use_fp32_weights or run_state.updater is None
@@ -336,21 +344,6 @@ def _schedule(
         return state.lr_scheduler
     choices = choose_groups(state.param_groups, matches, run_state.group_names())
     return schedule_for(state.lr_scheduler, present, len(state.param_groups), choices)
-
-
-def _of_another_kind(
-    run_state: RunState, found: FoundCheckpoint, options: LoadOptions, source: CheckpointSource
-) -> str:
-    """Returns the message for a checkpoint that has no name in common with the model."""
-    tag = "" if options.tag is None else f" -t {options.tag}"
-    expected, there = kind_of_names(run_state.shapes()), kind_of_names(source.parameters)
-    return (
-        f"{found.folder} does not fit the model; nothing was loaded: expected the weights of {expected}, found those "
-        f"of {there}; no name is in both. Load it into a model of the kind that saved it. Or write its weights by "
-        f"`python {options.root}/zero_to_fp32.py {options.root} OUTPUT{tag}`, give them the names of this model, and "
-        "load_state_dict them before initialize (deepspeed.pipe.transformers_state_dict renames those of "
-        "PipelineModule.from_transformers)"
-    )
 
 
 def _check_fit(what: str, difference: Mismatch, *, strict: bool) -> None:

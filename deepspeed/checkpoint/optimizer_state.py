@@ -141,7 +141,17 @@ class OptimizerFiller:
     @torch.no_grad()
     def fill(self) -> None:
         """Copies states and hyperparameters into this rank's runs."""
-        self._fill_groups()  # they determine which states a run has
+        # In the existing group dicts, since schedules may hold references to them, and first of all: hyperparameters
+        # determine which states a run has.
+        for number, group in enumerate(self._optimizer.param_groups):
+            for key, value in self._saved_group(number).items():
+                present = group.get(key)
+                if isinstance(present, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
+                    present.fill_(float(value))
+                elif isinstance(present, float) and isinstance(value, torch.Tensor):
+                    group[key] = value.item()
+                else:
+                    group[key] = value
         for master in self._masters:
             entries = state_fills(master.layout, master.rank, self._matches)
             for run in master.runs:
@@ -232,18 +242,6 @@ class OptimizerFiller:
             return {}
         left_out = {*NOT_HYPERPARAMETERS, *self._options_left_out(index)}
         return {key: value for key, value in self._state.param_groups[index].items() if key not in left_out}
-
-    def _fill_groups(self) -> None:
-        """Restores hyperparameters in the existing group dicts, since schedules may hold references to them."""
-        for number, group in enumerate(self._optimizer.param_groups):
-            for key, value in self._saved_group(number).items():
-                present = group.get(key)
-                if isinstance(present, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
-                    present.fill_(float(value))
-                elif isinstance(present, float) and isinstance(value, torch.Tensor):
-                    group[key] = value.item()
-                else:
-                    group[key] = value
 
 
 def _restored(value: Any, present: Any, group: Mapping[str, Any], param: torch.Tensor) -> Any:

@@ -196,6 +196,9 @@ def _model_states(run_state: RunState, listed: Roster, merged: MergedGroups) -> 
     groups = [OrderedDict((name, shapes[name]) for name in group["params"]) for group in merged.groups]
     frozen = OrderedDict((name, shapes[name]) for name in listed.frozen())
     buffers = run_state.buffers()
+    # The configuration has no secrets here, and the text of functions and other objects that are no data.
+    kept, others = restricted.split({"ds_config": hide_secrets(_as_dicts(run_state.config))})
+    restricted.merge(kept, {path: str(value) for path, value in others.items()})
     return {
         "module": None,
         "buffer_names": list(buffers),
@@ -212,16 +215,9 @@ def _model_states(run_state: RunState, listed: Roster, merged: MergedGroups) -> 
         "global_samples": run_state.counters["global_samples"],
         "dp_world_size": run_state.dp_world_size,
         "mp_world_size": run_state.model_size,
-        "ds_config": _config_as_data(run_state.config),
+        "ds_config": kept["ds_config"],
         "ds_version": run_state.version,
     }
-
-
-def _config_as_data(config: Any) -> Any:
-    """Returns the configuration without secrets, and with the text of functions and other objects that are no data."""
-    kept, others = restricted.split({"ds_config": hide_secrets(_as_dicts(config))})
-    restricted.merge(kept, {path: str(value) for path, value in others.items()})
-    return kept["ds_config"]
 
 
 def _as_dicts(value: Any) -> Any:

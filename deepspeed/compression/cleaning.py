@@ -270,7 +270,14 @@ class LayerPruner:
         self._cut(name, rows=keep)
         for other in related:
             if isinstance(self._model.get_submodule(other), nn.BatchNorm2d):
-                self._cut_norm(other, keep)
+                module: Any = self._model.get_submodule(other)
+                for each in ("weight", "bias"):
+                    if (value := getattr(module, each)) is not None:
+                        setattr(module, each, nn.Parameter(value.detach()[keep], value.requires_grad))
+                for each in ("running_mean", "running_var"):
+                    if (value := getattr(module, each)) is not None:
+                        setattr(module, each, value[keep])
+                module.num_features = len(keep)
                 continue
             if is_beside(total, self._model.get_submodule(other)):
                 self._cut(other, rows=keep)
@@ -292,13 +299,10 @@ class LayerPruner:
             times = torch.arange(outputs // width, device=inputs.device) * width
             self._cut(other, rows=(inputs + times[:, None]).flatten())
             touched.add(other)
-        self._adapt(touched, {heads: len(keep)}, {width: len(inputs)})
-
-    def _adapt(self, names: set[str], heads: dict[int, int], widths: dict[int, int]) -> None:
-        """Updates numbers and widths of heads that the parent modules store as attributes."""
-        for parent in sorted({name.rpartition(".")[0] for name in names}):
+        # Parent modules store numbers and widths of heads as attributes.
+        for parent in sorted({name.rpartition(".")[0] for name in touched}):
             module = self._model.get_submodule(parent)
-            for attributes, values in ((_HEADS, heads), (_WIDTHS, widths)):
+            for attributes, values in ((_HEADS, {heads: len(keep)}), (_WIDTHS, {width: len(inputs)})):
                 for attribute in attributes:
                     old = module.__dict__.get(attribute)
                     if isinstance(old, int) and old in values and values[old] != old:
@@ -341,16 +345,6 @@ class LayerPruner:
         levels = self._levels.get(name)
         if levels is not None:
             self._levels[name] = levels.kept(rows, columns)
-
-    def _cut_norm(self, name: str, keep: torch.Tensor) -> None:
-        module: Any = self._model.get_submodule(name)
-        for each in ("weight", "bias"):
-            if (value := getattr(module, each)) is not None:
-                setattr(module, each, nn.Parameter(value.detach()[keep], value.requires_grad))
-        for each in ("running_mean", "running_var"):
-            if (value := getattr(module, each)) is not None:
-                setattr(module, each, value[keep])
-        module.num_features = len(keep)
 
 
 def _blocks(index: torch.Tensor, length: int) -> torch.Tensor:

@@ -144,7 +144,15 @@ class Compression(EngineFeature):
         root, model = setup.root, setup.model
         is_prepared = _is_prepared(model)
         if root.compression_training is not None and is_on(root.compression_training) and not is_prepared:
-            _explain_unprepared(model)
+            if not hasattr(model, "compression_report"):
+                raise DeepSpeedConfigError(
+                    "compression_training: techniques are enabled, but the model is not prepared; call "
+                    "model = deepspeed.compression.init_compression(model, config) before the optimizer and initialize"
+                )
+            log_dist(
+                "compression_training: redundancy_clean has finished this model, so the section has no effect",
+                level=logging.WARNING,
+            )
         if _is_older(root) and is_prepared:
             raise DeepSpeedConfigError(
                 "quantize_training.enabled: the model is prepared by init_compression already; use "
@@ -168,19 +176,6 @@ class Compression(EngineFeature):
         if not _is_prepared(setup.model):
             return None
         return CompressionHooks(compression_scheduler(setup.model), groups.peers)
-
-
-def _explain_unprepared(model: nn.Module) -> None:
-    """Raises for a model that was not prepared; warns where ``redundancy_clean`` has finished it."""
-    if not hasattr(model, "compression_report"):
-        raise DeepSpeedConfigError(
-            "compression_training: techniques are enabled, but the model is not prepared; call "
-            "model = deepspeed.compression.init_compression(model, config) before the optimizer and initialize"
-        )
-    log_dist(
-        "compression_training: redundancy_clean has finished this model, so the section has no effect",
-        level=logging.WARNING,
-    )
 
 
 def _check_blocks(root: Root, section: EigenvalueSection, model: nn.Module) -> None:

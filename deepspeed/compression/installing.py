@@ -89,7 +89,14 @@ def compress(model: nn.Module, section: CompressionTraining, teacher: Any = None
     users = LayerWeights(model)
     for selection in selections:
         for name in selection.names:
-            _install(users, name, selection)
+            if selection.technique == "activation_quantization":
+                _round_input(users.modules[name], name, selection)
+            elif selection.technique == "weight_quantization":
+                rounding = _rounding(selection, users.by_rows(name))
+                for user in users.of(name):
+                    _techniques(users.modules[user], user).rounding = rounding
+            else:
+                _prune(users, name, selection)
         _follow(model, selection)
     model.__dict__["compression_section"] = section
     announce(selections)
@@ -99,17 +106,6 @@ def techniques_on(module: nn.Module) -> Techniques | None:
     """Returns the techniques of a layer; None if it is not compressed."""
     found = module.__dict__.get("compression")
     return found if isinstance(found, Techniques) else None
-
-
-def _install(users: LayerWeights, name: str, selection: Selection) -> None:
-    if selection.technique == "activation_quantization":
-        _round_input(users.modules[name], name, selection)
-    elif selection.technique == "weight_quantization":
-        rounding = _rounding(selection, users.by_rows(name))
-        for user in users.of(name):
-            _techniques(users.modules[user], user).rounding = rounding
-    else:
-        _prune(users, name, selection)
 
 
 def _techniques(module: nn.Module, name: str) -> Techniques:

@@ -116,7 +116,17 @@ def select(model: nn.Module, section: CompressionTraining) -> list[Selection]:
             selection = Selection(technique, group_name, settings.shared_parameters, group.params)
             selection.matches = _matches(modules, selection, group)
             if selection.is_snip:
-                selection.matches = _without_excluded(selection)
+                where = f"{SECTION}.{selection.technique}.shared_parameters.excluded_modules"
+                excluded = [_compiled(pattern, where) for pattern in selection.shared.excluded_modules]
+                names = [
+                    [name for name in match.names if not any(e.search(name) for e in excluded)]
+                    for match in selection.matches
+                ]
+                if not any(names):
+                    raise DeepSpeedConfigError(
+                        f"{where}: excludes all layers of the group {selection.group!r}; exclude fewer"
+                    )
+                selection.matches = [PatternMatch(kept, []) for kept in names]
             for name in selection.names:
                 if name in taken:
                     raise DeepSpeedConfigError(
@@ -132,16 +142,6 @@ def select(model: nn.Module, section: CompressionTraining) -> list[Selection]:
 def is_snip(technique: str, shared: Any) -> bool:
     """Returns whether a technique's shared settings select SNIP with momentum."""
     return technique == "sparse_pruning" and shared.method == "snip_momentum"
-
-
-def _without_excluded(selection: Selection) -> list[PatternMatch]:
-    """Returns the matches without the layers that a pattern in ``excluded_modules`` matches."""
-    where = f"{SECTION}.{selection.technique}.shared_parameters.excluded_modules"
-    excluded = [_compiled(pattern, where) for pattern in selection.shared.excluded_modules]
-    names = [[name for name in match.names if not any(e.search(name) for e in excluded)] for match in selection.matches]
-    if not any(names):
-        raise DeepSpeedConfigError(f"{where}: excludes all layers of the group {selection.group!r}; exclude fewer")
-    return [PatternMatch(kept, []) for kept in names]
 
 
 def _compiled(pattern: str, where: str) -> re.Pattern[str]:

@@ -83,7 +83,12 @@ class DroppableBlock(nn.Module):
             if self.training:
                 drop.record_output(output)
             return output
-        hidden = _hidden_states(type(self).__name__, args, kwargs)
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(hidden, torch.Tensor):
+            raise ValueError(
+                f"progressive_layer_drop: {type(self).__name__} was called without hidden states as its first argument "
+                f"or by the keyword hidden_states (found {type(hidden).__name__}), so it cannot be skipped; pass them"
+            )
         if number in drop.dropped:
             return drop.skipped(hidden)
         output = super().__call__(*args, **kwargs)
@@ -166,16 +171,6 @@ def _list_blocks(model: nn.Module, blocks: str | nn.Module | Sequence[nn.Module]
             f"model, each once; found {len(members)} module(s)"
         )
     return members
-
-
-def _hidden_states(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    hidden = args[0] if args else kwargs.get("hidden_states")
-    if not isinstance(hidden, torch.Tensor):
-        raise ValueError(
-            f"progressive_layer_drop: {kind} was called without hidden states as its first argument or by the keyword "
-            f"hidden_states (found {type(hidden).__name__}), so it cannot be skipped; pass them"
-        )
-    return hidden
 
 
 def _shown(output: Any) -> str:

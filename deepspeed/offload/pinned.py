@@ -63,7 +63,11 @@ class HostMemorySource:
         """Returns a 1-D uint8 tensor of ``nbytes`` zeros; ``nbytes`` must be whole pages, and not 0."""
         mapped = _PageBuffer(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= _HUGE_PAGE_BYTES:
-            _advise_huge_pages(mapped)
+            # requests pages of 2 MiB: an update reads and writes seven arrays at once, too many for a TLB of small
+            # pages
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):  # raised by kernels without huge pages; small pages work too
+                    mapped.madvise(mmap.MADV_HUGEPAGE)
         with torch.inference_mode(False):
             buffer = torch.frombuffer(mapped, dtype=torch.uint8)
         if pin:
@@ -111,13 +115,6 @@ def host_tensor(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
     if not pin and numel * dtype.itemsize < _HUGE_PAGE_BYTES:
         return _source.plain(numel, dtype)
     return page_buffer(numel * dtype.itemsize, pin=pin).view(dtype)
-
-
-def _advise_huge_pages(mapped: mmap.mmap) -> None:
-    """Requests pages of 2 MiB: an update reads and writes seven arrays at once, too many for a TLB of small pages."""
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # raised by kernels without huge pages; small pages work too
-            mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _register(mapped: _PageBuffer, buffer: torch.Tensor) -> None:

@@ -86,7 +86,13 @@ def linear_cross_entropy(
         _refuse_unknown(ids, is_counted, weight.shape[0])
     with torch.autocast(device, enabled=False):
         if reduction != "none" and channel is None and chunk_rows is None and _has_liger(device):
-            losses = _by_liger(rows, weight, ids, bias, ignore_index, softcap)
+            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+            loss = LigerFusedLinearCrossEntropyLoss(
+                ignore_index=ignore_index, reduction="sum", softcap=softcap, accum_dtype=torch.float32
+            )
+            found: torch.Tensor = loss(weight, rows, ids, bias)
+            losses = found.float()
         else:
             part = weight.shape[0] if vocabulary is None or channel is None else math.ceil(vocabulary / channel.size)
             size = chunk_rows or math.ceil(rows.shape[0] / math.ceil(part / max(rows.shape[1], 1)))
@@ -283,24 +289,6 @@ class _Gradients:
 @cache
 def _has_liger(device: str) -> bool:
     return device != "cpu" and find_spec("liger_kernel") is not None
-
-
-def _by_liger(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Returns the sum of losses by Liger's kernel."""
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    loss = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=ignore_index, reduction="sum", softcap=softcap, accum_dtype=torch.float32
-    )
-    found: torch.Tensor = loss(weight, rows, ids, bias)
-    return found.float()
 
 
 class _BlockLosses(torch.autograd.Function):

@@ -60,7 +60,8 @@ class _LogSoftmax(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, ids: torch.Tensor, channel: Channel | None, low: int, columns: int
     ) -> torch.Tensor:
-        values = _as_own_fp32(logits, columns)
+        values = as_wide(logits, copy=True)
+        values[:, columns:] = -torch.inf  # no probability
         local, elsewhere = local_ids(ids, low, columns)
         at_ids = values.gather(-1, local).masked_fill(elsewhere, 0.0)
         exponentials, factor, normalizer, sums = softmax_statistics(values, list(at_ids.unbind(-1)), channel)
@@ -75,13 +76,6 @@ class _LogSoftmax(torch.autograd.Function):
         of_logits = probabilities * -gradient.sum(-1, keepdim=True)
         of_logits.scatter_add_(-1, local, gradient.masked_fill(elsewhere, 0.0))
         return of_logits.to(ctx.dtype), None, None, None, None
-
-
-def _as_own_fp32(logits: torch.Tensor, columns: int) -> torch.Tensor:
-    """Returns an fp32 copy of logits in which the columns from ``columns`` on have no probability."""
-    values = as_wide(logits, copy=True)
-    values[:, columns:] = -torch.inf
-    return values
 
 
 def cut_log_probs(

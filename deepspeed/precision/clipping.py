@@ -43,21 +43,21 @@ def clip_grad_norm_(
     if mpu is None:
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
     else:
+        # A parameter with one of Megatron's marks is this rank's part of a divided one.
         counted = [
             parameter.grad
             for parameter in with_grad
-            if parameter.grad is not None and (_is_own_part(parameter) or mpu.get_model_parallel_rank() == 0)
+            if parameter.grad is not None
+            and (
+                any(getattr(parameter, mark, False) for mark in ("model_parallel", "tensor_model_parallel"))
+                or mpu.get_model_parallel_rank() == 0
+            )
         ]
         # Ranks without a gradient send from the same kind of device as the others.
         device = (gradients or tensors)[0].device if tensors else local_device()
         norm = _norm_over_group(torch.nn.utils.get_total_norm(counted, norm_type), device, norm_type, mpu)
     torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
     return norm
-
-
-def _is_own_part(parameter: torch.Tensor) -> bool:
-    """Returns whether Megatron's marks describe ``parameter`` as this rank's part of a divided one."""
-    return any(getattr(parameter, mark, False) for mark in ("model_parallel", "tensor_model_parallel"))
 
 
 def _norm_over_group(norm: torch.Tensor, device: torch.device, norm_type: float, mpu: Any) -> torch.Tensor:

@@ -132,19 +132,15 @@ class PreemptionHooks(EngineHooks):
         )
         reasons = [reason for reason in reasons_by_rank if reason is not None]
         if reasons:
-            self._save_and_exit(reasons[0], global_steps)
-
-    def _save_and_exit(self, reason: str, global_steps: int) -> None:
-        """Saves a checkpoint and exits this process. All ranks must call it."""
-        started = monotonic()
-        self._engine.save_checkpoint(self._folder, async_save=False)
-        seconds = monotonic() - started
-        log_dist(
-            f"preemption: {reason} after step {global_steps}; saved to {self._folder} in {seconds:.1f} s; exit "
-            f"code {self._section.exit_code}: start the same command again to resume"
-        )
-        self.close()
-        sys.exit(self._section.exit_code)
+            started = monotonic()
+            self._engine.save_checkpoint(self._folder, async_save=False)
+            seconds = monotonic() - started
+            log_dist(
+                f"preemption: {reasons[0]} after step {global_steps}; saved to {self._folder} in {seconds:.1f} s; exit "
+                f"code {self._section.exit_code}: start the same command again to resume"
+            )
+            self.close()
+            sys.exit(self._section.exit_code)
 
     @override
     def close(self) -> None:

@@ -199,16 +199,12 @@ def _scores(group: list[RankRun], phase: str, numbers: list[int]) -> dict[int, t
         if len(times) < 2 or step_seconds <= 0:
             continue
         for index, (seconds, rank) in enumerate(times):
-            usual = max(_median_without(times, index), 0.01 * step_seconds)  # less does not matter
+            # The median of all times but this one, without a copy: there may be thousands of ranks.
+            count = len(times) - 1
+            low, high = (at + (at >= index) for at in ((count - 1) // 2, count // 2))
+            usual = max((times[low][0] + times[high][0]) / 2, 0.01 * step_seconds)  # less does not matter
             found[rank].append((seconds / usual, (seconds - usual) / step_seconds))
     return {rank: (median(f for f, _ in pairs), median(s for _, s in pairs)) for rank, pairs in found.items()}
-
-
-def _median_without(times: list[tuple[float, int]], excluded: int) -> float:
-    """Returns the median of all sorted times but one, without a copy: there may be thousands of ranks."""
-    count = len(times) - 1
-    low, high = (at + (at >= excluded) for at in ((count - 1) // 2, count // 2))
-    return (times[low][0] + times[high][0]) / 2
 
 
 def advise(shares: Iterable[TimeRow], slow: Iterable[SlowRank]) -> list[str]:

@@ -322,20 +322,16 @@ def take_unsharded(content: CheckpointValues, state: Mapping[str, Any], trained:
                 )
             if masters is not None:
                 content.put(MASTER, name, Values.whole(masters[number][position]))
-            _stage_0_state(content, name, inner["state"].get(index, {}), counts_one_more=masters is not None)
+            scalars: dict[str, Any] = {}
+            for key, value in inner["state"].get(index, {}).items():
+                if is_element_state(key, value, content.shapes.get(name)):
+                    content.put_state(key, name, Values.whole(value))
+                else:
+                    # Beside unfused 16-bit masters, ``step`` is one higher than the updates made.
+                    scalars[key] = value - 1 if key == "step" and masters is not None else value
+            if scalars:
+                content.state.scalars[name] = scalars
         content.state.param_groups.append(hyperparameters(group, list(names)))
-
-
-def _stage_0_state(content: CheckpointValues, name: str, state: Mapping[str, Any], *, counts_one_more: bool) -> None:
-    """Reads the state of one parameter. Beside unfused 16-bit masters, ``step`` is one higher than the updates made."""
-    scalars: dict[str, Any] = {}
-    for key, value in state.items():
-        if is_element_state(key, value, content.shapes.get(name)):
-            content.put_state(key, name, Values.whole(value))
-        else:
-            scalars[key] = value - 1 if key == "step" and counts_one_more else value
-    if scalars:
-        content.state.scalars[name] = scalars
 
 
 _NUMBER = re.compile(r"(?<=deepspeed_experts\.)\d+(?=\.)")

@@ -164,7 +164,13 @@ def read_universal(folder: Path, *, trust: bool) -> CheckpointValues:
     content.shapes |= {name: whole.shapes[name] for name in whole.frozen}
     for name, values in whole.values.get(COMPUTE, {}).items():
         content.put(COMPUTE, name, values)
-    _take_groups(content, rest, shapes)
+    inner = rest.get("optimizer_state_dict")
+    groups = (inner or rest).get("param_groups") or []
+    for number, group in enumerate(groups):
+        # At stage 3 a group lists its sub-groups, otherwise group and names go together.
+        members = group["params"] if inner is not None else [number]
+        names = [name for member in members if member < len(shapes) for name in shapes[member]]
+        content.state.param_groups.append(hyperparameters(group, names))
     content.state.loss_scaler = scaler_state(rest)
     return content
 
@@ -223,13 +229,3 @@ def _take_parameter(
             content.put_state(path.stem, name, Values.whole(value))
     if scalars:
         content.state.scalars[name] = scalars
-
-
-def _take_groups(content: CheckpointValues, rest: Mapping[str, Any], shapes: list[Mapping[str, Any]]) -> None:
-    inner = rest.get("optimizer_state_dict")
-    groups = (inner or rest).get("param_groups") or []
-    for number, group in enumerate(groups):
-        # At stage 3 a group lists its sub-groups, otherwise group and names go together.
-        members = group["params"] if inner is not None else [number]
-        names = [name for member in members if member < len(shapes) for name in shapes[member]]
-        content.state.param_groups.append(hyperparameters(group, names))

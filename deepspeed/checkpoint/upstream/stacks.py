@@ -52,7 +52,11 @@ def put_together(content: CheckpointValues, module: Mapping[str, Any], where: st
         group["params"] = list(dict.fromkeys(made.get(name, name) for name in group["params"]))
     if made:
         _rename_routers(content, module)
-        _rename_shared(content)
+        # Models that have one shared expert with a gate name it in the singular.
+        gates = [m["block"] for name in content.shapes if (m := _SHARED_GATE.fullmatch(name))]
+        for block in dict.fromkeys(gates):
+            for old in [name for name in content.shapes if name.startswith(f"{block}.shared_experts")]:
+                _rename(content, old, old.replace(f"{block}.shared_experts", f"{block}.shared_expert"))
 
 
 def _fuse(
@@ -122,14 +126,6 @@ def _rename_routers(content: CheckpointValues, module: Mapping[str, Any]) -> Non
         _rename(content, f"{block}.{own}.gate.{leaf}", None)
         for name in [name for name in content.buffers if name.startswith(f"{block}.router.")]:
             content.buffers[name.replace(f"{block}.router.", f"{block}.{own}.")] = content.buffers.pop(name)
-
-
-def _rename_shared(content: CheckpointValues) -> None:
-    """Renames shared experts with a gate, which models that have one name in the singular."""
-    gates = [m["block"] for name in content.shapes if (m := _SHARED_GATE.fullmatch(name))]
-    for block in dict.fromkeys(gates):
-        for old in [name for name in content.shapes if name.startswith(f"{block}.shared_experts")]:
-            _rename(content, old, old.replace(f"{block}.shared_experts", f"{block}.shared_expert"))
 
 
 def _rename(content: CheckpointValues, old: str, new: str | None) -> None:

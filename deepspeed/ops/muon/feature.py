@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torch import nn
 from typing_extensions import override
 
 from deepspeed.engine_feature import (
@@ -58,7 +57,14 @@ class MuonFlags(EngineFeature):
     @override
     def refuse(self, setup: EngineSetup) -> None:
         if isinstance(setup.optimizer, Muon):
-            _refuse_stacked_convolutions(setup.optimizer, setup.model)
+            stacked = {id(p) for group in setup.optimizer.param_groups if group.get("stacked") for p in group["params"]}
+            for name, module in setup.model.named_modules():
+                if isinstance(module, CONVOLUTIONS) and id(module.weight) in stacked:
+                    raise DeepSpeedConfigError(
+                        f"initialize(optimizer=Muon(...)): {name}.weight, of shape {tuple(module.weight.shape)}, is "
+                        "the kernel of a convolution, but is in a group of stacked matrices. Set muon_stacked = False "
+                        "on it before the optimizer is made, or give its group stacked=False"
+                    )
             if setup.optimizer.qk_clip_threshold is not None and not is_measured(setup.model):
                 raise DeepSpeedConfigError(
                     "initialize(optimizer=...): expected Muon(qk_clip_threshold=...) itself, found a "
@@ -79,17 +85,6 @@ class MuonFlags(EngineFeature):
             return None
         assert runtime.updater is not None and isinstance(runtime.updater.optimizer, Muon)
         return QKClipHooks(setup.model, groups.peers, runtime.updater.optimizer)
-
-
-def _refuse_stacked_convolutions(optimizer: Muon, model: nn.Module) -> None:
-    stacked = {id(p) for group in optimizer.param_groups if group.get("stacked") for p in group["params"]}
-    for name, module in model.named_modules():
-        if isinstance(module, CONVOLUTIONS) and id(module.weight) in stacked:
-            raise DeepSpeedConfigError(
-                f"initialize(optimizer=Muon(...)): {name}.weight, of shape {tuple(module.weight.shape)}, is the kernel "
-                "of a convolution, but is in a group of stacked matrices. Set muon_stacked = False on it before the "
-                "optimizer is made, or give its group stacked=False"
-            )
 
 
 FEATURE = MuonFlags()

@@ -75,7 +75,12 @@ def measure_attention(model: nn.Module) -> None:
     check_wrapped_attention(outermost, _ENDING, _functions, KEY)
     for name, module in model.named_modules():
         if _projections(module) is not None:
-            _refuse_norms(name, module)
+            found = [norm for norm in _NORMS if isinstance(getattr(module, norm, None), nn.Module)]
+            if found:
+                raise DeepSpeedConfigError(
+                    f"{KEY}: {name} ({type(module).__name__}) normalizes queries or keys ({', '.join(found)}), so its "
+                    "logits do not grow with its weights and scaling them changes nothing; leave the key out"
+                )
             heads = attention_of(module, getattr(module, "config", None))
             if heads is not None:
                 module.__dict__[_RECORD] = LogitRecord(heads.query)
@@ -93,15 +98,6 @@ def _projections(module: nn.Module) -> tuple[str, str] | None:
         if all(isinstance(getattr(module, name, None), nn.Module) for name in (query, key)):
             return query, key
     return None
-
-
-def _refuse_norms(name: str, module: nn.Module) -> None:
-    found = [norm for norm in _NORMS if isinstance(getattr(module, norm, None), nn.Module)]
-    if found:
-        raise DeepSpeedConfigError(
-            f"{KEY}: {name} ({type(module).__name__}) normalizes queries or keys ({', '.join(found)}), so its logits "
-            "do not grow with its weights and scaling them changes nothing; leave the key out"
-        )
 
 
 def _functions(name: str) -> tuple[Any, Any]:

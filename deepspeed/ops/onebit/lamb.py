@@ -193,11 +193,7 @@ class OneBitLamb(FusedLamb):
             self._step_frozen(table)
             return None
         loss = super().step(closure)
-        self._average_ratios()
-        return loss
-
-    def _average_ratios(self) -> None:
-        """Updates the averages with the trust ratios of the latest update; skips ratios of 1, which mean no ratio."""
+        # Averages the trust ratios of the latest update; a ratio of 1 means no ratio.
         assert self._coeffs is not None
         remembered = self._remembered()
         ratios = self._coeffs.tolist()
@@ -206,6 +202,7 @@ class OneBitLamb(FusedLamb):
             if ratios[index] != 1.0:
                 one.average = self.coeff_beta * one.average + (1 - self.coeff_beta) * ratios[index]
         self._remember(remembered)
+        return loss
 
     def _step_frozen(self, table: FragmentTable) -> None:
         updates = [

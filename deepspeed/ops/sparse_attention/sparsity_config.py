@@ -89,15 +89,6 @@ def _check_fits(what: str, number: int, blocks: int) -> None:
         raise ValueError(f"{what}={number}: expected at most the {blocks} blocks of the sequence; lower it")
 
 
-def _check_draws(number: int, blocks: int, is_causal: bool) -> None:
-    _check_fits("num_random_blocks", number, blocks)
-    if is_causal and number > 1:
-        raise ValueError(
-            f"num_random_blocks={number}: unidirectional rows draw from the blocks up to their own, and the first row "
-            "has one; expected at most 1"
-        )
-
-
 def _global_ranges(indices: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
     """Returns the ``[start, end)`` of every global range."""
     if ends is None:
@@ -261,7 +252,11 @@ class VariableSparsityConfig(SparsityConfig):
         layout = self.setup_layout(seq_len)
         blocks = layout.size(1)
         _check_fits("num_random_blocks", self.num_random_blocks, blocks)
-        starts = self._window_starts(blocks)
+        starts = [0]
+        sizes = list(self.local_window_blocks)
+        while sizes and starts[-1] < blocks:
+            size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+            starts.append(min(starts[-1] + size, blocks))
         for head in range(self.num_layout_heads):
             for row in range(blocks):
                 layout[head, row, random.sample(range(blocks), self.num_random_blocks)] = 1
@@ -272,14 +267,6 @@ class VariableSparsityConfig(SparsityConfig):
                 if self.horizontal_global_attention:
                     layout[head, first:end, :] = 1
         return self.check_and_propagate_first_head_layout(layout)
-
-    def _window_starts(self, blocks: int) -> list[int]:
-        starts = [0]
-        sizes = list(self.local_window_blocks)
-        while sizes and starts[-1] < blocks:
-            size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
-            starts.append(min(starts[-1] + size, blocks))
-        return starts
 
 
 class BigBirdSparsityConfig(SparsityConfig):
@@ -317,7 +304,12 @@ class BigBirdSparsityConfig(SparsityConfig):
         layout = self.setup_layout(seq_len)
         blocks = layout.size(1)
         is_causal = self.attention == UNIDIRECTIONAL
-        _check_draws(self.num_random_blocks, blocks, is_causal)
+        _check_fits("num_random_blocks", self.num_random_blocks, blocks)
+        if is_causal and self.num_random_blocks > 1:
+            raise ValueError(
+                f"num_random_blocks={self.num_random_blocks}: unidirectional rows draw from the blocks up to their "
+                "own, and the first row has one; expected at most 1"
+            )
         _check_fits("num_sliding_window_blocks", self.num_sliding_window_blocks, blocks)
         _check_fits("num_global_blocks", self.num_global_blocks, blocks)
         width = self.num_sliding_window_blocks // 2

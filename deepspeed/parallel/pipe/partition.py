@@ -189,22 +189,18 @@ def _callable(entry: Entry, tied: dict[str, nn.Module]) -> tuple[Callable[[Any],
         built: Any = built_on_meta(entry) or entry.build() if isinstance(entry, LayerSpec) else entry
         if not isinstance(built, nn.Module):
             return built, None
-        module = _copy_without_values(built)
+        memo: dict[int, Any] = {}
+        for parameter in built.parameters():
+            empty = torch.empty(full_shape(parameter), dtype=parameter.dtype, device="meta")
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for buffer in built.buffers():
+            memo[id(buffer)] = _without_value(buffer)
+        module = copy.deepcopy(built, memo)
     if not isinstance(entry, TiedLayerSpec):
         return module, module
     tied[entry.key] = module
     forward = entry.forward_fn
     return (module if forward is None else lambda value: forward(module, value)), module
-
-
-def _copy_without_values(module: nn.Module) -> nn.Module:
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        empty = torch.empty(full_shape(parameter), dtype=parameter.dtype, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = _without_value(buffer)
-    return copy.deepcopy(module, memo)
 
 
 def _counted(run: Callable[[Any], Any], value: Any, module: nn.Module | None) -> tuple[LayerCost, Any]:

@@ -131,7 +131,14 @@ def plan_of(model: nn.Module, layout: Layout) -> ScatterPlan:
     columns = [name for name in columns if name.startswith(prefixes)]
     for row in rows:
         block = row.partition(".")[0] if plan.is_of_stages else block_of(row)
-        region = _region(row, columns, block)
+        # The region is the innermost module with the row-parallel layer and the column-parallel ones that feed it.
+        region = row.rpartition(".")[0]
+        while len(region) > len(block) and not any(name.startswith(f"{region}.") for name in columns):
+            region = region.rpartition(".")[0]
+        if region == block:
+            raise _refused(
+                f"the layers that feed {row!r} are no module by themselves, apart from their block {block!r}"
+            )
         if region not in plan.regions:
             plan.regions.append(region)
     inside = tuple(f"{region}." for region in plan.regions) or ("\0",)
@@ -179,16 +186,6 @@ def _blocks_of_stage(model: Any, rows: list[str]) -> tuple[ScatterPlan, list[str
         )
     first, last = (str(number) if number in mine else None for number in (blocks.start, blocks.stop - 1))
     return ScatterPlan(first, last, is_of_stages=True, rows=rows), [str(number) for number in mine]
-
-
-def _region(row: str, columns: list[str], block: str) -> str:
-    """Returns the innermost module around a row-parallel layer that also has the column-parallel ones that feed it."""
-    above = row.rpartition(".")[0]
-    while len(above) > len(block) and not any(name.startswith(f"{above}.") for name in columns):
-        above = above.rpartition(".")[0]
-    if above == block:
-        raise _refused(f"the layers that feed {row!r} are no module by themselves, apart from their block {block!r}")
-    return above
 
 
 def _refused(why: str) -> DeepSpeedConfigError:
