@@ -22,8 +22,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
     Unlike ``tensor.untyped_storage()._cdata``, which has the same value, it is not intercepted by subclasses.
     """
-    key: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
-    return key
+    return torch._C._storage_address(tensor)  # type: ignore[attr-defined]
 
 
 def is_inside_backward() -> bool:

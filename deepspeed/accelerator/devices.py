@@ -131,9 +131,7 @@ def device_of_product(product: str, memory: float | None = None) -> Device | Non
         return DEVICES["a100-40"]
     if found == "V100" and size is not None and size < _SMALL_V100:
         return DEVICES["v100-16"]
-    if found == "H100" and "500W" in words:
-        return DEVICES["h100-500w"]
-    return DEVICES[found.lower()]
+    return DEVICES["h100-500w"] if found == "H100" and "500W" in words else DEVICES[found.lower()]
 
 
 def find_device(name: str) -> Device:

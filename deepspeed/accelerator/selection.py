@@ -79,9 +79,7 @@ def _not_seen(name: str) -> str:
 def _create(name: str) -> DeepSpeedAccelerator:
     if name in _USES_CUDA_NAMES:
         return CUDAAccelerator()
-    if name == "mps":
-        return MPSAccelerator()
-    return TorchDeviceAccelerator(name)
+    return MPSAccelerator() if name == "mps" else TorchDeviceAccelerator(name)
 
 
 def _detect() -> DeepSpeedAccelerator:

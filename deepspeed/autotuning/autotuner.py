@@ -69,7 +69,8 @@ class Autotuner:
         self.args = args
         self._resources = active_resources
         self._options: list[str] = list(getattr(args, "start_options", ()))
-        config = read_script_config(args.user_args)
+        found = find_config(args.user_args)
+        config = None if found is None else dict(read_source(found[2]).data)
         self._config: dict[str, Any] | None = None
         self._choices: dict[str, list[Any]] = {}
         if config is not None:
@@ -369,12 +370,6 @@ def find_config(arguments: Sequence[str]) -> tuple[int, str, str] | None:
         if place + 1 < len(arguments) and not arguments[place + 1].startswith("-"):
             return place + 1, "", arguments[place + 1]
     return None
-
-
-def read_script_config(arguments: Sequence[str]) -> dict[str, Any] | None:
-    """Returns the configuration that a script's arguments name; None if they name none."""
-    found = find_config(arguments)
-    return None if found is None else dict(read_source(found[2]).data)
 
 
 def with_config(arguments: Sequence[str], path: Path) -> list[str]:

@@ -199,8 +199,7 @@ def convert_zero_checkpoint_to_state_dict(
         folder = output
         filename = "model.safetensors" if safe_serialization else "pytorch_model.bin"
         limit = None if max_shard_size is None else parse_size(max_shard_size)
-    source = open_source(checkpoint_dir, tag)
-    entries = _entries(source, dtype, exclude_frozen_parameters)
+    entries = _entries(open_source(checkpoint_dir, tag), dtype, exclude_frozen_parameters)
     writer = WeightsWriter(folder, filename, [entry for entry, _ in entries], limit)
     try:
         for entry, full in entries:

@@ -260,8 +260,7 @@ def _manifest_maker(
 def _copy_to_host(job: _Job, host: HostCopy) -> None:
     """Copies everything that training will change to the host."""
     parts = [part for runs in job.collected.runs.values() for s in runs for part in s.values]
-    named = [values for _, values in (*job.buffers, *job.private)]
-    copies = iter(host.take([*parts, *named]))
+    copies = iter(host.take([*parts, *(values for _, values in (*job.buffers, *job.private))]))
     for kind, runs in job.collected.runs.items():
         job.collected.runs[kind] = [
             BucketRun(s.bucket, s.start, s.stop, tuple(next(copies) for _ in s.values)) for s in runs

@@ -59,8 +59,7 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
             "init_compression(mpu=...): tensor-parallel layers cannot be compressed; leave mpu out and compress the "
             "whole model under ZeRO, at any stage"
         )
-    section = section_of(deepspeed_config)
-    compress(model, section, teacher_model)
+    compress(model, section_of(deepspeed_config), teacher_model)
     return model
 
 

@@ -134,8 +134,7 @@ class Pace:
 
 def pace_of(model: nn.Module) -> Pace | None:
     """Returns the pace of a model; None if its bits depend on the step alone."""
-    found: Pace | None = model.__dict__.get(ATTRIBUTE)
-    return found
+    return model.__dict__.get(ATTRIBUTE)
 
 
 def set_pace(model: nn.Module, section: EigenvalueSection | None) -> None:

@@ -95,8 +95,7 @@ class _StraightThroughEstimator(torch.autograd.Function):
 
 def straight_through(original: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
     """Returns ``changed``, whose gradients go to ``original`` (straight-through estimator). Equal shapes."""
-    result: torch.Tensor = _StraightThroughEstimator.apply(original, changed.detach())  # type: ignore[no-untyped-call]
-    return result
+    return _StraightThroughEstimator.apply(original, changed.detach())  # type: ignore[no-untyped-call]
 
 
 def kept_count(total: int, share: float) -> int:

@@ -109,8 +109,7 @@ class SnipPruner:
         if layer.compression.is_transposed:
             product = product.t()
         rows, columns = self.plan.block
-        blocks = product.float().reshape(kept.shape[0], rows, kept.shape[1], columns)
-        return blocks.mean((1, 3))
+        return product.float().reshape(kept.shape[0], rows, kept.shape[1], columns).mean((1, 3))
 
     @torch.no_grad()
     def after_update(self, step: int) -> str | None:

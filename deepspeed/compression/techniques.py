@@ -122,8 +122,7 @@ class Techniques:
         """Returns a generator with equal noise on all ranks and in recomputed forwards; None if rounding needs none."""
         if self.rounding is None or not self.rounding.stochastic:
             return None
-        seed = zlib.crc32(f"{self.name} {self.step}".encode())
-        return torch.Generator(device).manual_seed(seed)
+        return torch.Generator(device).manual_seed(zlib.crc32(f"{self.name} {self.step}".encode()))
 
     def mask(self, layer: nn.Module, kind: Kind) -> torch.Tensor:
         """Returns the mask, nonzero for what is kept: in the weight's shape, or one number per row, head or channel."""
@@ -132,8 +131,7 @@ class Techniques:
             mask = getattr(layer, pruning.buffer)
             assert isinstance(mask, torch.Tensor)
             return mask
-        scores = getattr(layer, pruning.scores)
-        learned = rounding.learned(scores, pruning.share)
+        learned = rounding.learned(getattr(layer, pruning.scores), pruning.share)
         return learned if kind == "sparse" else learned.flatten()
 
 

@@ -101,8 +101,7 @@ def position_of(loader: Any) -> dict[str, Any] | None:
     """Returns the position of all ranks in a loader of any library; None if it depends on the number of ranks."""
     position = getattr(loader, "position", None)
     if callable(position):  # a loader of this package
-        own: dict[str, Any] | None = position()
-        return own
+        return position()
     return shared_position(loader, loader.state_dict()) if has_shared_order(loader) else None
 
 

@@ -218,8 +218,7 @@ class Positions:
     def _index(self, dims: int, samples: int, positions: int) -> torch.Tensor:
         shape = [1] * dims
         shape[samples], shape[positions] = self.kept.shape
-        kept = self.kept.t() if samples > positions else self.kept
-        return kept.reshape(shape)
+        return (self.kept.t() if samples > positions else self.kept).reshape(shape)
 
     def _along(self, tensor: torch.Tensor, samples: int, positions: int) -> torch.Tensor:
         if self.is_shared:

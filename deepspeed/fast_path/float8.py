@@ -186,8 +186,7 @@ def use_float8(model: nn.Module, section: Float8) -> None:
 
 def _names_of(model: Any) -> Mapping[str, str]:
     """Maps beginnings of names in a pipeline to those in the Transformers model that it was made of; else nothing."""
-    names: Mapping[str, str] = model.names_in_transformers() if getattr(model, "is_pipeline", False) else {}
-    return names
+    return model.names_in_transformers() if getattr(model, "is_pipeline", False) else {}
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -191,8 +191,7 @@ class _FusedCausalLoss:
         pending: _LabelState | None = self._head.__dict__["_fused_labels"]
         if pending is None or pending.total is None:
             more.update(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
-            found: torch.Tensor = self._whole(logits=logits, labels=labels, vocab_size=vocab_size, **more)
-            return found
+            return self._whole(logits=logits, labels=labels, vocab_size=vocab_size, **more)
         if not self._is_checked:  # once: on a device it waits for the forward
             pending.check(logits, type(self._head).__name__)
             self._is_checked = True

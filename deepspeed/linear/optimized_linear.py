@@ -135,8 +135,7 @@ class LoRAOptimizedLinear(nn.Module):
 
         If it is sharded, gather it first.
         """
-        weight: torch.Tensor = self.weight
-        return weight
+        return self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps ``[..., input_dim]`` to ``[..., output_dim]``.

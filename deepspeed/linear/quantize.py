@@ -224,6 +224,4 @@ def wrap_part(module: nn.Module, part: QuantizedLinear) -> nn.Module:
     """Returns the replacement of ``module``: ``part``, in a tensor-parallel layer if ``module`` is one."""
     if isinstance(module, ColumnLinear):
         return QuantizedColumn(part, module.tensor_cut)
-    if isinstance(module, RowLinear):
-        return QuantizedRow(part, module.tensor_cut)
-    return part
+    return QuantizedRow(part, module.tensor_cut) if isinstance(module, RowLinear) else part

@@ -27,8 +27,7 @@ def takes_attention_by_name(model: Any) -> bool:
 
 def attention_name(config: Any) -> str | None:
     """Returns the name of the implementation that a configuration has; None where it has none."""
-    found: str | None = getattr(config, "_attn_implementation", None)
-    return found
+    return getattr(config, "_attn_implementation", None)
 
 
 def names_attention(config: Any) -> bool:
@@ -73,8 +72,7 @@ def interface_of(name: str, layer: nn.Module) -> Callable[..., Any]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if name in ALL_ATTENTION_FUNCTIONS:
-        found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
-        return found
+        return ALL_ATTENTION_FUNCTIONS[name]
     own = [getattr(sys.modules.get(base.__module__), "eager_attention_forward", None) for base in type(layer).__mro__]
     eager = next((function for function in own if function is not None), None)
     if eager is None:

@@ -80,8 +80,7 @@ def losses_of_logits(logits: torch.Tensor, labels: torch.Tensor, *, ignore_index
 
 def token_losses_of(head: Any) -> Callable[..., torch.Tensor]:
     """Returns the function that computes the losses of a head's logits, called as :func:`losses_of_logits`."""
-    found: Callable[..., torch.Tensor] = getattr(head, "token_losses", losses_of_logits)
-    return found
+    return getattr(head, "token_losses", losses_of_logits)
 
 
 def use_token_losses(head: Any, losses: Callable[..., torch.Tensor]) -> None:
@@ -117,8 +116,7 @@ def is_library_loss(function: Callable[..., Any]) -> bool:
 
 def loss_function_of(model: Any) -> Callable[..., torch.Tensor]:
     """Returns the function that :func:`use_loss_function` replaces."""
-    function: Callable[..., torch.Tensor] = model.loss_function
-    return function
+    return model.loss_function
 
 
 def use_loss_function(model: Any, loss_function: Callable[..., torch.Tensor]) -> None:

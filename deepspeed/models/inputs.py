@@ -52,8 +52,7 @@ def small_inputs(model: nn.Module, rows: int, length: int) -> dict[str, Any] | N
 
 def main_input_of(model: Any, otherwise: str | None = None) -> str | None:
     """Returns the name of a model's first input, such as "input_ids"; ``otherwise`` where it has no name."""
-    found: str | None = getattr(model, "main_input_name", otherwise)
-    return found
+    return getattr(model, "main_input_name", otherwise)
 
 
 def image_shape_of(config: Any) -> tuple[int, ...] | None:

@@ -81,8 +81,7 @@ def whole_mask(*, attention_mask: torch.Tensor | None, mask_function: Any, **kwa
     from transformers.masking_utils import sdpa_mask
 
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    found: torch.Tensor | None = sdpa_mask(attention_mask=attention_mask, mask_function=mask_function, **kwargs)
-    return found
+    return sdpa_mask(attention_mask=attention_mask, mask_function=mask_function, **kwargs)
 
 
 def mask_of_implementation(name: str, **kwargs: Any) -> Any:

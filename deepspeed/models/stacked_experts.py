@@ -172,7 +172,6 @@ def _between(module: Any, has_gate: bool) -> Any:
 
     def apply_gate(gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_and_up(module, gate_up)
-        result: torch.Tensor = module.act_fn(gate) * up
-        return result
+        return module.act_fn(gate) * up
 
     return apply_gate

@@ -50,8 +50,7 @@ class StoredTensors:
         """Returns the name of a tensor in a file after the rules that rename, before those that merge."""
         from transformers.core_model_loading import apply_renamings
 
-        name: str = apply_renamings(key, self._renamings)
-        return name
+        return apply_renamings(key, self._renamings)
 
     def target(self, key: str) -> tuple[str, str | None] | None:
         """Returns the name of the model's tensor for one in a file, and the matched pattern; None if there is none."""

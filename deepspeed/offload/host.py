@@ -200,8 +200,7 @@ class HostUpdate(UpdateStrategy):
         if out is None or chunk.master.writes_out_in_place:
             return super()._out(chunk)
         nbytes = chunk.numel * out.element_size()
-        buffer = self._free_staging(nbytes)
-        return buffer[:nbytes].view(out.dtype)
+        return self._free_staging(nbytes)[:nbytes].view(out.dtype)
 
     def _free_staging(self, nbytes: int) -> torch.Tensor:
         """Returns a buffer of bytes whose last copy is complete."""

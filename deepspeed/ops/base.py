@@ -22,7 +22,15 @@ class KeepsStateDtypes(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads like torch, but keeps the dtype of saved fp32 state, which torch casts to the parameter's."""
         torchs(super().load_state_dict)(state_dict)
-        keep_saved_dtypes(self, state_dict)
+        # Torch casts floating states to the dtype of the parameter: state tensors get their saved dtype back.
+        saved_ids = [saved for group in state_dict["param_groups"] for saved in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for saved_id, param in zip(saved_ids, params, strict=True):
+            for name, value in state_dict["state"].get(saved_id, {}).items():
+                if not isinstance(value, Tensor) or name == "step":
+                    continue
+                if self.state[param][name].dtype != value.dtype:
+                    self.state[param][name] = value.detach().to(device=param.device, copy=True)
 
 
 class ElementwiseOptimizer(FlatByRule, KeepsStateDtypes):
@@ -121,18 +129,6 @@ def update_group(
         params, grads, states_of_each = (list(column) for column in zip(*members, strict=True))
         kernel = rule.kernel(group, steps[key], params[0].device)
         kernel(params, grads, [list(column) for column in zip(*states_of_each, strict=True)])
-
-
-def keep_saved_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Restores the dtype of state tensors that torch's ``load_state_dict`` changed to the parameter's."""
-    saved_ids = [saved for group in state_dict["param_groups"] for saved in group["params"]]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for saved_id, param in zip(saved_ids, params, strict=True):
-        for name, value in state_dict["state"].get(saved_id, {}).items():
-            if not isinstance(value, Tensor) or name == "step":
-                continue
-            if optimizer.state[param][name].dtype != value.dtype:
-                optimizer.state[param][name] = value.detach().to(device=param.device, copy=True)
 
 
 def check_supported(optimizer: torch.optim.Optimizer, param: Tensor) -> None:

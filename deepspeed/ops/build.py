@@ -102,8 +102,7 @@ def build_optimizer(
 
 def _choose(name: str, arguments: dict[str, Any], offload: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Returns the class for a name, and the arguments without those that select the class."""
-    known = {spelt.lower(): spelt for spelt in (*_OWN_NAMES, *_MISSING)}
-    spelt = known.get(name.lower(), name)
+    spelt = {spelt.lower(): spelt for spelt in (*_OWN_NAMES, *_MISSING)}.get(name.lower(), name)
     if spelt in _MISSING:
         raise NotYetSupportedError(f"optimizer.type: {spelt} is not available here; use {_MISSING[spelt]}")
     if spelt in ("Adam", "AdamW"):

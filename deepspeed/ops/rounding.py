@@ -64,8 +64,7 @@ class ElementRounding:
             narrow.copy_(wide)
             return
         is_bf16 = narrow.dtype is torch.bfloat16
-        base = wide.view(torch.int32) if is_bf16 else None
-        noise = self._noise(role, start, wide, base)
+        noise = self._noise(role, start, wide, wide.view(torch.int32) if is_bf16 else None)
         # bf16 is the upper half of fp32: noise is added to the lower half, which is cut off.
         rounded = noise.bitwise_and_(-(1 << 16)).view(torch.float32) if is_bf16 else _to_fp16(wide, noise)
         # Adding noise to a NaN could overflow into its sign bit. On the host, checking for NaN first is cheaper; on a

@@ -93,8 +93,7 @@ def cut_log_probs(
     Returns:
         fp32 ``[rows, k]``, the same on all ranks.
     """
-    found: torch.Tensor = _LogSoftmax.apply(logits, ids, channel, low, logits.shape[-1] if columns is None else columns)
-    return found
+    return _LogSoftmax.apply(logits, ids, channel, low, logits.shape[-1] if columns is None else columns)
 
 
 def cut_cross_entropy(

@@ -292,9 +292,7 @@ class ThroughputTimer:
     def avg_samples_per_sec(self) -> float:
         """Returns the samples per second of all whole steps since ``start_step``; minus infinity before the first."""
         steps, seconds = self.global_step_count - self.start_step, self.total_elapsed_time - self.step_elapsed_time
-        if steps <= 0 or seconds <= 0:
-            return float("-inf")
-        return self.batch_size * steps / seconds
+        return float("-inf") if steps <= 0 or seconds <= 0 else self.batch_size * steps / seconds
 
 
 _GIB = 2**30

@@ -263,8 +263,7 @@ def _last_start(file: BinaryIO, size: int) -> Line:
         for text in reversed(lines if begin else [first, *lines]):
             if text.startswith(b'{"kind": "start"'):
                 with contextlib.suppress(ValueError):  # of a rank that was killed while it wrote
-                    line: Line = json.loads(text)
-                    return line
+                    return json.loads(text)
         rest, end = first, begin
     raise LookupError("the file has no line of a start")
 

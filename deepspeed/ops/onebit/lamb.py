@@ -296,8 +296,7 @@ class _FrozenUpdate:
         direction = self.state["exp_avg"].view(-1) / self._denominator()
         direction.add_(self._weights(), alpha=self.group["weight_decay"])
         multiply_blocks(direction, factors)
-        weights = self._weights().sub(direction, alpha=float(lr))
-        self.param.copy_(weights.view_as(self.param))
+        self.param.copy_(self._weights().sub(direction, alpha=float(lr)).view_as(self.param))
 
     def _denominator(self) -> Tensor:
         return frozen_root(self.state["exp_avg_sq"].view(-1)).add_(self.group["eps"])

@@ -281,8 +281,7 @@ class Int4Groups(PackedFormat):
         if x.device.type != "cpu" or x.dtype != torch.bfloat16 or not _kernel_reads_it():
             return None
         packed = codes.view(-1, codes.shape[1] // 2)
-        product: torch.Tensor = torch._weight_int4pack_mm_for_cpu(x, packed, self.group_size, scales.to(x.dtype))
-        return product
+        return torch._weight_int4pack_mm_for_cpu(x, packed, self.group_size, scales.to(x.dtype))
 
 
 def _nearest(groups: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
@@ -386,8 +385,7 @@ class Int8Rows(PackedFormat):
         """
         if x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.shape[1] % _VECTOR:
             return None
-        product: torch.Tensor = torch._weight_int8pack_mm(x, codes, scales.to(x.dtype))
-        return product
+        return torch._weight_int8pack_mm(x, codes, scales.to(x.dtype))
 
     @override
     def rows(self, codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

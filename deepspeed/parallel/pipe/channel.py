@@ -523,5 +523,4 @@ class StageChannels:
 
 def connect_stages(job: Job, mesh: Mesh, device: torch.device) -> StageChannels:
     """Returns the channels of this rank's stage, whose model is on ``device``. Every rank of the job must call it."""
-    made: StageChannels = job.make(StageChannels, job, mesh, device)
-    return made
+    return job.make(StageChannels, job, mesh, device)

@@ -243,8 +243,7 @@ class PipelineModule(StageLayers):
         layer: Any = self.forward_funcs[self.fwd_map[str(last)]]
         if self.transformers_model is None:
             return output_head(layer)
-        found: nn.Module = (layer.args[0] if isinstance(layer, functools.partial) else layer).part
-        return found
+        return (layer.args[0] if isinstance(layer, functools.partial) else layer).part
 
     def run_of_blocks(self) -> range:
         """Returns the numbers of the repeated blocks: the longest run of layers of one class, on whatever stages."""

@@ -102,16 +102,12 @@ def _weights(expression: str, names: Sequence[str]) -> list[float]:
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
     """Returns the parts whose weights differ little; none is empty, though many layers may weigh nothing."""
     bounds = partition_balanced(weights, parts)
-    return without_empty(bounds, len(weights))
-
-
-def without_empty(bounds: list[int], layers: int) -> list[int]:
-    """Returns the bounds moved as little as needed, so that every part has a layer."""
+    # Bounds are moved as little as needed, so that every part has a layer.
     moved = list(bounds)
     for part in range(1, len(moved) - 1):
         moved[part] = max(moved[part], moved[part - 1] + 1)
     for part in range(len(moved) - 2, 0, -1):
-        moved[part] = min(moved[part], layers - (len(moved) - 1 - part))
+        moved[part] = min(moved[part], len(weights) - (len(moved) - 1 - part))
     return moved
 
 

@@ -322,8 +322,7 @@ class _FirstLayers(nn.Module):
         self._records_routers = records_routers
 
         def child(name: str) -> nn.Module:
-            made: nn.Module = nn.Identity() if name in elsewhere else part.inside(name).get()
-            return made
+            return nn.Identity() if name in elsewhere else part.inside(name).get()
 
         self.__dict__["_recording"] = recording = Recording(part.original(), blocks, child)
         self.part = recording.decoder

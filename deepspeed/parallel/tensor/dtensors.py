@@ -47,10 +47,9 @@ class _ParameterPlacement:
     def place(self, local: torch.Tensor) -> torch.Tensor:
         """Returns the local tensor as a ``DTensor``; the gradient of a replicated parameter is the whole gradient."""
         dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor
-        placed: torch.Tensor = dtensor.from_local(
+        return dtensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
-        return placed
 
 
 def adopt_dtensors(job: Job, model: nn.Module, mesh: Mesh, device: torch.device) -> dict[int, nn.Parameter]:

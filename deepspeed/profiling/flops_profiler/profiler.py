@@ -175,8 +175,7 @@ def get_model_profile(
     Raises:
         ValueError: ``mode`` is unknown or not a method of the model, or there is no input.
     """
-    calls = {"forward": model, "generate": getattr(model, "generate", None)}
-    call = calls.get(mode)
+    call = {"forward": model, "generate": getattr(model, "generate", None)}.get(mode)
     if call is None:
         raise ValueError(f"get_model_profile(mode={mode!r}): expected 'forward', or 'generate' of a model that has it")
     if input_shape is None and not args and not kwargs:
