@@ -1,16 +1,16 @@
-"""The interface of an accelerator.
+"""The interface of an accelerator, and its implementation for devices whose torch module is like ``torch.cuda``.
 
-A subclass implements it for one kind of device; methods with a body here are the default for all. An index is the
-number of a device in this process (after the visible-device variable); None is the current device. Memory is in bytes.
+Other kinds of devices override methods. An index is the number of a device in this process (after the visible-device
+variable); None is the current device. Memory is in bytes.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +25,7 @@ def _typed_tensor(dtype: torch.dtype, kind: str) -> property:
     return property(lambda device: device._tensor_type(dtype), doc=f"Builds {kind} tensor on this device from data.")
 
 
-class DeepSpeedAccelerator(ABC):
+class DeepSpeedAccelerator:
     """One kind of device.
 
     Constructing an accelerator starts no device context; the first call that needs the device does.
@@ -44,44 +44,57 @@ class DeepSpeedAccelerator(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r})"
 
+    @property
+    def _module(self) -> ModuleType:
+        return torch.get_device_module(self._name)
+
+    def _call(self, function: str, *args: Any) -> Any:
+        found = getattr(self._module, function, None)
+        if found is None:
+            raise NotYetSupportedError(
+                f"torch.{self._name} of torch {torch.__version__} has no {function}(); use a torch that has it"
+            )
+        return found(*args)
+
     # --- device -----------------------------------------------------------------------------------------------------
 
     def device_name(self, index: Index = None) -> str:
         """Returns the device string: ``"cuda"`` without an index, ``"cuda:1"`` with one (an int or its text)."""
         return self._name if index is None else f"{self._name}:{index}"
 
-    @abstractmethod
     def device(self, index: Index = None) -> AbstractContextManager[Any]:
         """Returns a context in which ``index`` is the current device."""
+        return self._call("device", index)
 
-    @abstractmethod
     def set_device(self, index: int) -> None:
         """Makes ``index`` the current device of this process."""
+        self._call("set_device", index)
+        self._has_set_device = True
 
     @property
     def has_set_device(self) -> bool:
         """Whether :meth:`set_device` was called in this process; False where there is only one device."""
         return self._has_set_device
 
-    @abstractmethod
     def current_device(self) -> int:
         """Returns the number of the current device."""
+        return int(self._call("current_device"))
 
     def current_device_name(self) -> str:
         """Returns the device string of the current device, with its number."""
         return self.device_name(self.current_device())
 
-    @abstractmethod
     def device_count(self) -> int:
         """Returns the number of devices of this kind that this process sees."""
+        return int(self._call("device_count"))
 
-    @abstractmethod
     def synchronize(self, index: Index = None) -> None:
         """Blocks until all work queued on the device is done."""
+        self._call("synchronize", index)
 
-    @abstractmethod
     def is_available(self) -> bool:
         """Returns whether at least one device of this kind can be used."""
+        return bool(self._call("is_available"))
 
     @property
     def computes_in_host_memory(self) -> bool:
@@ -106,94 +119,100 @@ class DeepSpeedAccelerator(ABC):
         """Returns the module ``torch.random``."""
         return torch.random
 
-    @abstractmethod
     def manual_seed(self, seed: int) -> None:
         """Seeds the generator of the current device."""
+        self._call("manual_seed", seed)
 
-    @abstractmethod
     def manual_seed_all(self, seed: int) -> None:
         """Seeds the generators of all devices that this process sees."""
+        self._call("manual_seed_all", seed)
 
-    @abstractmethod
     def initial_seed(self) -> int:
         """Returns the seed that the current device's generator started from."""
+        return int(self._call("initial_seed"))
 
-    @abstractmethod
     def get_rng_state(self, index: Index = None) -> torch.Tensor:
         """Returns the generator's state, a uint8 tensor on the host."""
+        return self._call("get_rng_state", *self._index_arguments(index))
 
-    @abstractmethod
+    def _index_arguments(self, index: Index) -> tuple[Any, ...]:
+        """Returns the index as arguments, none for the current device: two functions do not accept None."""
+        return () if index is None else (self.device_name(index),)
+
     def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
         """Restores the state that :meth:`get_rng_state` returned, a 1-D uint8 tensor."""
+        self._call("set_rng_state", state, *self._index_arguments(index))
 
-    @abstractmethod
     def default_generator(self, index: int) -> torch.Generator:
-        """Returns the generator that operations on device ``index`` draw from."""
+        """Returns the generator of device ``index``; starts the device context, which creates the generators."""
+        self._call("init")
+        return self._module.default_generators[index]
 
     # --- streams ----------------------------------------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def Stream(self) -> Any:
         """The stream class."""
+        return self._module.Stream
 
     @property
-    @abstractmethod
     def Event(self) -> Any:
         """The event class."""
+        return self._module.Event
 
-    @abstractmethod
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Returns a context in which work is queued on ``stream``."""
+        return self._call("stream", stream)
 
-    @abstractmethod
     def current_stream(self, index: Index = None) -> Any:
         """Returns the current stream."""
+        return self._call("current_stream", index)
 
-    @abstractmethod
     def default_stream(self, index: Index = None) -> Any:
         """Returns the device's default stream."""
+        return self._call("default_stream", index)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def empty_cache(self) -> None:
         """Returns cached, unused device memory to the system."""
+        self._call("empty_cache")
 
-    @abstractmethod
     def memory_allocated(self, index: Index = None) -> int:
         """Returns the bytes of all live tensors; on the CPU the resident memory of this process."""
+        return int(self._call("memory_allocated", index))
 
-    @abstractmethod
     def max_memory_allocated(self, index: Index = None) -> int:
         """Returns the peak of :meth:`memory_allocated` since the start or the last reset."""
+        return int(self._call("max_memory_allocated", index))
 
-    @abstractmethod
     def memory_reserved(self, index: Index = None) -> int:
         """Returns the bytes that the allocator holds, cached blocks included."""
+        return int(self._call("memory_reserved", index))
 
-    @abstractmethod
     def max_memory_reserved(self, index: Index = None) -> int:
         """Returns the peak of :meth:`memory_reserved` since the start or the last reset."""
+        return int(self._call("max_memory_reserved", index))
 
-    @abstractmethod
     def memory_stats(self, index: Index = None) -> dict[str, Any]:
         """Returns the allocator's figures.
 
         At least ``allocated_bytes.all.current`` and ``allocated_bytes.all.peak``.
         """
+        return dict(self._call("memory_stats", index))
 
-    @abstractmethod
     def reset_peak_memory_stats(self, index: Index = None) -> None:
         """Resets the peaks to the current values."""
+        self._call("reset_peak_memory_stats", index)
 
-    @abstractmethod
     def total_memory(self, index: Index = None) -> int:
         """Returns the size of the device's memory; on the CPU the RAM that this process may use."""
+        return int(self._call("mem_get_info", index)[1])
 
-    @abstractmethod
     def available_memory(self, index: Index = None) -> int:
-        """Returns the bytes that could still be allocated."""
+        """Returns the bytes that could still be allocated: those that are free or that the allocator holds unused."""
+        unused = self.memory_reserved(index) - self.memory_allocated(index)
+        return int(self._call("mem_get_info", index)[0]) + unused
 
     def memory_cached(self, index: Index = None) -> int:
         """Returns the same as :meth:`memory_reserved`, under its older name."""
@@ -213,17 +232,21 @@ class DeepSpeedAccelerator(ABC):
 
     # --- types ------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def is_fp16_supported(self) -> bool:
-        """Returns whether training in fp16 works on this device."""
+        """Returns whether training in fp16 works on this device; on the CPU it does, other than upstream."""
+        return True
 
-    @abstractmethod
     def is_bf16_supported(self) -> bool:
-        """Returns whether training in bf16 works on this device, regardless of its speed."""
+        """Returns whether training in bf16 works on this device, regardless of its speed.
 
-    @abstractmethod
+        It does unless torch's device module reports the opposite.
+        """
+        query = getattr(self._module, "is_bf16_supported", None)
+        return True if query is None else bool(query())
+
     def is_fp64_supported(self) -> bool:
-        """Returns whether the device has fp64 arithmetic."""
+        """Returns whether the device has fp64, by its properties (some Intel GPUs do not); True if not listed."""
+        return bool(getattr(self._call("get_device_properties"), "has_fp64", True))
 
     def emulates(self, dtype: torch.dtype) -> bool:
         """Returns whether the device emulates ``dtype`` for lack of instructions: correct, but many times slower."""
@@ -313,15 +336,15 @@ class DeepSpeedAccelerator(ABC):
         """Returns whether memory stays bounded when work is queued faster than the device executes it."""
         return self.is_synchronized_device()
 
-    def range_push(self, msg: str, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - a device may have no profiler ranges
+    def range_push(self, msg: str, *args: Any, **kwargs: Any) -> None:
         """Opens a range in the device's profiler; does nothing where it has none."""
 
-    def range_pop(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - see range_push
+    def range_pop(self, *args: Any, **kwargs: Any) -> None:
         """Closes the range that was opened last."""
 
     def lazy_call(self, fn: Callable[[], Any]) -> None:
-        """Calls ``fn`` once the device context exists; by default immediately."""
-        fn()
+        """Calls ``fn`` once the device context exists; immediately where torch's module has no queue of calls."""
+        getattr(self._module, "_lazy_call", lambda call: call())(fn)
 
     def is_triton_supported(self) -> bool:
         """Returns whether Triton kernels run on this device."""

@@ -127,10 +127,6 @@ class CPUAccelerator(SingleDeviceAccelerator):
         """Returns the RAM that can still be allocated, in bytes."""
         return host_memory.available_bytes()
 
-    def is_fp16_supported(self) -> bool:
-        """Returns True: fp16 trains on the CPU too (upstream: False)."""
-        return True
-
     def is_bf16_supported(self) -> bool:
         """Returns True: bf16 computes correctly on any CPU. ``cpu_has_bf16()`` returns whether it is fast."""
         return True

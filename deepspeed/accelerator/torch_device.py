@@ -1,20 +1,14 @@
-"""Accelerators for any device that torch has a module for (``torch.xpu``, ``torch.npu``, ``torch.mlu``, ...).
-
-These modules must have the interface of ``torch.cuda``; :class:`TorchDeviceAccelerator` uses this common part.
-"""
+"""Accelerators for any device that torch has a module for (``torch.xpu``, ``torch.npu``, ``torch.mlu``, ...)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from deepspeed.accelerator.base import DeepSpeedAccelerator, Index, SingleDeviceAccelerator
-from deepspeed.errors import NotYetSupportedError
 
 # Backend for process groups, visible-device variables and exported prefixes, per device type.
 _FACTS: dict[str, tuple[str, list[str], list[str]]] = {
@@ -36,158 +30,12 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         self._visible: list[str] = visible
         self._exports: list[str] = exports
 
-    @property
-    def _module(self) -> ModuleType:
-        return torch.get_device_module(self._name)
-
-    def _call(self, function: str, *args: Any) -> Any:
-        found = getattr(self._module, function, None)
-        if found is None:
-            raise NotYetSupportedError(
-                f"torch.{self._name} of torch {torch.__version__} has no {function}(); use a torch that has it"
-            )
-        return found(*args)
-
-    @override
-    def device(self, index: Index = None) -> AbstractContextManager[Any]:
-        return self._call("device", index)
-
-    def set_device(self, index: int) -> None:
-        """Makes ``index`` the current device."""
-        self._call("set_device", index)
-        self._has_set_device = True
-
-    @override
-    def current_device(self) -> int:
-        return int(self._call("current_device"))
-
-    def device_count(self) -> int:
-        """Returns how many devices this process sees."""
-        return int(self._call("device_count"))
-
-    def synchronize(self, index: Index = None) -> None:
-        """Blocks until the device is idle."""
-        self._call("synchronize", index)
-
-    def is_available(self) -> bool:
-        """Returns whether torch sees at least one device."""
-        return bool(self._call("is_available"))
-
-    def manual_seed(self, seed: int) -> None:
-        """Seeds the current device."""
-        self._call("manual_seed", seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Seeds all devices."""
-        self._call("manual_seed_all", seed)
-
-    def initial_seed(self) -> int:
-        """Returns the seed that the current device started from."""
-        return int(self._call("initial_seed"))
-
-    def get_rng_state(self, index: Index = None) -> torch.Tensor:
-        """Returns the generator's state."""
-        return self._call("get_rng_state", *self._index_arguments(index))
-
-    def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
-        """Restores a generator's state, a 1-D uint8 tensor."""
-        self._call("set_rng_state", state, *self._index_arguments(index))
-
-    def _index_arguments(self, index: Index) -> tuple[Any, ...]:
-        """Returns the index as arguments, none for the current device: two functions do not accept None."""
-        return () if index is None else (self.device_name(index),)
-
-    def default_generator(self, index: int) -> torch.Generator:
-        """Returns the generator of device ``index``; starts the device context, which creates the generators."""
-        self._call("init")
-        return self._module.default_generators[index]
-
-    @property
-    def Stream(self) -> Any:
-        """The module's stream class."""
-        return self._module.Stream
-
-    @property
-    def Event(self) -> Any:
-        """The module's event class."""
-        return self._module.Event
-
-    @override
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        return self._call("stream", stream)
-
-    def current_stream(self, index: Index = None) -> Any:
-        """Returns the stream that work is queued on now."""
-        return self._call("current_stream", index)
-
-    @override
-    def default_stream(self, index: Index = None) -> Any:
-        return self._call("default_stream", index)
-
-    def empty_cache(self) -> None:
-        """Returns cached memory to the system."""
-        self._call("empty_cache")
-
-    def memory_allocated(self, index: Index = None) -> int:
-        """Returns the bytes in tensors."""
-        return int(self._call("memory_allocated", index))
-
-    def max_memory_allocated(self, index: Index = None) -> int:
-        """Returns the peak bytes in tensors."""
-        return int(self._call("max_memory_allocated", index))
-
-    def memory_reserved(self, index: Index = None) -> int:
-        """Returns the bytes that the allocator holds."""
-        return int(self._call("memory_reserved", index))
-
-    def max_memory_reserved(self, index: Index = None) -> int:
-        """Returns the peak bytes that the allocator held."""
-        return int(self._call("max_memory_reserved", index))
-
-    def memory_stats(self, index: Index = None) -> dict[str, Any]:
-        """Returns the allocator's figures."""
-        return dict(self._call("memory_stats", index))
-
-    @override
-    def reset_peak_memory_stats(self, index: Index = None) -> None:
-        self._call("reset_peak_memory_stats", index)
-
-    def total_memory(self, index: Index = None) -> int:
-        """Returns the bytes that the device has."""
-        return int(self._call("mem_get_info", index)[1])
-
-    def available_memory(self, index: Index = None) -> int:
-        """Returns the bytes that the driver has free, plus those that the allocator holds unused."""
-        unused = self.memory_reserved(index) - self.memory_allocated(index)
-        return int(self._call("mem_get_info", index)[0]) + unused
-
-    def is_fp16_supported(self) -> bool:
-        """Returns True: every device of this kind has fp16."""
-        return True
-
-    def is_bf16_supported(self) -> bool:
-        """Returns whether torch's device module reports bf16; True if it has no such function."""
-        query = getattr(self._module, "is_bf16_supported", None)
-        return True if query is None else bool(query())
-
-    def is_fp64_supported(self) -> bool:
-        """Returns whether the device has fp64, by its properties (some Intel GPUs do not); True if not listed."""
-        return bool(getattr(self._call("get_device_properties"), "has_fp64", True))
-
-    def lazy_call(self, fn: Callable[[], Any]) -> None:
-        """Calls ``fn`` once the device context exists."""
-        queue = getattr(self._module, "_lazy_call", None)
-        if queue is None:
-            fn()
-        else:
-            queue(fn)
-
     @override
     def export_envs(self) -> list[str]:
         return list(self._exports)
 
+    @override
     def visible_devices_envs(self) -> list[str]:
-        """Returns the variables that select devices."""
         return list(self._visible)
 
 
@@ -361,10 +209,6 @@ class MPSAccelerator(SingleDeviceAccelerator):
     def available_memory(self, index: Index = None) -> int:
         """Returns the free part of :meth:`total_memory`."""
         return max(0, self.total_memory() - self.memory_reserved())
-
-    def is_fp16_supported(self) -> bool:
-        """Returns True."""
-        return True
 
     def is_bf16_supported(self) -> bool:
         """Returns whether the system is macOS 14 or newer, where MPS has bf16."""

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from inspect import getsource, isfunction
 from types import SimpleNamespace
 
 import pytest
@@ -85,10 +86,12 @@ def test_set_accelerator(monkeypatch):
         set_accelerator("cpu")
 
 
-@pytest.mark.parametrize("kind", [CPUAccelerator, CUDAAccelerator, MPSAccelerator])
-def test_every_kind_is_complete(kind):
-    assert not kind.__abstractmethods__
-    assert issubclass(kind, DeepSpeedAccelerator)
+@pytest.mark.parametrize("kind", [CPUAccelerator, MPSAccelerator])
+def test_kinds_unlike_cuda_override_what_calls_its_functions(kind):
+    members = {name: getattr(value, "fget", value) for name, value in vars(DeepSpeedAccelerator).items()}
+    calls = [name for name, value in members.items() if isfunction(value) and "self._call(" in getsource(value)]
+    assert len(calls) > 20
+    assert [name for name in calls if getattr(kind, name) is getattr(DeepSpeedAccelerator, name)] == []
 
 
 def test_a_module_without_a_function_raises(monkeypatch):
