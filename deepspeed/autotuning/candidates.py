@@ -42,52 +42,37 @@ class BatchLimits:
     most: int = 1024  # largest micro-batch
 
 
+@dataclass(frozen=True)
 class CandidateSpace:
-    """The candidates of one configuration.
+    """The candidates of one configuration."""
 
-    Args:
-        choices: Candidates by path; an empty list leaves a key open.
-        micro_batches: Allowed micro-batch sizes; None: all that divide the batch.
-        offloads: Whether the device has memory of its own, so that offloading to the host saves some.
-    """
-
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        choices: Mapping[str, Sequence[Any]],
-        limits: BatchLimits,
-        ranks: int,
-        micro_batches: Sequence[int] | None = None,
-        *,
-        offloads: bool,
-    ) -> None:
-        self._config, self._choices, self._limits, self._ranks = config, choices, limits, ranks
-        self._micro_batches, self._offloads = micro_batches, offloads
-
-    @property
-    def total(self) -> int:
-        """Samples of an update, over all ranks."""
-        return self._limits.total
+    config: Mapping[str, Any]
+    choices: Mapping[str, Sequence[Any]]  # candidates by path; an empty list leaves a key open
+    limits: BatchLimits
+    ranks: int
+    allowed: Sequence[int] | None  # micro-batch sizes; None: all that divide the batch
+    # whether the device has memory of its own, so that offloading to the host saves some
+    offloads: bool
 
     def _is_open(self, path: str) -> bool:
-        return path in self._choices or get(self._config, path) is None
+        return path in self.choices or get(self.config, path) is None
 
     def settings(self) -> list[CandidateGroup]:
         """Returns the groups that are planned first."""
-        listed = [path for path, values in self._choices.items() if values and path not in (MICRO, TOTAL, STAGE)]
+        listed = [path for path, values in self.choices.items() if values and path not in (MICRO, TOTAL, STAGE)]
         found = []
         for stage in self._stages():
-            for values in product(*(self._choices[path] for path in listed)):
+            for values in product(*(self.choices[path] for path in listed)):
                 changes = dict(zip(listed, values, strict=True))
                 words = [f"{_DEGREES.get(path, path.rpartition('.')[2])}{value}" for path, value in changes.items()]
                 found.append(CandidateGroup(stage, {STAGE: stage, **changes}, tuple(words)))
         return found
 
     def _stages(self) -> list[int]:
-        listed = self._choices.get(STAGE)
+        listed = self.choices.get(STAGE)
         if listed:
             return [int(stage) for stage in listed]
-        given = get(self._config, STAGE)
+        given = get(self.config, STAGE)
         return [0, 1, 2, 3] if listed is not None or given is None else [int(given)]
 
     def relieved(self, setting: CandidateGroup) -> list[CandidateGroup]:
@@ -95,7 +80,7 @@ class CandidateSpace:
         found = []
         if self._is_open(BLOCKS):
             found.append(setting.plus("recompute", {BLOCKS: True}))
-        if self._offloads and setting.stage > 0 and self._is_open(OFFLOAD_OPTIMIZER):
+        if self.offloads and setting.stage > 0 and self._is_open(OFFLOAD_OPTIMIZER):
             changes: Changes = {OFFLOAD_OPTIMIZER: {"device": "cpu"}}
             if setting.stage == 3 and self._is_open(OFFLOAD_PARAM):
                 changes[OFFLOAD_PARAM] = {"device": "cpu"}
@@ -114,10 +99,9 @@ class CandidateSpace:
     def micro_batches(self, setting: CandidateGroup) -> list[int]:
         """Returns the micro-batch sizes of a group, largest first; DeepSpeedConfigError where there are none."""
         own = self._samples_of_rank(setting)
-        allowed = self._micro_batches or self._choices.get(MICRO) or range(1, own + 1)
-        limits = self._limits
-        found = [micro for micro in sorted(set(allowed), reverse=True) if own % micro == 0]
-        found = [micro for micro in found if limits.least <= micro <= limits.most]
+        allowed = self.allowed or self.choices.get(MICRO) or range(1, own + 1)
+        sizes = range(self.limits.least, self.limits.most + 1)
+        found = [micro for micro in sorted(set(allowed), reverse=True) if own % micro == 0 and micro in sizes]
         if not found:
             raise DeepSpeedConfigError(
                 f"{MICRO}: none of the micro-batch sizes to try divides the {own} samples of a rank's update; "
@@ -128,7 +112,7 @@ class CandidateSpace:
     def changes(self, setting: CandidateGroup, micro: int) -> Changes:
         """Returns a candidate as its differences from the user's configuration."""
         accumulation = self.accumulation(setting, micro)
-        return {**setting.changes, TOTAL: self._limits.total, MICRO: micro, ACCUMULATION: accumulation}
+        return {**setting.changes, TOTAL: self.limits.total, MICRO: micro, ACCUMULATION: accumulation}
 
     def accumulation(self, setting: CandidateGroup, micro: int) -> int:
         """Returns the number of micro-batches per update and rank."""
@@ -141,14 +125,14 @@ class CandidateSpace:
 
     def _samples_of_rank(self, setting: CandidateGroup) -> int:
         shared = [
-            max(int(setting.changes.get(path, get(self._config, path)) or 1), 1)
+            max(int(setting.changes.get(path, get(self.config, path)) or 1), 1)
             for path in ("tensor_parallel.autotp_size", "sequence_parallel_size")
         ]
-        ranks = max(self._ranks // (shared[0] * shared[1]), 1)
-        own, rest = divmod(self._limits.total, ranks)
+        ranks = max(self.ranks // (shared[0] * shared[1]), 1)
+        own, rest = divmod(self.limits.total, ranks)
         if rest or not own:
             raise DeepSpeedConfigError(
-                f"{TOTAL}={self._limits.total}: expected a multiple of the {ranks} data-parallel ranks; change "
+                f"{TOTAL}={self.limits.total}: expected a multiple of the {ranks} data-parallel ranks; change "
                 "the batch or the number of ranks"
             )
         return own

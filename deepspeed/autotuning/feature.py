@@ -284,7 +284,7 @@ class TuningHooks(EngineHooks):
         wall, inside, planner.machine, ratio, planners = measured
         if comm.get_rank() >= planners:
             return
-        planner.outside = max(wall - inside, 0.0) * space.total / before[TOTAL]
+        planner.outside = max(wall - inside, 0.0) * space.limits.total / before[TOTAL]
         rows = planner.plan_all(space, settings[comm.get_rank() :: planners], refine=refine)
         facts = {
             "rows": rows,

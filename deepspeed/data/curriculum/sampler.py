@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -235,28 +236,16 @@ def _read(config: Mapping[str, Any] | DataEfficiency) -> DataEfficiency:
     return section
 
 
+@dataclass(frozen=True, eq=False)
 class MetricOrder:
-    """Orders the samples of a dataset by one metric, easiest first.
+    """Orders the samples of a dataset by one metric, easiest first."""
 
-    Args:
-        values: The distinct values of the metric, ascending, 1-D; None: difficulties are percentiles.
-        ends: For each value, the number of samples with it or a lower one.
-        max_difficulty: The percentile that stands for all samples; None: difficulties are values of the metric.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        samples: NDArray[Any],
-        values: NDArray[Any] | None,
-        ends: NDArray[numpy.int64],
-        max_difficulty: int | None = None,
-    ) -> None:
-        self.name = name
-        self.samples = samples
-        self._values = values
-        self._ends = ends
-        self._max = max_difficulty
+    name: str  # name of the metric
+    samples: NDArray[Any]
+    values: NDArray[Any] | None  # its distinct values, ascending, 1-D; None: difficulties are percentiles
+    ends: NDArray[numpy.int64]  # for each value, the number of samples with it or a lower one
+    # the percentile that stands for all samples; None: difficulties are values of the metric
+    max_difficulty: int | None = None
 
     @classmethod
     def read(
@@ -286,20 +275,21 @@ class MetricOrder:
 
     def allowed(self, difficulty: int) -> int:
         """Returns the number of samples, from the easiest on, that a difficulty allows."""
-        if self._max is not None:
-            per_percentile = len(self.samples) // self._max
-            return len(self.samples) if difficulty >= self._max else per_percentile * difficulty
-        assert self._values is not None
-        rows = int(numpy.searchsorted(self._values, difficulty, side="right"))
-        return int(self._ends[rows - 1]) if rows else 0
+        if self.max_difficulty is not None:
+            per_percentile = len(self.samples) // self.max_difficulty
+            return len(self.samples) if difficulty >= self.max_difficulty else per_percentile * difficulty
+        assert self.values is not None
+        rows = int(numpy.searchsorted(self.values, difficulty, side="right"))
+        return int(self.ends[rows - 1]) if rows else 0
 
     def least(self) -> str:
         """Returns the lowest difficulty that allows a sample, for messages."""
-        if self._max is not None and len(self.samples) < self._max:
-            return f"percentile {self._max}, since {len(self.samples)} samples are too few for {self._max} percentiles"
-        if self._values is None:
+        most = self.max_difficulty
+        if most is not None and len(self.samples) < most:
+            return f"percentile {most}, since {len(self.samples)} samples are too few for {most} percentiles"
+        if self.values is None:
             return "percentile 1"
-        return str(self._values[0]) if len(self._values) else "none, as the index is empty"
+        return str(self.values[0]) if len(self.values) else "none, as the index is empty"
 
 
 class Clusters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,7 @@ since the latest exchange, and the sum at the latest message, to which the error
 hold them, so they keep their spelling."""
 
 
+@dataclass(frozen=True)
 class ZeroOneRule(UpdateRule):
     """The steps of 0/1 Adam. The meaning of the gradient argument depends on the step.
 
@@ -33,55 +35,39 @@ class ZeroOneRule(UpdateRule):
     The weights are always ``anchor - moved / (sqrt(v) + eps)``. The anchor is the weights of all ranks at their latest
     synchronization; weight decay shrinks it. If movements are bounded, the quotient is clamped to what Adam could have
     moved in these steps, as are the movements that are sent later (``zero.onebit.bucket_momentum``).
-
-    Args:
-        takes_mean: Whether the step gets the mean gradient.
-        comes_together: Whether ranks synchronize in this step.
-        updates: Number of updates, this one included.
-        of_variance: Number of those that updated the variance.
-        is_bounded: Whether movements are clamped.
     """
+
+    phase: Phase
+    takes_mean: bool  # whether the step gets the mean gradient
+    comes_together: bool  # whether ranks synchronize in this step
+    updates: int  # number of updates, this one included
+    of_variance: int  # number of those that updated the variance
+    is_bounded: bool  # whether movements are clamped
 
     # Not fused: the denominator would need a temporary copy of every tensor.
     starts: ClassVar = {"exp_avg": 0.0, "exp_avg_sq": 0.0, "moved": 0.0, "anchor": 0.0}
 
-    def __init__(
-        self,
-        phase: Phase,
-        *,
-        takes_mean: bool,
-        comes_together: bool,
-        updates: int,
-        of_variance: int,
-        is_bounded: bool,
-    ) -> None:
-        self._phase = phase
-        self._takes_mean = takes_mean
-        self._is_bounded = is_bounded
-        self._comes_together = comes_together
-        self._updates, self._of_variance = updates, of_variance
-
     @override
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        if self._takes_mean:
+        if self.takes_mean:
             return self._mean_kernel(group, device)
         lr = float(group["lr"])
         shrink = 1 - lr * float(group["weight_decay"])
         beta1, total = float(group["betas"][0]), float(group.get(LR_EXCHANGED) or 1.0)
-        first = 1 - beta1**self._updates if group["bias_correction"] else 1.0
-        farthest = farthest_of(group, self._of_variance) if self._is_bounded else math.inf
+        first = 1 - beta1**self.updates if group["bias_correction"] else 1.0
+        farthest = farthest_of(group, self.of_variance) if self.is_bounded else math.inf
 
         def update(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]]) -> None:
             for param, grad, exp_avg, exp_avg_sq, moved, anchor in zip(params, grads, *states, strict=True):
                 denominator = scratch("one-bit", param.numel(), param.dtype, param.device)
-                denominator_of(exp_avg_sq, group, self._of_variance, out=denominator)
-                if self._phase is Phase.MOMENTUM:
+                denominator_of(exp_avg_sq, group, self.of_variance, out=denominator)
+                if self.phase is Phase.MOMENTUM:
                     exp_avg.copy_(grad)
                     param.mul_(shrink).addcdiv_(exp_avg, denominator, value=-lr / first)
                     anchor.copy_(param)
                     continue
                 anchor.mul_(shrink)
-                if self._comes_together:
+                if self.comes_together:
                     torch.div(grad, total, out=exp_avg)
                     anchor.addcdiv_(grad, denominator, value=-1)
                     moved.zero_()
@@ -94,22 +80,22 @@ class ZeroOneRule(UpdateRule):
         return update
 
     def _mean_kernel(self, group: dict[str, Any], device: torch.device) -> Kernel:
-        adamw = AdamRule(decoupled=True).kernel(group, self._updates, device)
+        adamw = AdamRule(decoupled=True).kernel(group, self.updates, device)
         lr = float(group["lr"])
         shrink = 1 - lr * float(group["weight_decay"])
         beta1, beta2 = group["betas"]
-        first = 1 - beta1**self._updates if group["bias_correction"] else 1.0
+        first = 1 - beta1**self.updates if group["bias_correction"] else 1.0
 
         def update(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]]) -> None:
             exp_avgs, exp_avg_sqs, _, anchors = states
-            if self._updates == self._of_variance:
+            if self.updates == self.of_variance:
                 adamw(params, grads, [exp_avgs, exp_avg_sqs])
             else:  # the bias corrections differ, and elements without any gradient may have a momentum from codes
                 for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
                     exp_avg.lerp_(grad, 1 - beta1)
                     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
                     denominator = scratch("one-bit", param.numel(), param.dtype, param.device)
-                    denominator_of(exp_avg_sq, group, self._of_variance, out=denominator)
+                    denominator_of(exp_avg_sq, group, self.of_variance, out=denominator)
                     param.mul_(shrink).addcdiv_(exp_avg, denominator, value=-lr / first)
             for param, anchor in zip(params, anchors, strict=True):
                 anchor.copy_(param)
