@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -67,11 +67,11 @@ def _collect_master(found: RankCheckpoint, bucket: Bucket, number: int, master: 
     flat = master.flat[lower - base : upper - base]
     if lower == upper:
         return
-    found.runs[MASTER].append(BucketRun(number, lower, upper, (flat,)))
+    found.runs[MASTER].append(BucketRun(number, lower, upper, (flat,), flat.dtype))
     if master.out is not None:
         out = master.out[lower - base : upper - base]
         if not _is_rounded(out, flat):
-            found.runs[COMPUTE].append(BucketRun(number, lower, upper, (out,)))
+            found.runs[COMPUTE].append(BucketRun(number, lower, upper, (out,), out.dtype))
 
 
 def _is_rounded(out: torch.Tensor, flat: torch.Tensor) -> bool:
@@ -96,7 +96,8 @@ def _collect_compute(found: RankCheckpoint, bucket: Bucket, number: int, kept: l
         wanted = [(max(start, lower), min(start + tile.numel, upper)) for tile, start, keep in tiles if keep]
         intervals = [(first, last) for first, last in wanted if first < last]
     for first, last in intervals:
-        found.runs[COMPUTE].append(BucketRun(number, first, last, (values[first - lower : last - lower],)))
+        part = values[first - lower : last - lower]
+        found.runs[COMPUTE].append(BucketRun(number, first, last, (part,), part.dtype))
 
 
 def _collect_state(
@@ -116,7 +117,7 @@ def _collect_state(
             first, last = max(start, lower), min(start + flat.numel(), upper)
             if first < last:
                 part = flat[first - start : last - start]
-                found.runs[optimizer_kind(key)].append(BucketRun(number, first, last, (part,)))
+                found.runs[optimizer_kind(key)].append(BucketRun(number, first, last, (part,), part.dtype))
         elif isinstance(value, torch.Tensor) and value.numel() > 1 and len(names) > 1:
             raise CheckpointError(
                 f"the optimizer keeps a state {key!r} of shape {tuple(value.shape)} for {len(names)} parameters "
@@ -139,7 +140,7 @@ def _joined(runs: Iterable[BucketRun]) -> Iterable[BucketRun]:
     last: BucketRun | None = None
     for part in runs:
         if last is not None and (last.bucket, last.stop, last.dtype) == (part.bucket, part.start, part.dtype):
-            last = BucketRun(last.bucket, last.start, part.stop, (*last.values, *part.values))
+            last = replace(last, stop=part.stop, values=(*last.values, *part.values))
             continue
         if last is not None:
             yield last

@@ -14,7 +14,6 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.checkpoint.source import CheckpointSource, TrainingState, Wanted
 from deepspeed.checkpoint.upstream import UpstreamSource
 from deepspeed.checkpoint.upstream.universal import write_universal
-from deepspeed.checkpoint.writer import FileWriter
+from deepspeed.checkpoint.writer import BucketRun, FileWriter
 from deepspeed.errors import CheckpointError
 from deepspeed.release import VERSION
 from deepspeed.zero.tiling.layout import BucketLayout, bucket_layout
@@ -183,25 +182,13 @@ _BUCKET_NUMEL = 500_000_000
 _DROPPED = ("module", "frozen_param_fragments", "optimizer")
 
 
-@dataclass(frozen=True)
-class _Parameter:
-    source: CheckpointSource
-    kind: str
-    name: str
-    bucket: int
-    start: int
-    stop: int
-    dtype: torch.dtype
-
-    @property
-    def values(self) -> Iterator[torch.Tensor]:
-        """Yields the elements in order, as 1-D contiguous tensors; called once."""
-        numel = self.stop - self.start
-        for first in range(0, numel, _PART_NUMEL):
-            last = min(first + _PART_NUMEL, numel)
-            part = torch.empty(last - first, dtype=self.dtype)
-            self.source.read(Wanted(self.kind, self.name, first, last), part)
-            yield part
+def _parts_of(source: CheckpointSource, wanted: Wanted, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yields the elements ``wanted`` in order, as 1-D contiguous tensors."""
+    for first in range(wanted.start, wanted.stop, _PART_NUMEL):
+        last = min(first + _PART_NUMEL, wanted.stop)
+        part = torch.empty(last - first, dtype=dtype)
+        source.read(wanted._replace(start=first, stop=last), part)
+        yield part
 
 
 def convert(source: CheckpointSource, state: TrainingState, root: Path, tag: str, version: str) -> Path:
@@ -265,13 +252,14 @@ def _layout(source: CheckpointSource, state: TrainingState) -> tuple[BucketLayou
 def _write(
     source: CheckpointSource, state: TrainingState, folder: Path, buckets: tuple[BucketLayout, ...]
 ) -> list[SavedFile]:
-    by_kind: dict[str, list[_Parameter]] = {}
+    by_kind: dict[str, list[BucketRun]] = {}
     for bucket in buckets:
         for tile, start in zip(bucket.tiles, bucket.starts, strict=True):
             for kind, dtype in source.parameters[tile.name].kinds.items():
                 if tile.numel:
-                    entry = _Parameter(source, kind, tile.name, bucket.index, start, start + tile.numel, dtype)
-                    by_kind.setdefault(kind, []).append(entry)
+                    parts = _parts_of(source, Wanted(kind, tile.name, 0, tile.numel), dtype)
+                    run = BucketRun(bucket.index, start, start + tile.numel, parts, dtype)
+                    by_kind.setdefault(kind, []).append(run)
     with FileWriter(folder) as writer:
         files = [
             writer.write_runs(names.data_file(0, kind, number), kind, entries)

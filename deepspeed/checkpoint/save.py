@@ -35,7 +35,7 @@ from deepspeed.checkpoint.param_groups import RankGroups, merge_groups
 from deepspeed.checkpoint.private import private_tensors
 from deepspeed.checkpoint.roster import Roster, roster
 from deepspeed.checkpoint.run_state import RunState
-from deepspeed.checkpoint.writer import BucketRun, FileWriter, SavePace, SaveProgress, lower_priority
+from deepspeed.checkpoint.writer import FileWriter, SavePace, SaveProgress, lower_priority
 from deepspeed.comm.job.axis import Axis
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist, log_dist_once, logger
@@ -262,9 +262,7 @@ def _copy_to_host(job: _Job, host: HostCopy) -> None:
     parts = [part for runs in job.collected.runs.values() for s in runs for part in s.values]
     copies = iter(host.take([*parts, *(values for _, values in (*job.buffers, *job.private))]))
     for kind, runs in job.collected.runs.items():
-        job.collected.runs[kind] = [
-            BucketRun(s.bucket, s.start, s.stop, tuple(next(copies) for _ in s.values)) for s in runs
-        ]
+        job.collected.runs[kind] = [replace(run, values=tuple(next(copies) for _ in run.values)) for run in runs]
     job.buffers = [(name, next(copies)) for name, _ in job.buffers]
     job.private = [(name, next(copies)) for name, _ in job.private]
 

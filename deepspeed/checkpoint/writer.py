@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -39,12 +38,8 @@ class BucketRun:
     bucket: int  # index of the bucket
     start: int  # first element
     stop: int  # one past the last
-    values: tuple[torch.Tensor, ...]  # the elements, in order: 1-D contiguous tensors of one dtype, on any device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the elements."""
-        return self.values[0].dtype
+    values: Iterable[torch.Tensor]  # yields the elements in order, as 1-D contiguous tensors on any device
+    dtype: torch.dtype  # their dtype
 
 
 class ChunkedStream:
@@ -146,35 +141,6 @@ class SaveProgress:
         )  # fmt: skip
 
 
-class WritableRun(Protocol):
-    """Defines the interface of runs that are written like a :class:`BucketRun` and read from memory only then."""
-
-    @property
-    def bucket(self) -> int:
-        """Index of the bucket."""
-        ...
-
-    @property
-    def start(self) -> int:
-        """First element."""
-        ...
-
-    @property
-    def stop(self) -> int:
-        """One past the last."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the elements."""
-        ...
-
-    @property
-    def values(self) -> Iterable[torch.Tensor]:
-        """Yields the elements in order, as 1-D contiguous tensors; called once."""
-        ...
-
-
 @dataclass(frozen=True)
 class FileTensor:
     """One tensor of a file that is being written."""
@@ -214,7 +180,7 @@ class FileWriter:
             for synced in self._syncing:
                 synced.result()
 
-    def write_runs(self, name: str, kind: str, runs: Sequence[WritableRun]) -> SavedFile:
+    def write_runs(self, name: str, kind: str, runs: Sequence[BucketRun]) -> SavedFile:
         """Writes runs of buckets; each becomes a 1-D tensor named ``<bucket>:<start>``."""
         entries = [FileTensor(f"{s.bucket}:{s.start}", s.dtype, (s.stop - s.start,), s.values) for s in runs]
         offsets, size, checksums = self._write(name, entries)

@@ -213,7 +213,7 @@ def test_memory_stays_within_two_tensors_or_a_shard(kind, shard, tmp_path):
     values = torch.ones(numel)
     with FileWriter(folder) as writer:
         record = writer.write_runs(
-            "rank00000-master.safetensors", MASTER, [BucketRun(0, 0, layout.numel, (values,) * count)]
+            "rank00000-master.safetensors", MASTER, [BucketRun(0, 0, layout.numel, (values,) * count, values.dtype)]
         )
     (folder / MANIFEST).write_bytes(Manifest((layout,), (record,), {"tag": "big"}).encode())
     (tmp_path / LATEST).write_text("big")

@@ -47,7 +47,9 @@ def write(folder: Path, coordinates: list[list[Tile]], wholes: dict[str, torch.T
             for rank in range(ranks if layout.numel else 0):
                 low, high = layout.slice_bounds(rank)
                 name = f"rank{number:05d}-{rank}.safetensors"
-                files.append(writer.write_runs(name, MASTER, [BucketRun(number, low, high, (flat[low:high],))]))
+                files.append(
+                    writer.write_runs(name, MASTER, [BucketRun(number, low, high, (flat[low:high],), flat.dtype)])
+                )
     (folder / "manifest.json").write_bytes(Manifest(tuple(buckets), tuple(files), facts or {}).encode())
 
 
