@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import getdoc
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -17,6 +18,7 @@ def forwarded(collaborator: str, method: Callable[Concatenate[Any, P], R]) -> Ca
     def forward(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         return method(getattr(self, collaborator), *args, **kwargs)
 
+    forward.__doc__ = getdoc(method)  # also that of the method which it overrides
     return forward
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from deepspeed.axes import PIPE
 from deepspeed.comm.job import backward_comm
@@ -24,6 +25,7 @@ from deepspeed.engine.reminders import paired_roots
 from deepspeed.engine.train_step import TrainStep
 from deepspeed.errors import CommunicationError, DivergenceError, PipelineError
 from deepspeed.parallel.pipe.data import DataAgreement, DataError, DataFeed, agree_on_data, parts_of
+from deepspeed.parallel.pipe.interpreter import StageCompute
 from deepspeed.parallel.pipe.split import backward_to_inputs
 from deepspeed.parallel.pipe.stage_layers import StageLayers, split_losses
 from deepspeed.parallel.pipe.values import detached, shapes_of
@@ -32,8 +34,8 @@ from deepspeed.zero.runtime import MicroBatch, ModelChunk
 _NO_ITEM = (None, None)  # placeholder for stages without data
 
 
-class PipelineCompute:
-    """Computes the chunks of one pipeline stage. Implements ``StageCompute`` for the interpreter.
+class PipelineCompute(StageCompute):
+    """Computes the chunks of one pipeline stage.
 
     Args:
         reduces_each: Reduce after every micro-batch (stage 3); otherwise gradients are summed on this rank and reduced
@@ -106,11 +108,8 @@ class PipelineCompute:
                 self._everybody, self._mesh, self._rank, feed, count, call, needs_labels=needs_labels
             )
 
+    @override
     def own_items(self) -> list[Any]:
-        """Returns this rank's pairs ``(inputs, labels)`` of the step.
-
-        Placeholders or fewer pairs if its data ran out.
-        """
         if self._agreed is None:  # the program runs a schedule of its own
             self.get_ready("_exec_schedule", self._batches.gradient_accumulation_steps(), "train")
         items: list[Any] = []
@@ -120,12 +119,12 @@ class PipelineCompute:
         self._has_all_items = self.feed.has_any and len(items) == self._count
         return items
 
-    def may_begin(self) -> bool:
-        """Returns whether this stage may compute before :meth:`agree`: each stage is one rank, with all its items."""
+    @override
+    def may_begin(self) -> bool:  # each stage is one rank, with all its items
         return self._module.num_stages == self._mesh.world_size and self._has_all_items
 
+    @override
     def agree(self) -> bool:
-        """Waits until all ranks have confirmed their items; returns whether the first stage sends the labels."""
         assert self._agreed is not None
         agreed, self._agreed = self._agreed, None
         found = agreed()
@@ -135,12 +134,12 @@ class PipelineCompute:
 
     # -- computations ------------------------------------------------------------------------------------------------
 
+    @override
     def begin_step(self, backwards: Mapping[int, int]) -> None:
-        """Sets the number of weight backwards of each chunk in the step; a chunk's last one reduces."""
-        self._backwards_left = Counter(backwards)
+        self._backwards_left = Counter(backwards)  # a chunk's last one reduces
 
+    @override
     def compute_forward(self, chunk: int, micro_batch: int, inputs: Any, labels: Any) -> Any:
-        """Runs a chunk and returns its outputs; of the last chunk in training, the loss."""
         module = self._module
         module.active_chunk = chunk
         try:
@@ -181,6 +180,7 @@ class PipelineCompute:
             module.failed_at = f"loss_fn {name}, outputs {shapes_of(outputs)}, labels {shapes_of(labels)}"
             raise
 
+    @override
     def compute_backward(
         self,
         chunk: int,
@@ -188,15 +188,8 @@ class PipelineCompute:
         outputs: list[torch.Tensor],
         gradients: list[Any] | None,
         *,
-        closes: bool = True,
+        closes: bool = True,  # whether no weight gradients of this micro-batch are computed later
     ) -> None:
-        """Computes the gradients of a chunk's inputs and weights.
-
-        Args:
-            outputs: What the forward returned and what needs a gradient, of any shape.
-            gradients: For each output one of its shape, or None for one without; None: ``outputs`` is the loss.
-            closes: Whether no weight gradients of this micro-batch are computed later.
-        """
         current = self._micro_batch(chunk, micro_batch, closes=closes)
         self._check_loss(outputs, gradients, micro_batch)
         if not outputs:
@@ -207,6 +200,7 @@ class PipelineCompute:
             elif any(gradient is not None for gradient in gradients):
                 self._step.backward(outputs, gradients, current)
 
+    @override
     def compute_input_gradients(
         self,
         chunk: int,
@@ -215,13 +209,6 @@ class PipelineCompute:
         gradients: list[Any] | None,
         inputs: list[torch.Tensor],
     ) -> Any:
-        """Computes the gradients of a chunk's ``inputs``; returns what :meth:`compute_weight_gradients` needs.
-
-        Args:
-            outputs: What the forward returned and what needs a gradient, of any shape.
-            gradients: For each output one of its shape, or None for one without; None: ``outputs`` is the loss.
-            inputs: Leaves, of any shape; their gradients are accumulated in ``.grad``.
-        """
         self._check_loss(outputs, gradients, micro_batch)
         if not outputs or not inputs:
             return outputs, gradients  # no stage waits for gradients: everything is computed with the weights
@@ -246,8 +233,8 @@ class PipelineCompute:
             self._step.counts.add(count)
         return work
 
+    @override
     def compute_weight_gradients(self, chunk: int, micro_batch: int, work: Any) -> None:
-        """Computes the gradients of a chunk's weights from what :meth:`compute_input_gradients` returned."""
         if isinstance(work, tuple):
             self.compute_backward(chunk, micro_batch, *work)
             return

@@ -77,7 +77,7 @@ class StageCompute(Protocol):
         gradients: list[Any] | None,
         inputs: list[torch.Tensor],
     ) -> Any:
-        """Computes the gradients of a chunk's ``inputs`` (those that need one, of any shape).
+        """Accumulates the gradients of a chunk's ``inputs`` (leaves that need one, of any shape) in their ``grad``.
 
         Returns what the gradients of its weights need. The other arguments are as of :meth:`compute_backward`.
         """
