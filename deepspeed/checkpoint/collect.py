@@ -80,7 +80,7 @@ def _is_rounded(out: torch.Tensor, flat: torch.Tensor) -> bool:
         rounded = flat[start : start + _COMPARED_NUMEL].to(out.dtype)
         part = out[start : start + _COMPARED_NUMEL].to(rounded.device)
         # the widest dtype is fastest
-        bits = torch.int64 if part.numel() * part.element_size() % 8 == 0 else torch.uint8
+        bits = torch.int64 if part.nbytes % 8 == 0 else torch.uint8
         if not torch.equal(rounded.view(bits), part.view(bits)):
             return False
     return True

@@ -28,7 +28,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     The caller must keep the tensor alive. Does not use numpy: torch never resizes a storage that numpy has seen, and
     flat buffers of sharded parameters are freed by resizing.
     """
-    nbytes = tensor.numel() * tensor.element_size()
+    nbytes = tensor.nbytes
     if nbytes == 0:
         return memoryview(b"")
     assert tensor.is_contiguous() and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())

@@ -426,7 +426,7 @@ class HostCopy:
         for number, tensor in enumerate(tensors):
             if tensor.device.type != "cpu" and tensor.numel():
                 places[number] = size
-                size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+                size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._buffer is None or self._buffer.numel() != size:
             self._buffer = None  # before the next one is taken
             self._buffer = page_buffer(size, pin=may_pin(True)) if size else None
@@ -434,7 +434,7 @@ class HostCopy:
         for number, tensor in enumerate(tensors):
             if number in places:
                 assert self._buffer is not None
-                start, nbytes = places[number], tensor.numel() * tensor.element_size()
+                start, nbytes = places[number], tensor.nbytes
                 held = self._buffer[start : start + nbytes].view(tensor.dtype).view(tensor.shape)
             else:
                 held = torch.empty(tensor.shape, dtype=tensor.dtype)

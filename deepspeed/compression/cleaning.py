@@ -110,7 +110,7 @@ def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, pack
             quantizer.is_acting = True
             module.register_forward_pre_hook(_round_input, with_kwargs=True)
         report.lines[name] = _line(module, techniques, stored[name])
-    report.bytes_after = sum(_size(each) for each in (*model.parameters(), *model.buffers()))
+    report.bytes_after = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     model.__dict__.pop("compression_section", None)
     model.__dict__["compression_report"] = report
     for name, line in report.lines.items():
@@ -145,7 +145,7 @@ def _plain_bytes(model: nn.Module, layers: list[tuple[str, nn.Module, Techniques
         added |= {id(value) for name, value in (*module._parameters.items(), *module._buffers.items()) if name in own}
         for extra in (INPUT, SNIP_SCORES):
             added |= {id(value) for value in (getattr(module, extra, None) or nn.Module()).buffers()}
-    return sum(_size(each) for each in (*model.parameters(), *model.buffers()) if id(each) not in added)
+    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if id(each) not in added)
 
 
 def _bake(module: Any, techniques: Techniques, baked: dict[int, nn.Parameter]) -> QuantizationLevels | None:
@@ -240,10 +240,6 @@ def _line(module: Any, techniques: Techniques, stored: int | str) -> str:
     if techniques.prunings:
         parts.append(f"pruned ({', '.join(techniques.prunings)}), {zeros:.3f} of the remaining weights are zero")
     return ", ".join(parts)
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "n_kv_heads")
@@ -389,4 +385,4 @@ def own_parameters(model: nn.Module) -> None:
 def _owns_its_storage(parameter: nn.Parameter) -> bool:
     if address_of(parameter) is not None:
         return False
-    return parameter.is_meta or parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+    return parameter.is_meta or parameter.untyped_storage().nbytes() == parameter.nbytes

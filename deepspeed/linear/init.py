@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from types import TracebackType
 from typing import Any
 
@@ -78,10 +79,7 @@ def optimize_model(
             log_dist(quantize_model(model, bits=quant_config.q_bits, group_size=quant_config.group_size).line())
         return model
     model.requires_grad_(False)
-    users: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     count = 0
     aliases = names_of_modules(model)
     for name, module in list(model.named_modules()):

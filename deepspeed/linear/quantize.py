@@ -146,12 +146,12 @@ def _replace(
         return
     with torch.device("meta"):  # packing creates the parameters
         layer = QuantizedLinear(in_features, out_features, False, config, weight.dtype)
-    after = _size(layer.codes) + _size(layer.scales)
+    after = layer.codes.nbytes + layer.scales.nbytes
     with gather_for_packing(name, module, layer) as was_sharded:
         full = _weight_of(module) if was_sharded else weight
         assert full is not None, "the layer has a weight"
         error = float("nan") if full.is_meta else layer.pack(full)
-        before = _size(full)
+        before = full.nbytes
     layer.bias = cast("nn.Parameter | None", module.bias)
     layer.train(module.training)
     report.layers.append(QuantizedLayer(name, before, after, error))
@@ -175,11 +175,7 @@ def _weight_of(module: nn.Module) -> torch.Tensor | None:
 
 def _bytes_of(model: nn.Module) -> int:
     sizes = [prod(full_shape(parameter)) * parameter.element_size() for parameter in model.parameters()]
-    return sum(sizes) + sum(_size(buffer) for buffer in model.buffers())
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return sum(sizes) + sum(buffer.nbytes for buffer in model.buffers())
 
 
 class QuantizedColumn(nn.Module):

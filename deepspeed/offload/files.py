@@ -220,7 +220,7 @@ class FileMemory(Memory):
         if base in self._ahead:
             return
         if self._is_mapped:
-            self.file.expect(offset, tensor.numel() * tensor.element_size())
+            self.file.expect(offset, tensor.nbytes)
             return
         self._await_writes(base)
         buffer = self._free_buffer(wait=False)
@@ -228,7 +228,7 @@ class FileMemory(Memory):
             self._ahead[base] = (buffer, self._start_read(buffer, tensor, offset))
 
     def _start_read(self, buffer: torch.Tensor, tensor: torch.Tensor, offset: int) -> Transfer:
-        return self.file.read(buffer[: round_to_pages(tensor.numel() * tensor.element_size())], offset)
+        return self.file.read(buffer[: round_to_pages(tensor.nbytes)], offset)
 
     @override
     def read(self, source: torch.Tensor, target: torch.Tensor) -> Work:
@@ -244,7 +244,7 @@ class FileMemory(Memory):
             self._ahead[base] = (buffer, self._start_read(buffer, source, offset))
         buffer, transfer = self._ahead.pop(base)
         transfer.wait()
-        values = buffer[: source.numel() * source.element_size()].view(source.dtype)
+        values = buffer[: source.nbytes].view(source.dtype)
         copied = self._up.copy(target, values)
         if copied.is_done:
             self._free.append(buffer)
@@ -268,7 +268,7 @@ class FileMemory(Memory):
     @override
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
         base, offset = self.locate(target)
-        nbytes = target.numel() * target.element_size()
+        nbytes = target.nbytes
         end = (target.storage_offset() + target.numel()) * target.element_size()
         ends_tensor = end == target.untyped_storage().nbytes()
         self._drop_ahead(base)

@@ -286,7 +286,7 @@ class FileUpdate(HostUpdate):
         require_state(not target.transfers, self, "staging buffers without transfers")
         for buffer, tensor in zip(target.buffers, self._tensors_of(self._unread.popleft()).values(), strict=False):
             _, offset = self._memory.locate(tensor)
-            nbytes = round_to_pages(tensor.numel() * tensor.element_size())
+            nbytes = round_to_pages(tensor.nbytes)
             target.transfers.append(self._memory.file.read(buffer[:nbytes], offset))
         self._reading.append(target)
 
@@ -302,7 +302,7 @@ class FileUpdate(HostUpdate):
             self._read_ahead()
         operands = super().fetch(chunk)
         staged = {
-            key: buffer[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
+            key: buffer[: tensor.nbytes].view(tensor.dtype)
             for buffer, (key, tensor) in zip(current.buffers, self._tensors_of(chunk).items(), strict=False)
         }
         return Operands(staged.pop(""), operands.grad, staged, operands.out)
@@ -314,7 +314,7 @@ class FileUpdate(HostUpdate):
         assert current is not None
         for buffer, tensor in zip(current.buffers, self._tensors_of(chunk).values(), strict=False):
             _, offset = self._memory.locate(tensor)
-            nbytes = round_to_pages(tensor.numel() * tensor.element_size())
+            nbytes = round_to_pages(tensor.nbytes)
             current.transfers.append(self._memory.file.write(buffer[:nbytes], offset))
         self._writing.append(current)
         if not self._writes_behind:

@@ -224,21 +224,17 @@ def _counted(run: Callable[[Any], Any], value: Any, module: nn.Module | None) ->
     with _operations() as backward:
         if roots and wanted:
             torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
-    held = sum(_nbytes(tensor) for tensor in kept.values())
-    touched = held + sum(map(_nbytes, (*parameters, *made)))
+    held = sum(tensor.nbytes for tensor in kept.values())
+    touched = held + sum(tensor.nbytes for tensor in (*parameters, *made))
     time = forward.get_total_flops() / _OPERATIONS_PER_BYTE + touched
     back = backward.get_total_flops() / _OPERATIONS_PER_BYTE + 2.0 * touched if roots else 0.0
-    state = sum(_STATE_BYTES * p.numel() if p.requires_grad else _nbytes(p) for p in parameters)
+    state = sum(_STATE_BYTES * p.numel() if p.requires_grad else p.nbytes for p in parameters)
     following = map_tensors(outputs, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
     return LayerCost(time, back, back / 2 if trained else 0.0, state, held), following
 
 
 def _operations() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=OPERATIONS_OF_ATTENTION)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _storage(tensor: torch.Tensor) -> int:
