@@ -163,35 +163,25 @@ def take_partitions(
         for place in range(shared):
             named = shapes if shared == 1 else numbered_among_all(shapes, place)
             named = by_place(named, place) if _has_stacks(model) else named
-            _take_group(content, named, optim[place::shared], number, gap, f"{folder}, param group {number}")
+            where, ranks = f"{folder}, param group {number}", optim[place::shared]
+            tensors = [rank["single_partition_of_fp32_groups"][number] for rank in ranks]
+            fragments = stage_1_and_2(named, [t.numel() for t in tensors], gap, where)
+            for name, shape in named.items():
+                content.shapes[name] = tuple(shape)
+                content.put(MASTER, name, Values(tensors, fragments[name]))
+            states, scalars, _ = _group_state(ranks, number)
+            for state in states[0]:
+                slices = [rank[state] for rank in states]
+                held = stage_1_and_2(named, [p.numel() for p in slices], gap, where)
+                for name in named:
+                    content.put_state(state, name, Values(slices, held[name]))
+            if states[0] or scalars:
+                content.state.scalars.update({name: dict(scalars) for name in named})
             names += named
         trained |= set(names)
         content.state.param_groups.append(hyperparameters(group, names))
     content.frozen = set(content.shapes) - trained
     content.state.loss_scaler = scaler_state(optim[0])
-
-
-def _take_group(
-    content: CheckpointValues,
-    shapes: Shapes,
-    optim: list[dict[str, Any]],
-    number: int,
-    gaps: Sequence[int] | None,
-    where: str,
-) -> None:
-    tensors = [rank["single_partition_of_fp32_groups"][number] for rank in optim]
-    fragments = stage_1_and_2(shapes, [t.numel() for t in tensors], gaps, where)
-    for name, shape in shapes.items():
-        content.shapes[name] = tuple(shape)
-        content.put(MASTER, name, Values(tensors, fragments[name]))
-    states, scalars, _ = _group_state(optim, number)
-    for state in states[0]:
-        slices = [rank[state] for rank in states]
-        held = stage_1_and_2(shapes, [p.numel() for p in slices], gaps, where)
-        for name in shapes:
-            content.put_state(state, name, Values(slices, held[name]))
-    if states[0] or scalars:
-        content.state.scalars.update({name: dict(scalars) for name in shapes})
 
 
 def _group_state(

@@ -18,7 +18,7 @@ import torch
 
 from deepspeed.checkpoint.param_groups import join_groups
 from deepspeed.checkpoint.upstream.content import CheckpointValues
-from deepspeed.checkpoint.upstream.files import Files, find_layers, find_stages, load
+from deepspeed.checkpoint.upstream.files import find_layers, find_stages, load
 from deepspeed.checkpoint.upstream.partitioned import (
     check_ranks,
     take_module,
@@ -52,56 +52,45 @@ def read_pipeline(
             f"{folder}: there are model-states files of {len(stages)} ranks, which {len(layers)} tensor-parallel ranks "
             "of each stage cannot have written; copy the others too"
         )
-    read = [
-        _read_tensor_rank(folder, stages[rank :: len(layers)], held, trust, layer_names, trained)
-        for rank, held in enumerate(layers)
-    ]
-    return join_slices([content for content, _ in read], read[0][1], str(folder))
-
-
-def _read_tensor_rank(
-    folder: Path,
-    stages: Sequence[Files],
-    layers: Mapping[int, Path],
-    trust: bool,
-    layer_names: Mapping[int, str],
-    trained: Sequence[Sequence[str]],
-) -> tuple[CheckpointValues, Mapping[str, Any] | None]:
-    """Returns what one tensor-parallel rank of all stages saved, and its description of slices."""
-    content: CheckpointValues | None = None
-    buffers: set[str] = set()
-    info: Mapping[str, Any] | None = None
-    unsharded: list[Mapping[str, Any]] = []
-    for files in stages:
-        model = load(files.model[0], trust=trust)
-        info = info or model.get(INFO)
-        optim = [load(path, trust=trust)["optimizer_state_dict"] for path in files.optim]
-        stage = CheckpointValues(training_state(model))
-        buffers.update(model.get("buffer_names") or ())
-        if optim:
-            check_ranks(folder, files, optim)
-            take_partitions(folder, stage, {**model, "module": {}}, optim)
-        elif model.get("optimizer"):
-            unsharded.append(model["optimizer"])
-        if content is None:
-            content = stage
-        else:
-            _join(content, stage)
-    assert content is not None
-    content.state.model_states.pop("optimizer", None)
-    updated, beginnings = set(content.shapes), dict(layer_names)
-    for number, path in layers.items():
-        values = load(path, trust=trust)
-        begins = beginnings.setdefault(number, _beginning(content, number, values))
-        take_module(content, {begins + name: value for name, value in values.items()}, list(buffers))
-    in_order = [begins for _, begins in sorted(beginnings.items())]  # tied layers have one file
-    for state, names in zip(unsharded, _names_by_stage(unsharded, in_order, trained), strict=False):
-        part = CheckpointValues(training_state({}), dict(content.shapes))
-        take_unsharded(part, state, names)
-        _join(content, part)
-        updated.update(*names)
-    content.frozen = set(content.shapes) - updated if updated else set()
-    return content, info
+    read: list[CheckpointValues] = []
+    described: list[Mapping[str, Any] | None] = []  # how each tensor-parallel rank describes its slices
+    for rank, held in enumerate(layers):
+        content: CheckpointValues | None = None
+        buffers: set[str] = set()
+        info: Mapping[str, Any] | None = None
+        unsharded: list[Mapping[str, Any]] = []
+        for files in stages[rank :: len(layers)]:
+            model = load(files.model[0], trust=trust)
+            info = info or model.get(INFO)
+            optim = [load(path, trust=trust)["optimizer_state_dict"] for path in files.optim]
+            stage = CheckpointValues(training_state(model))
+            buffers.update(model.get("buffer_names") or ())
+            if optim:
+                check_ranks(folder, files, optim)
+                take_partitions(folder, stage, {**model, "module": {}}, optim)
+            elif model.get("optimizer"):
+                unsharded.append(model["optimizer"])
+            if content is None:
+                content = stage
+            else:
+                _join(content, stage)
+        assert content is not None
+        content.state.model_states.pop("optimizer", None)
+        updated, beginnings = set(content.shapes), dict(layer_names)
+        for number, path in held.items():
+            values = load(path, trust=trust)
+            begins = beginnings.setdefault(number, _beginning(content, number, values))
+            take_module(content, {begins + name: value for name, value in values.items()}, list(buffers))
+        in_order = [begins for _, begins in sorted(beginnings.items())]  # tied layers have one file
+        for state, names in zip(unsharded, _names_by_stage(unsharded, in_order, trained), strict=False):
+            part = CheckpointValues(training_state({}), dict(content.shapes))
+            take_unsharded(part, state, names)
+            _join(content, part)
+            updated.update(*names)
+        content.frozen = set(content.shapes) - updated if updated else set()
+        read.append(content)
+        described.append(info)
+    return join_slices(read, described[0], str(folder))
 
 
 def _names_by_stage(
