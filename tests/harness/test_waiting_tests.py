@@ -52,14 +52,28 @@ def test_the_last_worker_gets_the_waiting_tests_and_nothing_else(monkeypatch):
     names = _names(3, 20)
     scheduling, (first, second, last) = _scheduled(3, names, monkeypatch)
     assert [names[index] for index in last.tests] == [name for name in names if name.startswith(WAITING)]
-    assert last.shutting_down and sorted(first.tests + second.tests + last.tests) == list(range(23))
-    assert not scheduling.tests_finished
+    assert sorted(first.tests + second.tests + last.tests) == list(range(23))
     for index in list(last.tests):
+        assert last.shutting_down == (index == last.tests[-1]) and not scheduling.tests_finished
         scheduling.mark_test_complete(last, index)
     assert scheduling.remove_node(last) is None and len(last.tests) == 3
     for index in list(first.tests):  # it takes tests of the second one when it has none left
         scheduling.mark_test_complete(first, index)
     assert set(second.stolen) <= set(second.tests)
+
+
+def test_the_others_take_waiting_tests_when_theirs_are_done(monkeypatch):
+    scheduling, (first, second, last) = _scheduled(3, _names(9, 20), monkeypatch)
+    for index in range(10):
+        for worker in (first, second):
+            scheduling.mark_test_complete(worker, worker.tests[index])
+    assert last.stolen == last.tests[5:]
+    scheduling.remove_pending_tests_from_node(last, last.stolen)
+    assert {*first.tests[10:], *second.tests[10:]} == {*last.stolen}
+    for index in last.tests[:4]:
+        assert not last.shutting_down
+        scheduling.mark_test_complete(last, index)
+    assert last.shutting_down
 
 
 def test_a_waiting_test_that_kills_its_worker_is_named_and_the_others_run_the_rest(monkeypatch):
