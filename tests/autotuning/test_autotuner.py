@@ -100,6 +100,7 @@ def test_a_script_that_fails_is_quoted(tmp_path):
     assert not (tmp_path / "autotuning_results" / "ds_config_optimal.json").exists()
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_early_gets_advice(tmp_path):
     short = SCRIPT.replace("range(20 * engine.gradient_accumulation_steps())", "range(1)")
     code, text = tune(tmp_path, "--num_gpus=1", config=ADAM, script=short)
@@ -113,7 +114,11 @@ def test_an_exception_is_not_called_an_early_end(error, tmp_path, monkeypatch):
     hooks = TuningHooks(trial, None, None)
     monkeypatch.setattr(sys, "last_value", error, raising=False)  # as Python does for an exception that nobody caught
     hooks._end_early()
-    assert (tmp_path / "failure.json").exists() == (error is None)
+    failure = tmp_path / "failure.json"
+    assert failure.exists() == (error is None)
+    if error is None:
+        reason = json.loads(failure.read_text())["reason"]
+        assert reason.startswith("the script ended after 0 updates") and "let it train longer" in reason
     (tmp_path / "stderr.log").write_text("[rank 0] Traceback (most recent call last):\n[rank 0] ValueError: bad\n")
     assert reason_of(tmp_path, 1) == "ValueError: bad"
 
