@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -57,13 +58,15 @@ def attend_at_once(
         parts = [part.index_select(0, order) for part in parts]
     ends = _ends(lengths, query.device)
     sides = (-1 if window is None or not is_causal else window - 1, 0 if is_causal else -1)
-    found: torch.Tensor = varlen.varlen_attn(
-        *parts, ends, ends, max(lengths), max(lengths),
-        scale=scale, window_size=sides, enable_gqa=query.size(1) != key.size(1),
-    )  # fmt: skip
+    is_grouped, longest = query.size(1) != key.size(1), max(lengths)
+    query, key, value = parts
+    found: Any = varlen.varlen_attn(
+        query, key, value, ends, ends, longest, longest, scale=scale, window_size=sides, enable_gqa=is_grouped
+    )
     if order is not None:
         found = found.new_zeros(batch * tokens, heads, width).index_copy(0, order, found)
-    return found.view(batch, tokens, heads, width).transpose(1, 2)
+    attended: torch.Tensor = found.view(batch, tokens, heads, width).transpose(1, 2)
+    return attended
 
 
 def _order(row: PackedRow, device: torch.device) -> torch.Tensor:
