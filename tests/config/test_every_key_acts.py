@@ -14,8 +14,8 @@ from tests.config.support import nest, written
 from tests.config.test_every_key import leaves
 
 PACKAGE = Path(deepspeed.__file__).parent
-# Read inside the package deepspeed.config itself (compared with what is so, a degree); or a mere remark.
-COMPARED = {"data_types.param_dtype", "comment"}
+# A mere remark.
+COMPARED = {"comment"}
 # These have one value only, alone or beside the defaults of other keys.
 ONE_VALUE = {
     "expert_parallel.expert_tensor_parallel_size",
