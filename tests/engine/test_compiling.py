@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.pipe import PipelineModule
+from tests.ecosystem.support import forget_runs, on_cpu_ranks
 from tests.engine.support import WIDTH, engine_of, inputs, rank
 from tests.harness import on_ranks, run_ranks
 from tests.harness.toy_models import Layer, causal_model
@@ -173,3 +175,58 @@ def test_report_names_breaks_and_backends_may_be_dotted() -> None:
     assert report["graphs"] == 2 and len(report["breaks"]) == 1
     with pytest.raises(DeepSpeedConfigError, match=r"compile.backend='no.such': expected a backend"):
         engine.compile(backend="no.such")
+
+
+def _in_pipeline() -> None:
+    found = []
+    for enabled in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH), Layer(), Layer(), nn.Linear(WIDTH, 3)]
+        model = PipelineModule(layers, num_stages=2, loss_fn=lambda y, _: y.square().mean())
+        compiled = {"enabled": enabled, "backend": "aot_eager"}
+        engine = engine_of(model, 1, accumulation=2, compile=compiled)
+        batches = iter([(inputs(number), torch.zeros(2)) for number in range(6)])
+        found.append([float(engine.train_batch(batches)) for _ in range(3)])
+        report = engine.compile_report()
+        assert bool(report) == enabled
+        assert all(part == {"graphs": 1, "breaks": [], "recompilations": 0} for part in report.values()), report
+        engine.destroy()
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@on_cpu_ranks
+def _by_accelerate() -> None:
+    """Accelerate's switch, which ``torch_compile`` of Transformers' Trainer sets too."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    found = []
+    for backend in ("aot_eager", "no"):
+        torch._dynamo.reset()
+        forget_runs()
+        torch.manual_seed(0)
+        model = _Net()
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        accelerator = Accelerator(dynamo_backend=backend, deepspeed_plugin=plugin)
+        engine, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = []
+        for step in range(3):
+            loss = engine(inputs(step, rank()))
+            losses.append(loss.item())
+            accelerator.backward(loss)
+            optimizer.step()
+        found.append(losses)
+        report = engine.compile_report()
+        assert {*report} == ({"embedding", "layers.0", "head"} if backend != "no" else set())
+        assert all(part["graphs"] == 1 and not part["breaks"] for part in report.values()), report
+        engine.destroy()
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("body", [_in_pipeline, _by_accelerate])
+def test_other_doors_to_the_compiler(body: Any) -> None:
+    if body is _by_accelerate:
+        pytest.importorskip("accelerate")
+    run_ranks(body, 2)
