@@ -14,7 +14,7 @@ from tests.config.support import problems
 from tests.device.support import batch, engine_at, step
 from tests.harness import run_ranks
 from tests.harness.device import simulated_device
-from tests.offload.test_cells import assert_same, tiers_of
+from tests.offload.test_tiers import assert_same, tiers_of
 from tests.offload.training import config, train_each
 
 STREAMED = {"offload_optimizer": {"device": "cpu", "update": "device"}}
