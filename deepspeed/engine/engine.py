@@ -98,7 +98,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         self._compiling = EngineCompile(
             self.module, self._root.compile, gathers_between_graphs(parts.placement, parts.coordinates.zero_size)
         )
-        self._offloading = EngineOffload(parts)
+        self._offloading = EngineOffload(parts, self._progress)
         watch_other_optimizers()
         log_dist(summary(self._runtime, parts.placement, parts.coordinates, self._batches))
         steps = self.gradient_accumulation_steps()

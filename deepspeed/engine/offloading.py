@@ -16,6 +16,7 @@ from deepspeed.zero.runtime import ZeroRuntime
 
 if TYPE_CHECKING:
     from deepspeed.engine.parts import EngineParts
+    from deepspeed.engine.progress import ProgressLog
 
 
 class SleepReport:
@@ -39,8 +40,9 @@ class SleepReport:
 class EngineOffload:
     """Moves the states of one engine."""
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: EngineParts, progress: ProgressLog) -> None:
         self._parts = parts
+        self._progress = progress
 
     def offload_states(
         self,
@@ -98,11 +100,15 @@ class EngineOffload:
             raise ValueError(f"sleep(keep=...): expected kinds of {list(KINDS)}, found {unknown}; leave them out")
         before = self._device_bytes()
         self.offload_states([kind for kind in KINDS if kind not in kept])
-        return SleepReport(before - self._device_bytes(), self.wake)
+        freed = before - self._device_bytes()
+        self._progress.event("sleep", freed_bytes=freed)
+        return SleepReport(freed, self.wake)
 
     def wake(self) -> None:
         """Brings back what :meth:`sleep` moved, if anything."""
-        self.reload_states()
+        if self._parts.runtime.offloaded:
+            self.reload_states()
+            self._progress.event("wake")
 
     def _device_bytes(self) -> int:
         runtime = self._parts.runtime
