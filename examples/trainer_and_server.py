@@ -25,12 +25,19 @@ def log_probabilities(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Ten
     return logits[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 
+def hidden_states(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the output of each layer."""
+    with torch.no_grad():
+        return model(input_ids=tokens, output_hidden_states=True).hidden_states[1:]
+
+
 def main() -> None:
     """Trains, streams, compares."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--stage", type=int, default=3, help="ZeRO stage")
     parser.add_argument("--bf16", action="store_true", help="train in bf16")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--per-layer", action="store_true", help="print the greatest difference after each layer")
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -60,6 +67,11 @@ def main() -> None:
         if engine.global_rank == 0:
             gap = (log_probabilities(served, tokens) - trained).abs()
             print(f"step {step + 1}: {count} tensors, log-probability gap mean {gap.mean():.1e} max {gap.max():.1e}")
+        if arguments.per_layer:
+            states = hidden_states(engine, tokens)
+            if engine.global_rank == 0:
+                for layer, (own, theirs) in enumerate(zip(states, hidden_states(served, tokens), strict=True)):
+                    print(f"layer {layer} {(own.float() - theirs.float()).abs().max():.1e}")
 
 
 if __name__ == "__main__":
