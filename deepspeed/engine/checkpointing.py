@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from logging import WARNING
@@ -23,8 +24,10 @@ from deepspeed.checkpoint.export import (
 from deepspeed.checkpoint.load import LoadOptions, LoadResult, load, load_by, load_state_dict
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.save import SaveOptions, Saver
+from deepspeed.checkpoint.weight_delta import SentWeights, check_compression, iter_delta
 from deepspeed.checkpoint.weight_formats import FORMATS, WeightInfo, products_of
 from deepspeed.checkpoint.weights_file import parse_size
+from deepspeed.comm.transports.objects import gather_bytes
 from deepspeed.engine.batches import Batches
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
@@ -63,6 +66,11 @@ class EngineCheckpoints:
         self._own_engine: CheckpointEngine | None = None
         self.used: list[Path] = []  # folders that were saved to or loaded from, absolute, the last one last
         self._writes_for_all = False
+        self._sent = SentWeights()
+        # Another one for each engine, since a receiver may have weights of an engine that is gone.
+        own = secrets.token_bytes(6) if self._runtime.groups.job.rank == 0 else b""
+        self._run = gather_bytes(self._runtime.groups.job, own, label="the number of the run")[0].hex()
+        self._loads = self._edits = 0  # how often weights were loaded, or found changed without an update
 
     def save_checkpoint(
         self,
@@ -199,6 +207,7 @@ class EngineCheckpoints:
         if loaded is None:
             return None, None
         self._note_use(options.root)
+        self._loads += 1
         self._resume(loaded)
         return str(loaded.folder), loaded.client_state
 
@@ -367,6 +376,52 @@ class EngineCheckpoints:
         form = self._export_settings(dtype, ranks, adapters, names, exclude_frozen_parameters)
         return weight_infos(self._settled_run_state(), self._saver.exchange, form)
 
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights; equal on all ranks."""
+        return f"{self._run}.{self._loads}.{self._batches.global_steps}.{self._edits}"
+
+    def export_delta(
+        self, since: str | None = None, *, compression: Literal["zlib", "zstd"] = "zlib"
+    ) -> Iterator[bytes]:
+        """Streams what changed in the weights, for ``deepspeed.rollout.apply_delta``. Every rank must go through it.
+
+        Each rank compares its own parts with those of the last export; only parameters that changed are gathered, and
+        only their changed blocks of 16 KiB sent. Names and values are those of :meth:`export_weights` without
+        arguments. The engine keeps fingerprints of what it sent last, a thousandth of the weights.
+
+        Args:
+            since: The version that the receiver has; rank 0's counts. All weights are sent for None, and for any
+                version but that of the last export to its end, so also after a load or on other ranks.
+            compression: ``"zlib"``, or ``"zstd"`` with the package ``zstandard`` (the extra ``zstd``).
+
+        Yields:
+            On rank 0 the pieces, at most about 64 MiB or one tensor each; nothing on the other ranks.
+
+        Raises:
+            DeepSpeedConfigError: An unknown compression, or one whose package is missing.
+        """
+        check_compression(compression)
+        options = self._export_settings(None, 0, None, None, False)
+        self._runtime.leave_backward("export_delta")
+        self._runtime.refuse_offloaded("export_delta", "lp_params")
+
+        def next_version(is_changed: bool) -> str:
+            if is_changed and self.weight_version == before:
+                self._edits += 1
+            return self.weight_version
+
+        before = self._sent.version
+        yield from iter_delta(
+            self._settled_run_state(),
+            self._saver.exchange,
+            options,
+            self._sent,
+            since=since,
+            next_version=next_version,
+            compression=compression,
+        )
+
     def _export_settings(
         self, dtype: Any, ranks: Any, adapters: Any, names: Any, exclude_frozen: bool
     ) -> ExportOptions:
@@ -462,6 +517,7 @@ class EngineCheckpoints:
                 "{'module': state_dict}"
             )
         run_state = self._settled_run_state()
+        self._loads += 1
         state_dict = checkpoint["module"]
         if custom_load_fn is not None:
             doing = "load_module_state_dict"

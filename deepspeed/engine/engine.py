@@ -269,6 +269,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
     save_16bit_model = forwarded("_checkpoints", EngineCheckpoints.save_16bit_model)
     export_weights = forwarded("_checkpoints", EngineCheckpoints.export_weights)
     weight_metadata = forwarded("_checkpoints", EngineCheckpoints.weight_metadata)
+    export_delta = forwarded("_checkpoints", EngineCheckpoints.export_delta)
     save_fp16_model = forwarded("_checkpoints", EngineCheckpoints.save_fp16_model)
     load_module_state_dict = forwarded("_checkpoints", EngineCheckpoints.load_module_state_dict)
     _zero3_consolidated_16bit_state_dict = forwarded(
@@ -277,6 +278,14 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
     _consolidated_16bit_state_dict = forwarded("_checkpoints", EngineCheckpoints._consolidated_16bit_state_dict)
 
     module_state_dict = forwarded("_checkpoints", EngineCheckpoints.module_state_dict)
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights: another one after each update and load, and of each engine; equal on all ranks.
+
+        Writes of the program itself change it at the next :meth:`export_delta`.
+        """
+        return self._checkpoints.weight_version
 
     checkpoint_engine = forwarded_attribute(
         "_checkpoints",

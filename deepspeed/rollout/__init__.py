@@ -1,5 +1,6 @@
 """Responses of the trained model for reinforcement learning, and losses on them."""
 
+from deepspeed.checkpoint.weight_delta import apply_delta
 from deepspeed.rollout.base import (
     RolloutBatch,
     RolloutConfig,
@@ -18,5 +19,6 @@ __all__ = [
     "RolloutRequest",
     "SamplingConfig",
     "ServerClient",
+    "apply_delta",
     "build_rollout",
 ]

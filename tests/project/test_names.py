@@ -40,6 +40,7 @@ REPLACED = {
     "wires": "channels",
 }
 KEPT = {
+    "pieces",  # of apply_delta, as users pass it
     "attach_segments",  # a public method of Muon and FusedLamb
     "_attach_segments",
     "segment_reduce",  # torch's
