@@ -37,6 +37,14 @@ class AttentionExchange:
     recompute: bool = False  # save attention's result only once for backward; see ``SavedResult``
 
 
+@dataclass(frozen=True)
+class InputsOfPass:
+    """What a forward of the model got for this rank's tokens."""
+
+    positions: torch.Tensor | None  # position ids, ``[batch or 1, tokens]``; images have more axes before these
+    padding: torch.Tensor | None  # padding mask, ``[batch, tokens]``, 1 or True for tokens
+
+
 @dataclass
 class SequenceParallelContext:
     """Holds how the ranks share one model's sequences."""
@@ -48,7 +56,8 @@ class SequenceParallelContext:
     # The exchange in attention. ``initialize`` replaces it in a model that the program registered.
     exchange: AttentionExchange
     recompute_core: bool = False  # recompute the attention between the exchanges in backward (selective recomputation)
-    given_positions: torch.Tensor | None = None  # position ids of the current pass; None: no pass is running
+    # the inputs of the current pass, or of the one whose layer is recomputed; None: no pass is running
+    inputs: InputsOfPass | None = None
     # the module with towers that has gathered whole sequences in the current pass; None: none has
     whole_for: nn.Module | None = None
     _evaluates: bool = False
@@ -70,11 +79,11 @@ class SequenceParallelContext:
 
         ``positions`` are their position ids, ``[batch, tokens]``.
         """
-        self._evaluates, self.given_positions = True, positions
+        self._evaluates, self.inputs = True, InputsOfPass(positions, None)
         try:
             yield
         finally:
-            self._evaluates, self.given_positions = False, None
+            self._evaluates, self.inputs = False, None
 
     def transport(self, device: torch.device) -> Transport:
         """Returns the transport of the exchange."""

@@ -84,7 +84,7 @@ def mask(
     seen = visible_by(mask_function)
     if attention_mask is not None:
         seen = replace(seen, padding=checked_padding(attention_mask, kwargs["q_length"]))
-    elif (positions := sharing.given_positions) is not None and positions.dim() == 2:
+    elif sharing.inputs is not None and (positions := sharing.inputs.positions) is not None and positions.dim() == 2:
         # Whether documents are packed into the sequences of this pass is the same on all ranks.
         if sharing.documents(sharing.whole(positions), None, positions.size(0)) is not None:
             seen = replace(seen, positions=positions)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,15 +44,16 @@ from deepspeed.models.configurations import (
     heads_of,
     is_library_config,
     kv_heads_of,
-    layer_types_of,
     name_or_path_of,
     text_config,
 )
 from deepspeed.models.layers import rope_types_of
+from deepspeed.models.recurrent import mixing_by_name
 from deepspeed.parallel.sequence import state
 from deepspeed.parallel.sequence.context import (
     NAME,
     AttentionExchange,
+    InputsOfPass,
     SequenceParallelContext,
     registered,
     remember,
@@ -60,6 +61,7 @@ from deepspeed.parallel.sequence.context import (
 )
 from deepspeed.parallel.sequence.evaluation import share_evaluation
 from deepspeed.parallel.sequence.exchange import shares_of_heads
+from deepspeed.parallel.sequence.recurrent import mixers_of, share_states
 from deepspeed.parallel.sequence.towers import cut_at_decoder
 from deepspeed.parallel.sequence.transformers_attention import attention, mask
 from deepspeed.parallel.sequence.unshared import check_first_forward
@@ -384,10 +386,11 @@ def _join(model: nn.Module, sharing: SequenceParallelContext, entered: Iterable[
     for module in model.modules():
         if any("dynamic" in kind or kind == "longrope" for kind in rope_types_of(module)):
             give_base(module, _RotaryOfWholeSequences)
+    share_states(model)
 
     @uncompiled
     def end_pass(model: nn.Module, _args: Any, _result: Any) -> None:
-        registered(model).given_positions = None
+        registered(model).inputs = None
 
     for module in entered:
         module.register_forward_pre_hook(_begin_pass, with_kwargs=True)
@@ -476,49 +479,25 @@ def _begin_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             "and the label of this rank's last token is on the next rank. Give shift_labels, each token's next one "
             "(UlyssesSPDataLoaderAdapter does), and put the loss together by deepspeed.sequence.mean_loss"
         )
-    sharing.given_positions = given["position_ids"]
-
-
-_WHOLE = ("full_attention", "sliding_attention", "attention", "sparse", "dense", "moe")
-_NAMES = (
-    "mamba",
-    "ssm",
-    "rwkv",
-    "recurrent",
-    "linearattention",
-    "deltanet",
-    "retention",
-    "hyena",
-    "fourier",
-    "lightning",
-)
-_WORDS = "linear attention, state-space and recurrent layers, convolutions"
+    mask = given.get("attention_mask")
+    padding = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    sharing.inputs = InputsOfPass(given["position_ids"], padding)
 
 
 def refuse_mixing_layers(model: nn.Module) -> None:
-    """Raises if a layer other than attention needs neighboring tokens.
+    """Raises if a layer needs neighboring tokens and is neither attention nor shared by :func:`share_states`.
 
     Raises:
         DeepSpeedConfigError: There is such a layer; the message names it.
     """
-    found = list(_mixing(model))
+    found = list(mixing_by_name(model, mixers_of(model)))
     if found:
         raise DeepSpeedConfigError(
             f"sequence parallel: {type(model).__name__} mixes tokens outside of its attention function "
-            f"({', '.join(found[:4])}{', ...' if len(found) > 4 else ''}); such layers ({_WORDS}) give wrong results "
-            "on a part of a sequence, without an error. Train it without sequence_parallel_size"
+            f"({', '.join(found[:4])}{', ...' if len(found) > 4 else ''}) in layers whose states are not read from a "
+            "cache of Transformers; such layers give wrong results on a part of a sequence, without an error. Train "
+            "it without sequence_parallel_size"
         )
-
-
-def _mixing(model: nn.Module) -> Iterator[str]:
-    for kind in sorted(set(layer_types_of(getattr(model, "config", None))) - set(_WHOLE)):
-        yield f"layers of type {kind}"
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if isinstance(module, nn.RNNBase) or any(word in kind.lower() for word in _NAMES):
-            yield f"{name}: {kind}"
-        elif isinstance(module, nn.Conv1d) and any(size > 1 for size in module.kernel_size):
-            yield f"{name}: {kind} over {module.kernel_size[0]} tokens"
 
 
 class _RotaryOfWholeSequences(nn.Module):
