@@ -62,7 +62,7 @@ def share_states(model: nn.Module) -> None:
         module.__dict__.update(
             continues_states=continues_states(module), cache_argument=cache_argument(module), shapes=None
         )
-        give_base(module, _TokenMixer)
+        give_base(module, _RecurrentLayer)
 
 
 class _BlockOfPass(nn.Module):
@@ -84,7 +84,7 @@ class _BlockOfPass(nn.Module):
             sharing.inputs = before
 
 
-class _TokenMixer(nn.Module):
+class _RecurrentLayer(nn.Module):
     """Mixin in front of the class of a layer that passes states along tokens."""
 
     continues_states: bool
@@ -99,8 +99,8 @@ class _TokenMixer(nn.Module):
         if sharing.inputs is None:
             raise DeepSpeedConfigError(
                 f"sequence parallel: {type(self).__name__} was called outside of a forward of its model, so its "
-                "position ids and padding mask are not known. Call the model, and checkpoint its layers by "
-                "gradient_checkpointing_enable or activation_checkpointing"
+                "position ids and padding mask are not known. Call the model (pipelines do not), and checkpoint its "
+                "layers by gradient_checkpointing_enable"
             )
         bound = inspect.signature(super().forward).bind(*args, **kwargs).arguments
         more: dict[str, Any] = bound.pop("kwargs", {})
@@ -136,21 +136,21 @@ class _TokenMixer(nn.Module):
                 few = {name: _cut(value, tokens, part) for name, value in given.items()}
                 _set_masks(few, None)
                 few[self.cache_argument] = states
-                made: torch.Tensor = _as_tuple(super(_TokenMixer, self).forward(**few))[0]
+                made: torch.Tensor = _as_tuple(super(_RecurrentLayer, self).forward(**few))[0]
                 return made
 
             with torch.no_grad():
-                begun = _LocalStates()
+                started = _LocalStates()
                 whole = probe(slice(0, _PROBED), _LocalStates())[:, half:]
-                probe(slice(0, half), begun)
-                error = (probe(slice(half, _PROBED), _LocalStates(begun)) - whole).abs().max()
+                probe(slice(0, half), started)
+                error = (probe(slice(half, _PROBED), _LocalStates(started)) - whole).abs().max()
                 limit = _TOLERANCES.get(whole.dtype, 5e-2) * whole.abs().max()
             vote = torch.tensor([int(limit > 0), int(error <= limit)])
             transport = sharing.transport(whole.device)
             votes = transport.gather_small(vote, channel="call", label="whether a layer continues from its states")
             if not votes[:, 0].all():
                 return None
-            self.__dict__.update(continues_states=bool(votes[:, 1].all()), shapes=begun.without_values())
+            self.__dict__.update(continues_states=bool(votes[:, 1].all()), shapes=started.without_values())
         return self.shapes if self.continues_states else None
 
 
@@ -324,7 +324,7 @@ class _StatesOfRanks(LayerStates):
         if not states:
             return made
         first, *more = _as_tuple(made)
-        tied = _Tied.apply(first, *states)  # type: ignore[no-untyped-call]
+        tied = _TieFunction.apply(first, *states)  # type: ignore[no-untyped-call]
         return (tied, *more) if isinstance(made, tuple) else tied
 
 
@@ -403,7 +403,7 @@ def _neighbors(leaving: torch.Tensor, transport: Transport, step: int) -> torch.
     return arriving
 
 
-class _Tied(torch.autograd.Function):
+class _TieFunction(torch.autograd.Function):
     """Returns the first tensor; in backward all of them are reached."""
 
     @staticmethod
