@@ -197,6 +197,8 @@ def test_nobody_else_waits_inside_torch():
 NO_TRANSPORT = {
     "autotuning.probes": "measures torch's collectives",
     "comm.speed": "measures torch's collectives",
+    "integrations.openrlhf": "reduces and gathers what the program says, when it says so",
+    "integrations.verl": "counts the tokens of the program's batch over the group that verl uses",
     "parallel.partitioned_tensor": "gathers tensors of the program over its own groups, when it says so",
     "plan.measuring.machine": "measures a machine, in a program of its own",
 }
