@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from typing_extensions import override
@@ -101,14 +102,31 @@ def open_tiers(
             strategies[Tier.HOST] = StreamedUpdate(device, chunk_numel=chunk, up=up, down=down)
         else:
             strategies[Tier.HOST] = HostUpdate(chunk_numel=chunk, pin=pin_masters, up=up)
+    aio = root.aio
+    io = IoSettings(block_size=aio.block_size, queue_depth=aio.queue_depth, threads=aio.intra_op_parallelism)
     if param is not None and placement.param_tier is Tier.FILE:
         cache = CachePolicy(param.page_cache, is_trained, ranks_here)
-        params[Tier.FILE] = _param_files(root, param, device, rank=rank, pin=pin_params, up=up, cache=cache)
+        settings = FileSettings(str(param.nvme_path), "parameters", rank, io, pin_params, cache=cache)
+        size: BufferSize = partial(_largest_shard, param)
+        count = max(param.buffer_count, 1)
+        params[Tier.FILE] = FileMemory(device, settings, buffer_count=count, buffer_bytes=size, up=up)
     if optimizer is not None and placement.master_tier is Tier.FILE:
-        memory, strategy = _master_files(
-            root, optimizer, device, rank=rank, pin=pin_masters, up=up, tensors=1 + len(state_itemsizes)
-        )
-        masters[Tier.FILE], strategies[Tier.FILE] = memory, strategy
+        tensors = 1 + len(state_itemsizes)  # of a chunk: the master and its states
+        least = 1 + optimizer.pipeline_read + optimizer.pipeline_write
+        sets = least if least == 1 else max(least, optimizer.buffer_count // tensors)
+        if sets * tensors > optimizer.buffer_count:
+            log_dist(
+                f"zero_optimization.offload_optimizer.buffer_count: using {sets * tensors} buffers instead of "
+                f"{optimizer.buffer_count}: {sets} chunks at a time, each of {tensors} tensors (master and states)"
+            )
+        chunk = min(_whole_chunks(zero.sub_group_size), _FILE_CHUNK)
+        zeros = not optimizer.fast_init
+        settings = FileSettings(str(optimizer.nvme_path), "optimizer", rank, io, pin_masters, zeros_are_written=zeros)
+        size = partial(_largest_chunk, chunk)
+        # One buffer is for writes outside the update.
+        memory = FileMemory(device, settings, buffer_count=sets * tensors + 1, buffer_bytes=size, up=up)
+        masters[Tier.FILE] = memory
+        strategies[Tier.FILE] = FileUpdate(memory, optimizer, chunk, tensors, sets, pin=pin_masters, up=up)
     return OffloadTiers(
         param_memories=params,
         master_memories=masters,
@@ -123,82 +141,19 @@ def _whole_chunks(numel: int) -> int:
     return -(-max(numel, 1) // _CHUNK) * _CHUNK
 
 
-def _io_settings(root: Root) -> IoSettings:
-    aio = root.aio
-    return IoSettings(block_size=aio.block_size, queue_depth=aio.queue_depth, threads=aio.intra_op_parallelism)
-
-
-def _param_files(
-    root: Root,
-    section: OffloadParam,
-    device: torch.device,
-    *,
-    rank: int,
-    pin: bool,
-    up: CopyStream,
-    cache: CachePolicy,
-) -> FileMemory:
-    assert section.nvme_path is not None
-
-    def buffer_bytes(tensors: Sequence[tuple[int, int]]) -> int:
-        largest, itemsize = max(tensors)
-        if largest > section.buffer_size:
-            raise OffloadError(
-                f"zero_optimization.offload_param.buffer_size: expected at least {largest:,} elements, the largest "
-                f"shard; found {section.buffer_size:,}. Raise it, or lower reduce_bucket_size, which limits the "
-                "shards of one module"
-            )
-        return largest * itemsize
-
-    settings = FileSettings(str(section.nvme_path), "parameters", rank, _io_settings(root), pin, cache=cache)
-    return FileMemory(device, settings, buffer_count=max(section.buffer_count, 1), buffer_bytes=buffer_bytes, up=up)
-
-
-def _master_files(
-    root: Root,
-    section: OffloadOptimizer,
-    device: torch.device,
-    *,
-    rank: int,
-    pin: bool,
-    up: CopyStream,
-    tensors: int,
-) -> tuple[FileMemory, FileUpdate]:
-    assert section.nvme_path is not None
-    least = 1 + section.pipeline_read + section.pipeline_write
-    sets = least if least == 1 else max(least, section.buffer_count // tensors)
-    if sets * tensors > section.buffer_count:
-        log_dist(
-            f"zero_optimization.offload_optimizer.buffer_count: using {sets * tensors} buffers instead of "
-            f"{section.buffer_count}: {sets} chunks at a time, each of {tensors} tensors (master and states)"
+def _largest_shard(section: OffloadParam, tensors: Sequence[tuple[int, int]]) -> int:
+    largest, itemsize = max(tensors)
+    if largest > section.buffer_size:
+        raise OffloadError(
+            f"zero_optimization.offload_param.buffer_size: expected at least {largest:,} elements, the largest "
+            f"shard; found {section.buffer_size:,}. Raise it, or lower reduce_bucket_size, which limits the "
+            "shards of one module"
         )
-    chunk = min(_whole_chunks(root.zero_optimization.sub_group_size), _FILE_CHUNK)
+    return largest * itemsize
 
-    def buffer_bytes(entries: Sequence[tuple[int, int]]) -> int:
-        return max(min(_whole_chunks(numel), chunk) * itemsize for numel, itemsize in entries)
 
-    size: BufferSize = buffer_bytes
-    settings = FileSettings(
-        str(section.nvme_path),
-        "optimizer",
-        rank,
-        _io_settings(root),
-        pin,
-        zeros_are_written=not section.fast_init,
-    )
-    # One buffer is for writes outside the update.
-    memory = FileMemory(device, settings, buffer_count=sets * tensors + 1, buffer_bytes=size, up=up)
-    strategy = FileUpdate(
-        memory,
-        chunk_numel=chunk,
-        tensors=tensors,
-        sets=sets,
-        reads_ahead=section.pipeline_read,
-        writes_behind=section.pipeline_write,
-        pin=pin,
-        up=up,
-    )
-    return memory, strategy
+def _largest_chunk(chunk: int, tensors: Sequence[tuple[int, int]]) -> int:
+    return max(min(_whole_chunks(numel), chunk) * itemsize for numel, itemsize in tensors)
 
 
 @dataclass
@@ -220,29 +175,24 @@ class FileUpdate(HostUpdate):
     Args:
         chunk_numel: Largest number of elements in a chunk; whole pages in every dtype.
         tensors: Number of tensors of a chunk: the master and its states.
-        reads_ahead: Whether the next chunks are read while one is updated.
-        writes_behind: Whether the last chunks are written while one is updated.
+        sets: Number of chunks in staging buffers at a time: read ahead, updated or written behind.
         pin: Lock the pages of buffers that are added later.
     """
 
     def __init__(
         self,
         memory: FileMemory,
-        *,
+        section: OffloadOptimizer,
         chunk_numel: int,
         tensors: int,
         sets: int,
-        reads_ahead: bool,
-        writes_behind: bool,
+        *,
         pin: bool,
         up: CopyStream,
     ) -> None:
         super().__init__(chunk_numel=chunk_numel, pin=pin, up=up)
-        self._memory = memory
-        self._tensors = tensors
-        self._count = sets
-        self._reads_ahead = reads_ahead
-        self._writes_behind = writes_behind
+        self._memory, self._tensors, self._count = memory, tensors, sets
+        self._reads_ahead, self._writes_behind = section.pipeline_read, section.pipeline_write
         self._sets: list[_StagingBuffers] | None = None
         self._unread: deque[UpdateSlice] = deque()
         self._reading: deque[_StagingBuffers] = deque()
