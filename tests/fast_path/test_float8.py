@@ -279,6 +279,7 @@ def test_shared_layers_have_the_scales_of_whole_ones():
     cut = {"tensor_parallel": {"autotp_size": 2}}
     cells = [(recipe, cut, {}) for recipe in RECIPES]
     cells += [
+        ("tensorwise", {"tensor_parallel": {"autotp_size": 2, "sequence_parallel_norms": True}}, {}),
         (
             "tensorwise",
             {"expert_parallel": {"enabled": True, "autoep_size": 2}},
