@@ -284,7 +284,7 @@ def test_shared_layers_have_the_scales_of_whole_ones():
             "tensorwise",
             {"expert_parallel": {"enabled": True, "autoep_size": 2}},
             {"kind": "Mixtral", "num_local_experts": 4},
-        )
+        ),
     ]
     run_ranks(_on_shared_layers, 2, cells)
 
