@@ -47,6 +47,7 @@ FEATURES = (
     *(row.feature for row in ROWS if row.feature is not None and row.name != PIPE),
     "deepspeed.fast_path.float8",
     "deepspeed.fast_path.fused_loss",
+    "deepspeed.fast_path.batch_invariant",
     "deepspeed.linear.feature",
     "deepspeed.ops.sparse_attention.feature",
     "deepspeed.activation_checkpointing.feature",

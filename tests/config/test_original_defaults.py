@@ -19,7 +19,7 @@ ORIGINAL = json.loads(Path(__file__).with_name("original_defaults.json").read_te
 # Keys that the original does not have, and those whose defaults come from torch or from the class they derive from.
 ONLY_HERE = (
     "activation_checkpointing.", "amp.", "bf16.", "checkpoint.verify_checksums", "communication_compression.",
-    "compile.activation_memory_budget", "deterministic",
+    "batch_invariant", "compile.activation_memory_budget", "deterministic",
     "data_efficiency.", "elasticity.", "expert_parallel.dispatch_dtype", "float8.", "max_consecutive_skipped_steps",
     "optimizer.params[", "pipeline.", "preemption.", "quantize_training.", "run_report.", "sequence_parallel.",
     "sparse_attention.apply_to", "tensor_parallel.", "trace.", "eigenvalue.model_name", "zero_optimization.agreement",

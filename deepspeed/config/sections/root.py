@@ -352,6 +352,13 @@ class Root(Section):
         "here, not upstream.",
         feature="deepspeed.engine.deterministic",
     )
+    batch_invariant: Bool = key(
+        False,
+        "A sample's outputs have the same bits alone, in a batch of any size, at any place, and padded on the right: "
+        "products and attention are computed in tiles of fixed sizes, on one thread. On the CPU. Its price is logged. "
+        "Only here, not upstream.",
+        feature="deepspeed.fast_path.batch_invariant",
+    )
     fused_loss: Bool = key(
         False,
         "Compute the loss of a causal Transformers model from its hidden states in training, so that logits never "
