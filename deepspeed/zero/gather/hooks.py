@@ -177,7 +177,7 @@ class ForwardHooks:
             now = self._passes.begin(
                 ModelPhase.FORWARD if torch.is_grad_enabled() else ModelPhase.EVALUATION, scope.entry
             )
-            self._schedule.begin(now)
+            self._schedule.begin(now, self._buckets_below(scope.entry))
             scope.opened_pass = True
         now.scopes.append(scope)
         return now

@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -144,8 +144,13 @@ class GatherSchedule:
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
-    def begin(self, now: Pass) -> None:
-        """Prepares the gathers of a pass that begins. All ranks must begin the same one."""
+    def begin(self, now: Pass, below: Collection[Bucket] = ()) -> None:
+        """Prepares the gathers of a pass that begins. All ranks must begin the same one.
+
+        Args:
+            now: The pass.
+            below: The sharded buckets with parameters of the module whose forward it is.
+        """
         now.serves = self._agreement.serves
         if not self._buckets:
             now.order = []
@@ -155,7 +160,7 @@ class GatherSchedule:
         if now.phase is ModelPhase.BACKWARD:
             now.gathered |= self._skipped & self._kept_after_forward
         now.order = self._known_order(now)
-        now.serves |= self._agreement.adapts and self._leaves_parameters_out(now)
+        now.serves |= self._agreement.adapts and self._leaves_parameters_out(now, below)
         # While everything is kept gathered, a pass gathers nothing, so ranks may differ (a rank that generates may
         # stop earlier than others).
         now.is_alone = now.phase is ModelPhase.EVALUATION and all(bucket.pins for bucket in self._buckets.values())
@@ -176,11 +181,12 @@ class GatherSchedule:
         learned = self._orders.get((now.phase, now.entry, now.gathered))
         return None if learned is None else learned.without(self._left_out(now))
 
-    def _leaves_parameters_out(self, now: Pass) -> bool:
+    def _leaves_parameters_out(self, now: Pass, below: Collection[Bucket]) -> bool:
         """Returns whether a forward follows an order that some ranks may leave for parameters that none has used."""
         if now.order is None or now.phase is ModelPhase.BACKWARD:  # a backward uses what its forward has used
             return False
-        return not self._buckets.keys() <= now.gathered.union(now.order, self._left_out(now))
+        used = now.gathered.union(now.order, self._left_out(now))
+        return any(bucket.index not in used for bucket in below)
 
     def _left_out(self, now: Pass) -> frozenset[int]:
         """Returns the buckets that a pass skips; none in an evaluation."""

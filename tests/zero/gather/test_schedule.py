@@ -61,7 +61,7 @@ class Gathering:
 
     def begin(self, kind: str, entry: int = UNKNOWN_ENTRY) -> Pass:
         now = self.passes.begin(ModelPhase(kind), entry)
-        self.schedule.begin(now)
+        self.schedule.begin(now, self.buckets)
         return now
 
     def end(self) -> None:
