@@ -244,8 +244,8 @@ class _InvariantAttention(TorchFunctionMode):
 def _plain_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, is_causal: bool, scale: float
 ) -> torch.Tensor:
-    heads = _of_all_heads(query, key, value)
-    return functional.scaled_dot_product_attention(query, *heads, attn_mask=mask, is_causal=is_causal, scale=scale)
+    key, value = _of_all_heads(query, key, value)
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -255,20 +255,23 @@ class _TiledAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value, mask)
         ctx.how = (is_causal, scale)
-        return tiled_attention(query, *_of_all_heads(query, key, value), mask, is_causal, scale)
+        key, value = _of_all_heads(query, key, value)
+        return tiled_attention(query, key, value, mask, is_causal, scale)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        *inputs, mask = ctx.saved_tensors
+        is_causal, scale = ctx.how
+        query, key, value, mask = ctx.saved_tensors
         with torch.enable_grad():
-            inputs = [one.detach().requires_grad_() for one in inputs]
-            output = _plain_attention(*inputs, mask, *ctx.how)
-            return (*torch.autograd.grad(output, inputs, gradient), None, None, None)
+            query, key, value = (one.detach().requires_grad_() for one in (query, key, value))
+            output = _plain_attention(query, key, value, mask, is_causal, scale)
+            return (*torch.autograd.grad(output, (query, key, value), gradient), None, None, None)
 
 
-def _of_all_heads(query: torch.Tensor, *shared: torch.Tensor) -> list[torch.Tensor]:
+def _of_all_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns keys and values with the heads of the queries, which may share them in groups."""
-    return [one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in shared]
+    times = query.shape[-3] // key.shape[-3]
+    return key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
 
 
 def tiled_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
