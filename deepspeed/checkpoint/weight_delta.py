@@ -3,8 +3,8 @@
 Each rank keeps fingerprints of its own part of each parameter, as it was sent last. Parameters of which no rank's part
 changed are not gathered. Rank 0 keeps a fingerprint of each block of 16 KiB, and sends blocks whose bytes changed.
 
-A delta is a list of pieces: one with the versions, some with tensors, one with their number. A piece is ``dsdelta1``, a
-letter for the compression, the length of a compressed head (JSON) in four bytes, the head, and compressed data.
+A delta is a list of pieces: one with the versions, some with tensors, one with their number. A piece is a magic
+word, a letter for the compression, the length of a compressed head (JSON) in four bytes, the head, and compressed data.
 """
 
 from __future__ import annotations

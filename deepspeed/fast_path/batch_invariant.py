@@ -109,7 +109,7 @@ class _InvariantHooks(EngineHooks):
 
     def __init__(self, model: nn.Module) -> None:
         self._open: list[ExitStack] = []
-        self._price: _Price | None = _Price()
+        self._price: _PriceCounter | None = _PriceCounter()
         self._handles = [
             model.register_forward_pre_hook(self._enter, prepend=True),
             model.register_forward_hook(self._leave, always_call=True),
@@ -121,9 +121,9 @@ class _InvariantHooks(EngineHooks):
         if threads > 1:  # threads divide a product's rows, and a vector operation's elements, by their number
             torch.set_num_threads(1)
             stack.callback(torch.set_num_threads, threads)
-        products = _InvariantProducts(self._price)
+        products = _InvariantProductMode(self._price)
         stack.enter_context(products)
-        stack.enter_context(_InvariantAttention(self._price, products))
+        stack.enter_context(_InvariantAttentionMode(self._price, products))
         self._open.append(stack)
 
     def _leave(self, *_: Any) -> None:
@@ -138,7 +138,7 @@ class _InvariantHooks(EngineHooks):
             handle.remove()
 
 
-class _Price:
+class _PriceCounter:
     """Measures, in one forward, what torch would have taken for the same operations."""
 
     def __init__(self) -> None:
@@ -162,14 +162,14 @@ class _Price:
             )
 
 
-def _priced(price: _Price | None, own: Callable[[], Any], plain: Callable[[], Any]) -> Any:
+def _priced(price: _PriceCounter | None, own: Callable[[], Any], plain: Callable[[], Any]) -> Any:
     return own() if price is None else price.measure(own, plain)
 
 
-class _InvariantProducts(TorchDispatchMode):
+class _InvariantProductMode(TorchDispatchMode):
     """Computes matrix products and activations below autograd; its backward stays that of torch."""
 
-    def __init__(self, price: _Price | None) -> None:
+    def __init__(self, price: _PriceCounter | None) -> None:
         super().__init__()
         self.is_paused = False  # while attention is computed, in tiles of its own
         self._price = price
@@ -199,10 +199,10 @@ class _InvariantProducts(TorchDispatchMode):
         return plain()
 
 
-class _InvariantAttention(TorchFunctionMode):
+class _InvariantAttentionMode(TorchFunctionMode):
     """Computes ``scaled_dot_product_attention`` in tiles."""
 
-    def __init__(self, price: _Price | None, products: _InvariantProducts) -> None:
+    def __init__(self, price: _PriceCounter | None, products: _InvariantProductMode) -> None:
         super().__init__()
         self._price, self._products = price, products
 

@@ -320,7 +320,7 @@ def test_no_sync_and_groups_that_take_routes_of_their_own(kind):
 @on_ranks(4)
 def test_every_rank_of_every_group_raises_within_seconds(kind):
     torch.manual_seed(3)
-    engine = engine_of(RoutedTower(), 3, zero=_zero(kind))
+    engine = engine_of(RoutedTower(), 3, zero={**_zero(kind), "agreement": "error"})
     for step in range(2):
         engine.backward(engine(inputs(step, rank()), [0, 1, 2]))
         engine.step()
