@@ -27,7 +27,6 @@ from deepspeed.checkpoint.save import SaveOptions, Saver
 from deepspeed.checkpoint.weight_delta import SentWeights, check_compression, iter_delta
 from deepspeed.checkpoint.weight_formats import FORMATS, WeightInfo, products_of
 from deepspeed.checkpoint.weights_file import parse_size
-from deepspeed.comm.transports.objects import gather_bytes
 from deepspeed.engine.batches import Batches
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
@@ -68,8 +67,9 @@ class EngineCheckpoints:
         self._writes_for_all = False
         self._sent = SentWeights()
         # Another one for each engine, since a receiver may have weights of an engine that is gone.
-        own = secrets.token_bytes(6) if self._runtime.groups.job.rank == 0 else b""
-        self._run = gather_bytes(self._runtime.groups.job, own, label="the number of the run")[0].hex()
+        own = torch.tensor([secrets.randbits(48)])
+        runs = self._runtime.groups.job.gather_small(own, channel="objects", label="the number of the run")
+        self._run = f"{int(runs[0]):012x}"
         self._loads = self._edits = 0  # how often weights were loaded, or found changed without an update
 
     def save_checkpoint(
