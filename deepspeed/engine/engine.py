@@ -6,8 +6,8 @@ import gc
 from abc import ABCMeta
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from typing_extensions import Self
@@ -40,6 +40,9 @@ from deepspeed.logging import log_dist, log_dist_once
 from deepspeed.profiling.timer import ThroughputTimer
 from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.zero.runtime import MicroBatch, ZeroRuntime
+
+if TYPE_CHECKING:
+    from deepspeed.parallel.expert.replay import RouterReplay
 
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 
@@ -260,6 +263,13 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
     reload_states = forwarded("_offloading", EngineOffload.reload_states)
     sleep = forwarded("_offloading", EngineOffload.sleep)
     wake = forwarded("_offloading", EngineOffload.wake)
+
+    @cached_property
+    def router(self) -> RouterReplay:
+        """Records which experts tokens go to, and sends tokens to recorded ones (router replay)."""
+        from deepspeed.parallel.expert.replay import RouterReplay
+
+        return RouterReplay(self.module)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

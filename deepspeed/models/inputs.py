@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,13 @@ def small_inputs(model: nn.Module, rows: int, length: int) -> dict[str, Any] | N
 def main_input_of(model: Any, otherwise: str | None = None) -> str | None:
     """Returns the name of a model's first input, such as "input_ids"; ``otherwise`` where it has no name."""
     return getattr(model, "main_input_name", otherwise)
+
+
+def tokens_in(model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> int | None:
+    """Returns how many tokens a forward with these arguments gets; None where it does not get them as integers."""
+    name = main_input_of(model)
+    ids = named.get(name, inputs[0] if inputs else None) if name is not None else None
+    return ids.numel() if isinstance(ids, torch.Tensor) and not ids.is_floating_point() else None
 
 
 def image_shape_of(config: Any) -> tuple[int, ...] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +84,17 @@ def returns_tokens(module: nn.Module, rows: Mapping[str, int]) -> bool:
     return _share_beyond(module, rows) == 1.0
 
 
+def experts_per_token(block: nn.Module) -> int | None:
+    """Returns how many experts the router in ``block`` chooses for a token; None where it does not have the number."""
+    found = (getattr(module, "top_k", None) for module in (*block.children(), block))
+    return next((k for k in found if isinstance(k, int)), None)
+
+
+def skips_tokens(block: nn.Module) -> bool:
+    """Returns whether the router in ``block`` has a choice more than experts, which passes the token by (Zaya)."""
+    return any(hasattr(module, "num_router_classes") for module in block.children())
+
+
 def takes_all(module: nn.Module) -> bool:
     """Returns whether every expert of a module gets every token, without the choice of a router (Llama 4)."""
     return type(module).__name__ in _TAKE_ALL
@@ -128,6 +139,15 @@ def routes_in(index: Any, weights: Any, more: Mapping[str, Any]) -> tuple[torch.
         more["router_indices"] if index is None else index,
         more["routing_weights"] if weights is None else weights,
     )
+
+
+def experts_given(module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> torch.Tensor | None:
+    """Returns the experts ``[S, k]`` in the arguments of stacked experts; None where they get every token."""
+    if takes_all(module):
+        return None
+    hidden = inputs[0] if inputs else next(iter(named.values()))
+    index = inputs[1] if len(inputs) > 1 else named.get("top_k_index", named.get("router_indices"))
+    return index.reshape(hidden.numel() // hidden.shape[-1], -1)
 
 
 def parts_of(module: Any) -> ExpertParts:

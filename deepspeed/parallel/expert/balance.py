@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.give_base import give_base
 from deepspeed.models.stacked_experts import BIASES
+from deepspeed.parallel.expert.choice import ExpertChoice, TopK
 from deepspeed.parallel.expert.spread import Spread, spread_of
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.access.gathered import GatheredParameters
@@ -140,8 +141,8 @@ class _BiasedRouter(nn.Module):
         return result
 
 
-class _BiasedChoice(TorchFunctionMode):
-    """Makes ``topk`` over the scores of all experts choose by scores plus bias, and return scores without bias."""
+class _BiasedChoice(ExpertChoice):
+    """Makes ``topk`` over the scores of all experts choose by scores plus bias."""
 
     def __init__(self, bias: torch.Tensor) -> None:
         super().__init__()
@@ -149,16 +150,14 @@ class _BiasedChoice(TorchFunctionMode):
         self.is_made = False
         self._is_by_groups = False  # groups of experts were chosen before; scores of the others are 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (torch.topk, torch.Tensor.topk):
-            return func(*args, **(kwargs or {}))
-        scores = args[0]
+    @override
+    def choose(self, scores: torch.Tensor, topk: TopK) -> torch.Tensor | None:
         if scores.size(-1) != len(self.bias):
             self._is_by_groups = True
-            return func(*args, **(kwargs or {}))
+            return None
         self.is_made = True
         biased = scores.detach() + self.bias
         if self._is_by_groups:
             biased = biased.masked_fill(scores == 0, -torch.inf)
-        indices = func(biased, *args[1:], **(kwargs or {})).indices
-        return torch.return_types.topk((scores.gather(-1, indices), indices))
+        indices: torch.Tensor = topk(biased).indices
+        return indices

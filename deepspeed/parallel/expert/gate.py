@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,9 @@ from deepspeed.comm.job.job import axis_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.dispatch import count_each
 from deepspeed.uncompiled import uncompiled
+
+Choose = Callable[[torch.Tensor], torch.Tensor]
+"""Takes the experts that a gate chose, ``[S, k]`` int64, and returns those that it uses."""
 
 NOISE_POLICIES = (None, "None", "Jitter", "RSample")
 
@@ -101,6 +105,7 @@ class TopKGate(nn.Module):
         self.use_rts = use_rts
         self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
         self.wall_clock_breakdown = False
+        self.choose: Choose | None = None  # while routes are recorded or replayed
         self.gate_time = 0.0  # milliseconds of the last call, while wall_clock_breakdown
 
     def routes(self, x: torch.Tensor, used_token: torch.Tensor | None = None) -> Routes:
@@ -122,10 +127,18 @@ class TopKGate(nn.Module):
             capacity = capacity_of(len(logits), logits.shape[1], self.k * factor, self.min_capacity)
         if self.k == 1:
             noise = self.training and self.noisy_gate_policy == "RSample"
-            return route_top1(logits, capacity, used_token=used_token, noise=noise, random_queue=self.use_rts)
+            return route_top1(
+                logits,
+                capacity,
+                used_token=used_token,
+                noise=noise,
+                random_queue=self.use_rts,
+                choose=self.choose,
+            )
         if self.k == 2:
-            return route_top2(logits, capacity, noise=self.training and self.top2_2nd_expert_sampling)
-        return route_topk(logits, self.k, capacity)
+            noise = self.training and self.top2_2nd_expert_sampling
+            return route_top2(logits, capacity, noise=noise, choose=self.choose)
+        return route_topk(logits, self.k, capacity, choose=self.choose)
 
     def forward(
         self,
@@ -175,6 +188,7 @@ def route_top1(
     used_token: torch.Tensor | None = None,
     noise: bool = False,
     random_queue: bool = True,
+    choose: Choose | None = None,
 ) -> Routes:
     """Routes every token to its best expert by fp32 logits ``[S, E]``, with the softmax value as weight.
 
@@ -183,10 +197,13 @@ def route_top1(
         used_token: ``[S]`` of 0 and 1: tokens with 0 go nowhere.
         noise: Choose by logits plus Gumbel noise (RSample).
         random_queue: Tokens over capacity are dropped at random; otherwise the last ones.
+        choose: May replace the chosen experts ``[S, 1]``.
     """
     gates = F.softmax(logits, dim=1)
     with torch.no_grad():
         chosen = (logits + gumbel_like(logits) if noise else gates).argmax(dim=1)
+        if choose is not None:
+            chosen = choose(chosen[:, None])[:, 0]
         if used_token is not None:
             chosen = torch.where(used_token.to(chosen.device).reshape(-1) != 0, chosen, -1)
     counts = _counts(chosen, logits.shape[1])
@@ -198,11 +215,13 @@ def route_top1(
     return Routes(_balance(gates, counts, 1), capacity, logits.shape[1], kept[None], weights, counts)
 
 
-def route_top2(logits: torch.Tensor, capacity: int | None, *, noise: bool = True) -> Routes:
+def route_top2(
+    logits: torch.Tensor, capacity: int | None, *, noise: bool = True, choose: Choose | None = None
+) -> Routes:
     """Routes every token to its two best experts, with weights that add up to 1 over those that are kept.
 
     The balance loss looks at first choices only. ``logits`` and ``capacity`` are as of :func:`route_top1`, ``[S, E]``;
-    with ``noise`` the second expert is chosen by logits plus Gumbel noise.
+    with ``noise`` the second expert is chosen by logits plus Gumbel noise. ``choose`` may replace both, ``[S, 2]``.
     """
     num_experts = logits.shape[1]
     gates = F.softmax(logits, dim=1)
@@ -211,8 +230,10 @@ def route_top2(logits: torch.Tensor, capacity: int | None, *, noise: bool = True
         rest = logits + gumbel_like(logits) if noise else logits
         second = rest.scatter(1, first[:, None], -math.inf).argmax(dim=1)
         chosen = torch.stack((first, second))
-    firsts = _counts(first, num_experts)
-    counts = firsts + _counts(second, num_experts)
+        if choose is not None:
+            chosen = choose(chosen.t()).t().contiguous()
+    firsts = _counts(chosen[0], num_experts)
+    counts = firsts + _counts(chosen[1], num_experts)
     kept = chosen
     if capacity is not None:
         # Laid flat, all first choices come before all second ones.
@@ -221,15 +242,19 @@ def route_top2(logits: torch.Tensor, capacity: int | None, *, noise: bool = True
     return Routes(_balance(gates, firsts, 1), capacity, num_experts, kept, weights, counts)
 
 
-def route_topk(logits: torch.Tensor, k: int, capacity: int | None, *, by_weight: bool = True) -> Routes:
+def route_topk(
+    logits: torch.Tensor, k: int, capacity: int | None, *, by_weight: bool = True, choose: Choose | None = None
+) -> Routes:
     """Routes every token to its k best experts, with weights that add up to 1 over those that are kept.
 
     ``logits`` and ``capacity`` are as of :func:`route_top1`, ``[S, E]``. An expert keeps the routes with the largest
-    softmax values; without ``by_weight`` the first tokens.
+    softmax values; without ``by_weight`` the first tokens. ``choose`` may replace the chosen experts ``[S, k]``.
     """
     num_experts = logits.shape[1]
     gates = F.softmax(logits, dim=1)
     chosen = gates.detach().topk(k, dim=1).indices  # [S, k]
+    if choose is not None:
+        chosen = choose(chosen)
     counts = _counts(chosen.reshape(-1), num_experts)
     kept = chosen
     if capacity is not None:
