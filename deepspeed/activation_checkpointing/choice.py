@@ -36,7 +36,7 @@ class SavedMemory:
 
 
 class SavedCounter(TorchDispatchMode):
-    """Counts bytes that operations inside the context make and that live on.
+    """Counts the bytes of tensors that operations inside the context create and that are alive at its end.
 
     Args:
         kept: Operations whose results selective recomputation keeps.
@@ -57,7 +57,7 @@ class SavedCounter(TorchDispatchMode):
         return found
 
     def count(self, block: nn.Module, outputs: Any) -> SavedMemory:
-        """Returns what lives on beside the parameters of a block; its outputs are the inputs of the next one."""
+        """Returns the bytes that a call of a block keeps for backward; ``outputs`` are its result."""
         states = [*block.parameters(), *block.buffers()]
         others = {id(tensor.untyped_storage()) for tensor in states}
         left = {id(tensor.untyped_storage()) for tensor in tensors_of(outputs)}
@@ -71,7 +71,7 @@ class SavedCounter(TorchDispatchMode):
 
 
 class RecomputationChoice(EngineHooks):
-    """Decides after the first update; every rank has it, and all decide alike.
+    """Chooses what blocks recompute once the first update has run. Every rank has one, and all choose the same.
 
     Args:
         blocks: The repeated blocks, which are recomputed now.

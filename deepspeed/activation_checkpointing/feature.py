@@ -221,7 +221,7 @@ class BlockCheckpointing:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks that are recomputed while it is on, in order."""
+        """The blocks that activation checkpointing recomputes, in the order of the model."""
         return self._blocks or recomputed_layers(self._model)
 
     @staticmethod

@@ -98,7 +98,7 @@ def write_weights(
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """In which form weights leave an engine."""
+    """Names, dtype and selection of exported weights."""
 
     dtype: torch.dtype | str | None  # see ``weight_formats.in_format``; buffers stay as they are
     rounded: frozenset[str]  # the weights that a format rounds
@@ -161,7 +161,7 @@ def weight_infos(run_state: RunState, exchange: Exchange, form: ExportOptions) -
 
 @dataclass(eq=False)
 class _Route:
-    """The way of some tensors of a model, which are needed together, through the conversions of an export."""
+    """Converts tensors of a model that must be converted together, for an export."""
 
     sources: list[str]  # tensors of the model, in the order of the walk
     shapes: dict[str, torch.Tensor]  # these on ``meta``
@@ -313,7 +313,7 @@ def _walk(
 
 
 def _from_first(run_state: RunState, values: torch.Tensor) -> torch.Tensor:
-    """Broadcasts a tensor from rank 0; other ranks pass a tensor of its shape and dtype. Returns it on the device."""
+    """Broadcasts rank 0's tensor and returns it on the device; other ranks pass one of equal shape and dtype."""
     on_device = values.detach().to(run_state.runtime.device).contiguous()
     if on_device.numel():
         transfer = TensorTransfer(0, None, on_device.view(-1).view(torch.uint8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import textwrap
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.text import Text
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.machine import Machine
 from deepspeed.plan.models import ModelSizes
-from deepspeed.plan.prediction.answer import ENGINES, TIGHT, LayoutReport, best_layouts, config_line, machine_sizes
+from deepspeed.plan.prediction.answer import ENGINES, TIGHT, LayoutReport, best_layouts, machine_sizes
 from deepspeed.plan.show import as_text, seconds_in_words
 
 _OTHERS = (
@@ -114,6 +115,6 @@ def _text(sizes: ModelSizes, machine: Machine, tokens: int, answer: LayoutReport
     after = [f"TIGHT: above {TIGHT:.0%} of memory."] if any(each.is_tight for _, each in shown) else []
     for number, each in enumerate(answer.best, 1):
         after += [f"{number}  change first: {each.first_change}"] if each.first_change else []
-        after += textwrap.wrap(f"ds_config.json: {config_line(each.config)}", width, initial_indent=f"{number}  ")
+        after += textwrap.wrap(f"ds_config.json: {json.dumps(each.config)}", width, initial_indent=f"{number}  ")
         after.append(f"{number}  {each.command}")
     return as_text([Text("\n".join(lines)), table, Text("\n".join(after) + "\n")], width)

@@ -191,7 +191,7 @@ class CompiledFunction(GraphCount):
 
 
 class _ProgramCompiledModule(nn.Module):
-    """Mixin in front of the class of a module that the program has compiled: counts what the compiler makes of it."""
+    """Mixin for a module that the program compiled by ``nn.Module.compile``: counts its graphs and recompilations."""
 
     _graph_count: GraphCount
 
@@ -208,7 +208,7 @@ class _ProgramCompiledModule(nn.Module):
 
 
 def count_graphs_of_program(model: nn.Module) -> list[GraphCount]:
-    """Counts, from now on, the graphs of modules that the program has compiled (``nn.Module.compile``), in order."""
+    """Counts graphs of modules that the program compiled by ``nn.Module.compile`` from now on; returns the counts."""
     found = []
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None:
@@ -218,7 +218,7 @@ def count_graphs_of_program(model: nn.Module) -> list[GraphCount]:
 
 
 class CompiledPart(nn.Module):
-    """Mixin in front of the class of a part: its forward is compiled."""
+    """Mixin for a module whose forward runs compiled."""
 
     _compiled_function: CompiledFunction
 

@@ -310,7 +310,7 @@ def _in_whole_vectors(func: Any, values: torch.Tensor, *args: Any, **kwargs: Any
 def tiled_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, is_causal: bool, scale: float
 ) -> torch.Tensor:
-    """Returns attention in tiles of queries and keys, ``[..., queries, width]`` in the dtype of the queries.
+    """Computes attention tile by tile and returns ``[..., queries, width]`` in the dtype of the queries.
 
     A sum over keys goes tile by tile (`Milakov & Gimelshein <https://arxiv.org/abs/1805.02867>`_). A key that is masked
     adds 0, so keys of padding on the right change nothing.

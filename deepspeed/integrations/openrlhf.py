@@ -174,7 +174,7 @@ class Strategy:
         return config
 
     def backward(self, loss: torch.Tensor, model: Any, optimizer: Any, **kwargs: Any) -> None:
-        """Backpropagates a loss. Every rank must call it."""
+        """Runs the backward pass of ``loss``. Every rank must call it."""
         _inner(model).backward(loss)
 
     def optimizer_step(self, optimizer: Any, model: Any, scheduler: Any, name: str = "model", **kwargs: Any) -> None:

@@ -38,7 +38,7 @@ def start_server(port: int) -> subprocess.Popen[bytes]:
 
 
 def ask(url: str, **body: Any) -> dict[str, torch.Tensor]:
-    """Returns the server's responses."""
+    """Returns the responses that the server generates for the prompts."""
     request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=60) as answer:
         return {name: torch.tensor(values) for name, values in json.load(answer).items()}
@@ -52,7 +52,7 @@ def greatest(gap: torch.Tensor) -> float:
 
 
 def main() -> None:
-    """Asks the server for responses, updates, sends the weights."""
+    """Trains by GRPO: each step gets responses from the server, updates, and sends it the new weights."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--stage", type=int, default=3, help="ZeRO stage")
     parser.add_argument("--steps", type=int, default=12)

@@ -1,4 +1,4 @@
-"""Masters in host memory that the device updates: same bits, bounded memory, each tensor copied once each way."""
+"""``offload_optimizer.update: "device"``: the bits of updates on the host, bounded device memory, one copy each way."""
 
 from collections import Counter
 from typing import Any

@@ -85,7 +85,7 @@ class _BlockOfPass(nn.Module):
 
 
 class _RecurrentLayer(nn.Module):
-    """Mixin in front of the class of a layer that passes states along tokens."""
+    """Mixin for a layer that passes states along tokens, such as a convolution or a recurrence."""
 
     continues_states: bool
     cache_argument: str  # name of the argument of ``forward`` that takes the cache; empty: there is none
@@ -207,7 +207,7 @@ def _as_tuple(made: Any) -> tuple[Any, ...]:
 
 
 def _joined(parts: list[tuple[Any, ...]], dim: int) -> tuple[Any, ...]:
-    """Joins outputs of a value per token, which have as many axes as the first one; leaves others out."""
+    """Concatenates the outputs that have a value per token (as many axes as the first one); the others become None."""
     axes = parts[0][0].dim()
     by_output = zip(*parts, strict=True)
     return tuple(
@@ -404,7 +404,7 @@ def _neighbors(leaving: torch.Tensor, transport: Transport, step: int) -> torch.
 
 
 class _TieFunction(torch.autograd.Function):
-    """Returns the first tensor; in backward all of them are reached."""
+    """Returns ``made``; its backward also runs those of ``states``, which get no gradient here."""
 
     @staticmethod
     def forward(ctx: Any, made: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:

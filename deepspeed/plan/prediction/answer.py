@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -231,8 +230,3 @@ def _first_change(step: PredictedStep) -> str:
     helpful = settings_that_help(step)
     least = 0.01 * step.seconds
     return f"{helpful[0][0]}: {helpful[0][1] / step.seconds:.0%} less time" if helpful and helpful[0][1] > least else ""
-
-
-def config_line(config: Mapping[str, Any]) -> str:
-    """Returns a configuration as one line of JSON."""
-    return json.dumps(config, separators=(", ", ": "))
