@@ -160,7 +160,7 @@ class GatherSchedule:
         if now.phase is ModelPhase.BACKWARD:
             now.gathered |= self._skipped & self._kept_after_forward
         now.order = self._known_order(now)
-        now.serves |= self._agreement.adapts and self._leaves_parameters_out(now, below)
+        now.serves = now.serves or (self._agreement.adapts and self._leaves_parameters_out(now, below))
         # While everything is kept gathered, a pass gathers nothing, so ranks may differ (a rank that generates may
         # stop earlier than others).
         now.is_alone = now.phase is ModelPhase.EVALUATION and all(bucket.pins for bucket in self._buckets.values())
