@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from deepspeed.cli.predict import passed_options
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.machine import Machine
 from deepspeed.plan.models import ModelSizes
@@ -17,8 +18,8 @@ from deepspeed.plan.prediction.answer import ENGINES, TIGHT, LayoutReport, best_
 from deepspeed.plan.show import as_text, seconds_in_words
 
 _OTHERS = (
-    "sweep", "longest", "codes", "predict", "picture", "measure", "micro_batch", "accumulation", "pipe", "tensor",
-    "sequence", "ep", "schedule", "num_chunks", "recompute", "activation_checkpointing", "context", "machine",
+    "sweep", "longest", "codes", "predict", "picture", "measure", "micro-batch", "accumulation", "pipe", "tensor",
+    "sequence", "ep", "schedule", "num-chunks", "recompute", "activation-checkpointing", "context", "machine",
 )  # fmt: skip
 _MOST_TOKENS = 1 << 20
 
@@ -42,9 +43,8 @@ def add_answer_options(parser: argparse.ArgumentParser) -> None:
 
 def refuse_without_gpus(options: argparse.Namespace) -> None:
     """Raises DeepSpeedConfigError for options that only go with ``--gpus``."""
-    for name in ("like", "compare"):
-        if getattr(options, name):
-            raise DeepSpeedConfigError(f"--{name}: only with --gpus; add it, such as --gpus 8xh100")
+    if passed := passed_options(options, ("like", "compare")):
+        raise DeepSpeedConfigError(f"{passed}: only with --gpus; add it, such as --gpus 8xh100")
 
 
 def place_of_gpus(options: argparse.Namespace) -> None:
@@ -53,11 +53,8 @@ def place_of_gpus(options: argparse.Namespace) -> None:
     Raises:
         DeepSpeedConfigError: Another option contradicts them.
     """
-    for name in _OTHERS:
-        if getattr(options, name) not in (None, False):
-            raise DeepSpeedConfigError(
-                f"--{name.replace('_', '-')}: --gpus searches layouts and simulates no step; leave one of them out"
-            )
+    if passed := passed_options(options, _OTHERS):
+        raise DeepSpeedConfigError(f"{passed}: --gpus searches layouts and simulates no step; leave one of them out")
     if options.nodes != 1 or options.devices != 1:
         raise DeepSpeedConfigError("--gpus gives nodes and devices; leave --nodes and --devices out")
     options.nodes, options.devices, options.device = machine_sizes(options.gpus)

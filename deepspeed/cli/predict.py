@@ -82,7 +82,7 @@ def refuse_without_prediction(options: argparse.Namespace) -> None:
     if options.predict or options.search is not None:
         return
     names = (*(name for name in _FLAGS if name != "fp8"), *_NUMBERS)
-    if passed := _passed(options, (*names, "recompute", "context", "whole-vocabulary", "no-overlap")):
+    if passed := passed_options(options, (*names, "recompute", "context", "whole-vocabulary", "no-overlap")):
         raise DeepSpeedConfigError(f"{passed}: only with --predict or --search; add one of them")
 
 
@@ -91,17 +91,17 @@ def refuse_beside_prediction(options: argparse.Namespace) -> None:
     if options.predict and options.search is not None:
         raise DeepSpeedConfigError("--predict and --search are both given; keep one")
     kind = "--predict" if options.predict else "--search"
-    if passed := _passed(options, _ONLY_SIMULATED):
+    if passed := passed_options(options, _ONLY_SIMULATED):
         raise DeepSpeedConfigError(f"{passed}: {kind} simulates no step and does not use it; leave one of them out")
     if options.search is None:
         return
-    if passed := _passed(options, ("context", *_SEARCHED)):
+    if passed := passed_options(options, ("context", *_SEARCHED)):
         raise DeepSpeedConfigError(
             f"{passed}: --search tries all of them; leave it out, or give the whole layout and use --predict"
         )
 
 
-def _passed(options: argparse.Namespace, names: tuple[str, ...]) -> str:
+def passed_options(options: argparse.Namespace, names: tuple[str, ...]) -> str:
     """Returns those of the options that are on the command line, as text; empty if none is."""
     values = {name: getattr(options, name.replace("-", "_")) for name in names}
     return ", ".join(f"--{name}" for name, value in values.items() if value is not None and value is not False)

@@ -236,8 +236,8 @@ def model_sizes(given: Any) -> ModelSizes:
             f"{given}: there is no such folder or file, and names on the hub are not looked up; fetch the model's "
             "config.json and give its folder, or give the sizes (--layers --hidden --heads --vocab)"
         )
-    source = _from_transformers(given, None)
-    config = given if building.is_configuration(given) else _read_transformers(Path(given))
+    config = _configuration_of(given)
+    source = _from_transformers(config, None)
     sizes: dict[str, Any] = dict(decoder_sizes_of(config))
     missing = [name for name in ("layers", "hidden", "heads", "vocab") if name not in sizes]
     if missing or attends_across_sequences(config):
@@ -264,13 +264,18 @@ _CLOSE = 0.03
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
-def _from_transformers(given: Any, inputs: Any) -> ModelSource:
+def _configuration_of(given: Any) -> Any:
+    """Returns a transformers configuration, or the one in a folder or file."""
     if not building.has_library():
         raise DeepSpeedConfigError(
             "a transformers configuration needs the package transformers; install it, or give the sizes instead "
             "(--layers, --hidden, --heads, --vocab)"
         )
-    config = given if building.is_configuration(given) else _read_transformers(Path(given))
+    return given if building.is_configuration(given) else _read_transformers(Path(given))
+
+
+def _from_transformers(given: Any, inputs: Any) -> ModelSource:
+    config = _configuration_of(given)
     architecture = architecture_of(config)
     cls = building.class_named(architecture) if architecture else None
     if architecture and cls is None:
